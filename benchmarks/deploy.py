@@ -32,7 +32,7 @@ import torch
 
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.deploy.flower.local import LocalFlower
-from lightning_fed.deploy.flower.resident import log_of
+from lightning_fed.deploy.resident import log_of
 from on_demand import Network, Population
 from systems.measure import machine, positive
 from systems.with_lightning_fed import make_method

@@ -60,6 +60,9 @@ class Algorithm(ArgumentsRepr):
     """Who reads them: everybody the average of the "cohort", each "client" its own, or "both". What nobody reads is not
     kept, so that the memory of a round does not grow with the cohort."""
 
+    full_grad_mean: str = "weighting"
+    """How they are averaged over the cohort; the values are those of :attr:`reduces`."""
+
     grad_cohort: str = "same"
     """Who takes the full-batch gradients that are averaged: the training cohort ("same") or its "own" cohort."""
 
@@ -112,6 +115,14 @@ class Algorithm(ArgumentsRepr):
     def init_client(self, x: Vector) -> State:
         """Return the state of a client that has not taken part yet; it is kept between its rounds."""
         return {}
+
+    def full_grad_readers(self, round: int) -> str:
+        """Return who reads full-batch gradients in a round: as :attr:`full_grad_for`, or "nobody" to take none."""
+        return self.full_grad_for
+
+    def begin_client(self, client: State, full_grad: State) -> State:
+        """Return what a client works with, given its full-batch gradients by point; asked if "both" read them."""
+        return client
 
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
         """Return the server state to use in this round, given the cohort's gradients and loss."""

@@ -31,14 +31,14 @@ _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
     " `lightning-fed new NAME` writes a small project to start from,"
     " `lightning-fed data --config FILE` draws how the data is dealt out; `lightning-fed diagnose --config FILE`"
-    " says why it does not converge; `lightning-fed deploy flower` runs it on real clients; `lightning-fed reproduce`,"
+    " says why it does not converge; `lightning-fed deploy` runs it on real clients; `lightning-fed reproduce`,"
     " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
 _OWN = {  # by name, the function and what it does; a command is imported when it runs, and may be built on this one
     "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
     "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
     "diagnose": ("lightning_fed.lab.diagnosis:diagnose", "Find out why a configuration does not converge."),
-    "deploy": ("lightning_fed.deploy.flower.configured:deploy", "Run a configuration through Flower, on this machine."),
+    "deploy": ("lightning_fed.deploy.command:deploy", "Run a configuration over Flower or NVFlare, on this machine."),
     "reproduce": ("lightning_fed.lab:reproduce", "Run an experiment of a paper."),
     "sweep": ("lightning_fed.lab:sweep", "Run a grid over a configuration."),
     "compare": ("lightning_fed.lab:compare", "Compare runs side by side."),

@@ -1,4 +1,4 @@
-"""Arguments that are refused by name."""
+"""Checks of arguments. Each raises a :class:`FederatedError` that names owner, argument and value."""
 
 import inspect
 import math
@@ -61,11 +61,7 @@ def kind_of(value: object) -> str:
 
 
 def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _LARGEST) -> int:
-    """Return an argument that must be an integer of at least ``least``, and at most ``most``.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be an integer of at least ``least``, and at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
     if int(value) > most:
@@ -75,20 +71,12 @@ def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _
 
 
 def check_seed(owner: str, value: Any) -> int:
-    """Return an argument ``seed``, which must be an integer of at least 0 and may have up to 128 bits.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument ``seed``, which must be an integer of at least 0 and may have up to 128 bits."""
     return check_count(owner, "seed", value, least=0, most=2**128 - 1)
 
 
 def check_number(owner: str, name: str, value: Any, least: float = -math.inf, positive: bool = False) -> float:
-    """Return an argument that must be a finite number, of at least ``least`` or positive.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be a finite number, of at least ``least`` or positive."""
     found = finite(value)
     if math.isnan(found) or found < least or (positive and found <= 0):
         bound = "" if math.isinf(least) else f" of at least {least:g}"
@@ -98,22 +86,14 @@ def check_number(owner: str, name: str, value: Any, least: float = -math.inf, po
 
 
 def check_numbers(owner: str, name: str, value: Any) -> list[float]:
-    """Return an argument that must be a list of finite numbers.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be a list of finite numbers."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a list of finite numbers.")
     return [check_number(owner, name, entry) for entry in value]
 
 
 def check_fraction(owner: str, name: str, value: Any) -> float:
-    """Return an argument that must be a share in [0, 1).
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be a share in [0, 1)."""
     share = finite(value)
     if not 0 <= share < 1:
         raise FederatedError(f"{owner}({name}={shown(value)}): {name} must lie in [0, 1), such as 0.2.")
@@ -121,11 +101,7 @@ def check_fraction(owner: str, name: str, value: Any) -> float:
 
 
 def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -> Choice:
-    """Return an argument that must be one of a few values.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument, value and what is allowed.
-    """
+    """Return an argument that must be one of a few values."""
     for one in allowed:
         if type(value) is type(one) and value == one:  # 1 is not True
             return one
@@ -133,43 +109,27 @@ def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -
 
 
 def check_flags(owner: str, **flags: Any) -> None:
-    """Refuse arguments, given by name, that must be True or False and are not.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument and value.
-    """
+    """Refuse arguments, given by name, that must be True or False and are not."""
     for name, value in flags.items():
         check_one_of(owner, name, value, (True, False))
 
 
 def check_texts(owner: str, **texts: Any) -> None:
-    """Refuse arguments, given by name, that must be non-empty strings and are not.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument and value.
-    """
+    """Refuse arguments, given by name, that must be non-empty strings and are not."""
     for name, value in texts.items():
         if not isinstance(value, str) or not value:
             raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a string, and not an empty one.")
 
 
 def check_paths(owner: str, **paths: Any) -> None:
-    """Refuse arguments, given by name, that must be paths and are not; whether there is a file is not asked.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument and value.
-    """
+    """Refuse arguments, given by name, that must be paths and are not; whether there is a file is not asked."""
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
             raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a path, as a string or a Path.")
 
 
 def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]:
-    """Return the names, or patterns of names, of what stays with each client.
-
-    Raises:
-        FederatedError: If it is no list of texts.
-    """
+    """Return the names, or patterns of names, of what stays with each client."""
     fits = isinstance(personal, Sequence) and not isinstance(personal, str)
     if not fits or len(personal) < least or not all(isinstance(pattern, str) and pattern for pattern in personal):
         raise FederatedError(
@@ -187,9 +147,6 @@ def number(owner: object, name: str, value: object, interval: str) -> float:
         name: The argument.
         value: What was given.
         interval: What is allowed, as one writes it: ``"[0, 1)"``, ``"(0, inf)"``. Infinity itself never is.
-
-    Raises:
-        FederatedError: If ``value`` is no finite number in ``interval``.
 
     Example:
         >>> from lightning_fed.algorithms.base_optimizers import SGDm
@@ -214,9 +171,6 @@ def choice(owner: object, name: str, value: Choice, *allowed: Choice) -> Choice:
         name: The argument.
         value: What was given.
         *allowed: The values there are.
-
-    Raises:
-        FederatedError: If ``value`` is none of ``allowed``.
     """
     return check_one_of(type(owner).__name__, name, value, allowed)
 

@@ -114,9 +114,9 @@ def can_pin() -> bool:
 
 
 def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Return whether the tensors of each pair, on one device, are equal; an accelerator is waited for once."""
+    """Return whether the tensors of each pair are equal, all on one device; an accelerator is waited for once."""
     found = list(pairs)
-    if all(a.device.type == "cpu" for a, _ in found):
+    if not found or found[0][0].is_cpu:
         return [torch.equal(a, b) for a, b in found]
     alike = [a.shape == b.shape for a, b in found]
     same = [(a == b).all() for (a, b), is_alike in zip(found, alike, strict=True) if is_alike]
@@ -125,8 +125,8 @@ def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the numbers in floating-point tensors, one after the other; an accelerator is waited for once."""
-    if all(tensor.is_cpu for tensor in tensors):
+    """Return the numbers in floating-point tensors on one device, in order; an accelerator is waited for once."""
+    if not tensors or tensors[0].is_cpu:
         return [number for tensor in tensors for number in tensor.reshape(-1).tolist()]
     numbers: list[float] = torch.cat([tensor.reshape(-1) for tensor in tensors]).tolist()
     return numbers

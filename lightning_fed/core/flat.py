@@ -133,7 +133,7 @@ class FlatParameters:
 
     def gather(self) -> None:
         """Take what the parameters hold into ``whole`` where they were made to look at something else."""
-        if any(p.data_ptr() != view.data_ptr() for p, view in zip(self.params, self.views, strict=True)):
+        if list(map(Tensor.data_ptr, self.params)) != list(map(Tensor.data_ptr, self.views)):
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())
             self.restore()

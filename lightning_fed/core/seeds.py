@@ -99,8 +99,8 @@ def capture_random_state(device: torch.device | None = None) -> Callable[[], Non
 
 def random_state(device: torch.device | None = None) -> tuple[Any, ...]:
     """Return what tells whether PyTorch's global generators (CPU and ``device``) have been drawn from."""
-    states = torch.default_generator.get_state(), get_device_random_state(device)
-    return tuple([state.numpy().tobytes() for state in states if state is not None])
+    state, on_device = torch.default_generator.get_state(), get_device_random_state(device)
+    return state.numpy().tobytes(), None if on_device is None else on_device.numpy().tobytes()
 
 
 def foreign_state() -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -40,9 +41,6 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
     Args:
         optimizer: The optimizer.
         role: What it is for, as the error names it.
-
-    Raises:
-        FederatedError: For LBFGS, SparseAdam, ASGD, Rprop, and for ``maximize=True``.
     """
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):
@@ -58,7 +56,7 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
     """Whether every step is exactly ``y <- y - lr * g`` (coupled weight decay aside)."""
-    return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    return type(optimizer) is torch.optim.SGD and not any(map(itemgetter("momentum"), optimizer.param_groups))
 
 
 @contextmanager

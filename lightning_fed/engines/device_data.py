@@ -1,6 +1,7 @@
 """Copies of data sets on an accelerator, so that no batch has to be sent there again."""
 
 from collections.abc import Iterable, MutableMapping, Sequence
+from operator import attrgetter
 from typing import TypeGuard
 
 import torch
@@ -94,4 +95,4 @@ def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes in tensors."""
-    return sum([t.numel() * t.element_size() for t in tensors])
+    return sum(map(attrgetter("nbytes"), tensors))

@@ -34,12 +34,14 @@ class ClientHalf(ABC):
     Attributes:
         trainer: The trainer.
         have_given_up: Whether the vectorized engine was left for the sequential one.
+        may_restart: Whether the round can start again in another way, if the engine cannot run it as it does.
         measure_on_sites: Measures clients that are elsewhere, given the measure, local steps, clients and whether with
             their own models; None if they are here.
     """
 
     trainer: pl.Trainer
     have_given_up = False
+    may_restart = False
     measure_on_sites: Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None = None
 
     @property
@@ -51,11 +53,6 @@ class ClientHalf(ABC):
     def chunk_size(self) -> int | None:
         """How many clients the vectorized engine runs at once; None without one."""
         return None
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether another engine is left to run the round, if this one cannot."""
-        return False
 
     @property
     def split(self) -> BatchSplit:

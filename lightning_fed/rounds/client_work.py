@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_fed.callbacks.base import hears
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -20,7 +21,7 @@ from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
+from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, HeldSettings
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import stop_at
@@ -57,7 +58,7 @@ class ClientWork(ClientHalf):
         self.plans, self.settings = plans, settings
         self.algorithm, self.trainer = engines[0].algorithm, engines[0].trainer
         self._use(engines)
-        if self.chunk_size is not None:
+        if len(engines) > 1 and self.chunk_size is not None:  # both run as many at once
             self._use_chunk(self.chunk_size)
         self._together = 1  # the most clients that can be at work at once
         self._held: HeldSettings | None = None  # as the round began
@@ -69,6 +70,7 @@ class ClientWork(ClientHalf):
     def _use(self, engines: Sequence[Engine]) -> None:
         """Let engines run clients from here on."""
         self.engines, self.engine = engines, engines[0]
+        self.may_restart = any(engine.name == "vectorized" for engine in engines)
         self._own_solve = OwnSolve(engines[1], self.settings) if len(engines) > 1 else None
         self._gradients = ClientGradients(self.engine)
         self._local = LocalTraining(self.engine, self.settings, self._gradients, self._own_solve)
@@ -91,7 +93,8 @@ class ClientWork(ClientHalf):
 
         With ``reads_later``, reports may be incomplete until :meth:`end_training`.
         """
-        self._held = HeldSettings(self.engine.prepared) if self.may_restart and hears_clients(self.trainer) else None
+        may_undo = self.may_restart and hears(self.trainer, *CLIENT_HOOKS)
+        self._held = HeldSettings(self.engine.prepared) if may_undo else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
         self._gradients.begin_round(len(members))
         self._local.begin_round(reads_later)
@@ -138,18 +141,13 @@ class ClientWork(ClientHalf):
 
     def agree(self, ranks: Ranks) -> None:
         """Run as many clients at once in every process, where each has a device: random layers depend on it."""
-        if ranks.size == 1 or self.settings.engine == "sequential" or self.engine.flat.y.device.type == "cpu":
+        if self.settings.engine == "sequential" or self.engine.flat.y.device.type == "cpu":
             return
         sizes = ranks.gather(self.chunk_size)
         if None in sizes:
             self.give_up()
         else:
             self._use_chunk(min(sizes))
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether the round can be run otherwise, if the engine cannot run it as it does."""
-        return "vectorized" in self.engine_names
 
     def restart_after(self, error: Exception) -> Restart | None:
         """Return how the round must start again after an error, None if it need not or cannot.
@@ -189,7 +187,7 @@ class ClientWork(ClientHalf):
 
     def give_up(self) -> None:
         """Go on with the sequential engine in place of the vectorized one."""
-        if "vectorized" in self.engine_names:
+        if self.may_restart:
             self.have_given_up = True
             self._use([SequentialEngine(engine.prepared) for engine in self.engines])
 

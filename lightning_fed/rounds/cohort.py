@@ -12,7 +12,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.participation import Participant, Population
-from lightning_fed.server.sampling import Sampler, draw
+from lightning_fed.server.sampling import draw
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["CohortSampling", "DrawnCohort", "secret_seed"]
@@ -54,7 +54,7 @@ class CohortSampling:
                 sizes and the steps that they would take.
         """
         settings, algorithm = self.settings, self.settings.algorithm
-        drawn = self._drawn(settings.sampler, self.seed, round)
+        drawn = Counter(draw(settings.sampler, self.seed, round, self.population, self.seed))
         members = ask(drawn)
         if settings.heterogeneity is not None:  # it decides how many steps each client completes
             epochs, planned = [settings.local_epochs or 1] * len(members), [m.steps for m in members]
@@ -64,11 +64,12 @@ class CohortSampling:
         if algorithm.needs_everyone:
             self._check_everyone(members, round)
         gradient_members: Sequence[Participant] = ()
-        if algorithm.full_grad_at:
+        if algorithm.full_grad_at and algorithm.full_grad_readers(round) != "nobody":
             gradient_members = members
             if algorithm.grad_cohort != "same":
                 seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
-                gradient_members = ask(self._drawn(settings.gradient_sampler, seed, round))
+                others = draw(settings.gradient_sampler, seed, round, self.population, self.seed)
+                gradient_members = ask(Counter(others))
             if not gradient_members:
                 members = ()  # without the cohort's gradient there is no step to take
         there = {member.client_id for member in members}
@@ -86,10 +87,6 @@ class CohortSampling:
                 f" are {len(members)} of {len(self.population)}, with {found}. Set clients_per_round=1.0 and"
                 " local_steps."
             )
-
-    def _drawn(self, sampler: Sampler, seed: int, round: int) -> Mapping[ClientId, int]:
-        """Draw ids, with how often each came up, in the order in which they first did."""
-        return Counter(draw(sampler, seed, round, self.population, self.seed))
 
 
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:

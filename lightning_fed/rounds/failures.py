@@ -1,6 +1,7 @@
 """Clients that fail: which of a chunk it was, why, and how many may fail before the run stops."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 
 import torch
@@ -47,9 +48,9 @@ class Faults:
 
         See :class:`DrawnCohort`.
         """
-        failed = self.causes.keys()
-        self.asked = {member.client_id for member in members} | (failed & set(dropped))
-        self._asked_for_gradients = {member.client_id for member in gradient_members}
+        failed, id_of = self.causes.keys(), attrgetter("client_id")
+        self.asked = {*map(id_of, members), *(failed & set(dropped))}
+        self._asked_for_gradients = set(map(id_of, gradient_members))
         if self._asked_for_gradients - failed:
             self._asked_for_gradients |= failed - self.asked
         self.check_asked()

@@ -23,7 +23,7 @@ from lightning_fed.rounds.failures import Isolation, stop_at
 from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.outgoing import Outgoing
-from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.client_states.state import ClientState, ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
@@ -69,7 +69,7 @@ class ClientGradients:
 
     def of_workers(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> dict[int, State]:
         """Return the gradients of clients about to work, where these are theirs to read."""
-        if self.algorithm.full_grad_for == "cohort":
+        if self.algorithm.full_grad_readers(inputs.round) in ("cohort", "nobody"):
             return {}
         indices = [plan.participant.index for plan in plans]
         own = {index: self._kept[index] for index in indices if index in self._kept}
@@ -103,6 +103,8 @@ class ClientGradients:
     def check(self) -> None:
         """Read the norms of gradients that were taken; refuse one that is not finite."""
         unread, self._unread = self._unread, []
+        if not unread:
+            return
         numbers = iter(numbers_of([norm for _, _, norms in unread for norm in norms.values()]))
         for who, number, norms in unread:
             found = {point: next(numbers) for point in norms}
@@ -303,7 +305,13 @@ class LocalTraining:
             engine.buffers.write({**task.buffers, **buffers})
         self._before = own
         if engine.algorithm.full_grad_at:
-            inputs = replace(inputs, full_grad=self.gradients.of_workers(inputs, plans))
+            found = self.gradients.of_workers(inputs, plans)
+            inputs = replace(inputs, full_grad=found)
+            if engine.algorithm.overrides("begin_client") and engine.algorithm.full_grad_readers(task.round) == "both":
+                own = [engine.algorithm.begin_client(state, found[i]) for state, i in zip(own, indices, strict=True)]
+                for state, plan in zip(own, plans, strict=True):
+                    if not plan.participant.steps:  # no work follows that would keep it
+                        states.keep(plan.participant.index, ClientState(state).joined())
         result = engine.run(inputs, plans, own, solvers)
         faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
         return replace(result, faults={**result.faults, **faults}) if faults else result

@@ -16,6 +16,7 @@ from lightning_fed.rounds.cohort import DrawnCohort
 from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
 from lightning_fed.rounds.totals import RoundTotals
+from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.server.aggregation.mean import Exchange
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
@@ -53,7 +54,7 @@ class ServerRound:
         self.server, self.settings, self.population = server, settings, population
         self.algorithm, self.faults, self._dropped = server.algorithm, faults, tuple(cohort.dropped)
         algorithm, size = server.algorithm, len(population)
-        averages = bool(cohort.members and algorithm.full_grad_at and algorithm.full_grad_for != "client")
+        averages = bool(cohort.members and averaged_points(algorithm, server.round))
         gradient_members = cohort.gradient_members if averages else ()
         faults.ask(cohort.members, gradient_members, cohort.dropped)
         self.members = {p.index: p for p in cohort.members if p.client_id not in faults.causes}

@@ -64,8 +64,9 @@ class RoundTotals:
         who = list(members.values())
         self._messages = make(algorithm.reduces, settings.weighting, who, population, algorithm.local_work)
         if gradient_members:
-            reduces, who = {FULL_GRAD + p: "weighting" for p in algorithm.full_grad_at}, list(gradient_members.values())
-            self._gradients = make(reduces, settings.weighting, who, population, False)
+            reduces = {FULL_GRAD + point: algorithm.full_grad_mean for point in algorithm.full_grad_at}
+            self._gradients = make(reduces, settings.weighting, list(gradient_members.values()), population, False)
+        self._readers = algorithm.full_grad_readers(server.round) if algorithm.full_grad_at else "nobody"
         self._loss, self._loss_examples = 0.0, 0  # of the population
         self._buffers = State() if settings.buffers == "server" else server.buffers  # those of which the mean is taken
         self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
@@ -257,9 +258,9 @@ class RoundTotals:
     def gradients_computed(self) -> int:
         """Return the number of per-example gradients computed, including full-batch and second gradients."""
         algorithm, full = self.algorithm, 0
-        if algorithm.full_grad_at:
+        if self._readers != "nobody":
             takers = dict(self.gradient_members)
-            if algorithm.full_grad_for != "cohort":
+            if self._readers != "cohort":
                 takers |= {index: who for index, who in self.members.items() if index in self.reports}
             full = len(algorithm.full_grad_at) * sum(who.size for who in takers.values())
         per_batch = 1 if algorithm.anchor_at is None and not algorithm.looks_ahead else 2

@@ -45,9 +45,6 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
     Args:
         arguments: The arguments that are passed on to Lightning.
         own: The names of the federated trainer's own arguments, to suggest where a name is unknown.
-
-    Raises:
-        FederatedError: Naming the argument, what was found and what is allowed.
     """
     refuse_foreign(*arguments.values())
     hints = _hints()
@@ -64,11 +61,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
 
 
 def as_callbacks(callbacks: Any) -> list[pl.Callback]:
-    """Return the argument ``callbacks`` as a list.
-
-    Raises:
-        FederatedError: If it is neither a callback nor a list of them.
-    """
+    """Return the argument ``callbacks`` as a list."""
     given = [callbacks] if isinstance(callbacks, pl.Callback) else [] if callbacks is None else callbacks
     refuse_foreign(given)
     if not isinstance(given, list | tuple) or not all(isinstance(callback, pl.Callback) for callback in given):
@@ -199,9 +192,6 @@ def check_call(
         datamodule: A data module.
         ckpt_path: A path, or a word of Lightning's such as "best".
         weights_only: As for :func:`torch.load`.
-
-    Raises:
-        FederatedError: Naming the argument, what was found and what is allowed.
     """
     owner = f"FederatedTrainer.{stage}"
     refuse_foreign(model, dataloaders, datamodule)

@@ -25,9 +25,6 @@ def check_method(algorithm: Algorithm) -> None:
 
     Args:
         algorithm: The method.
-
-    Raises:
-        FederatedError: Naming the declaration or the hook, what it gave, and what to return.
     """
     name = type(algorithm).__name__
     for message, rule in algorithm.reduces.items():

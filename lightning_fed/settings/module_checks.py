@@ -41,11 +41,7 @@ def no_federated_data(found: object) -> FederatedError:
 
 
 def check_module(trainer: pl.Trainer) -> None:
-    """Refuse modules and data that rounds cannot drive.
-
-    Raises:
-        FederatedError: Naming the module or data module, the reason and the remedy.
-    """
+    """Refuse modules and data that rounds cannot drive."""
     module = trainer.lightning_module
     name = type(module).__name__
     refuse_foreign(trainer.callbacks)  # the module's own too, of configure_callbacks
@@ -73,11 +69,7 @@ def check_module(trainer: pl.Trainer) -> None:
 
 
 def check_batch_statistics(module: pl.LightningModule) -> None:
-    """Refuse layers that compute statistics of a batch, of which every process would see a part.
-
-    Raises:
-        FederatedError: Naming the layer.
-    """
+    """Refuse layers that compute statistics of a batch, of which every process would see a part."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
             raise FederatedError(
@@ -88,11 +80,7 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
 
 
 def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
-    """Refuse buffers that clients send past an aggregator.
-
-    Raises:
-        FederatedError: Naming the aggregator and a buffer.
-    """
+    """Refuse buffers that clients send past an aggregator."""
     sent = [name for name in buffers.server if name not in buffers.personal]
     if buffers.mode != "server" and sent:
         raise FederatedError(

@@ -158,9 +158,6 @@ class Settings:
         Args:
             saved: The :meth:`transport` of that run.
             origin: What this run continues from.
-
-        Raises:
-            FederatedError: Naming the argument.
         """
         mine = self.transport()
         for name in sorted({*saved, *mine}):

@@ -38,9 +38,6 @@ def check_strategy(strategy: Any) -> None:
 
     Args:
         strategy: A strategy or its name.
-
-    Raises:
-        FederatedError: Naming the strategy, the reason and what to use instead.
     """
     if isinstance(strategy, str):
         name, kinds = strategy.lower(), [strategy.lower()]
@@ -64,11 +61,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def check_local_options(trainer: pl.Trainer) -> None:
-    """Refuse options of the local work with a method that has none.
-
-    Raises:
-        FederatedError: Naming the option, its value and the method.
-    """
+    """Refuse options of the local work with a method that has none."""
     loop = trainer.fit_loop
     algorithm = loop.settings.algorithm
     if algorithm.local_work:
@@ -106,11 +99,7 @@ def _accumulating(trainer: pl.Trainer) -> str | None:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse Trainer settings and callbacks that have no meaning in rounds.
-
-    Raises:
-        FederatedError: Naming the setting, the value and what to use instead.
-    """
+    """Refuse Trainer settings and callbacks that have no meaning in rounds."""
     settings, splits = trainer.fit_loop.settings, isinstance(trainer.strategy, WithinClientStrategy)
     if settings.engine == "vectorized" and trainer.world_size > 1 and splits:
         raise FederatedError(

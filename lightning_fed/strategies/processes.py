@@ -60,12 +60,7 @@ class Ranks:
 
     @staticmethod
     def of(trainer: pl.Trainer) -> "Ranks":
-        """Return the processes of a trainer.
-
-        Raises:
-            FederatedError: If there are several on devices without float64: sums are on the CPU then, and the process
-                group is not.
-        """
+        """Return the processes of a trainer; refuse several without float64, whose sums would be on the CPU."""
         strategy = trainer.strategy
         if trainer.world_size > 1 and not has_float64(strategy.root_device):
             raise FederatedError(

@@ -85,6 +85,16 @@ REFUSED: dict[str, tuple[Message, str]] = {
 }  # fmt: skip
 
 
+def test_first_gradients_are_refused_after_the_first_round(tmp_path: Path) -> None:
+    make = partial(make_trainer, "Scaffold ii gradient")
+    with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
+        site.answer(hello(make))
+        c = {"server.c": torch.zeros_like(parameters(model()))}
+        assert "x" in site.answer(task(c, phase="gradients")).header["norms"]
+        with pytest.raises(FederatedError, match="asks for 'gradients', which Scaffold does not need"):
+            site.answer(task(c, phase="gradients", round=1))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedSite, name: str, tmp_path: Path) -> None:
     message, words = REFUSED[name]

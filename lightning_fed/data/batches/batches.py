@@ -70,11 +70,7 @@ class ClientBatches(ABC):
         return iter(())
 
     def check_counts(self) -> None:  # noqa: B027
-        """Refuse batches whose examples cannot be counted, before any is trained on; only some loaders need it.
-
-        Raises:
-            FederatedError: Naming the client, the batch and the remedy.
-        """
+        """Refuse batches whose examples cannot be counted, before any is trained on; only some loaders need it."""
 
     def for_own_solve(self) -> "ClientBatches":
         """Return the batches on which the client trains a model of its own, where the method has it do so."""

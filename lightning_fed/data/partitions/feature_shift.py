@@ -164,11 +164,7 @@ class FeatureShift(Partition):
         return TensorDataset(self._shift(found[0], client, num_clients, rows.tolist()), *found[1:])
 
     def check(self, dataset: Dataset[Any]) -> None:
-        """Look at the first example of a data set.
-
-        Raises:
-            FederatedError: If the inputs cannot be shifted as asked.
-        """
+        """Look at the first example of a data set."""
         if len(cast("Any", dataset)):
             found = _tensors(dataset, torch.zeros(1, dtype=torch.int64))
             self._check_input(_split(cast("Any", dataset)[0])[0] if found is None else found[0][0])

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
-from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
@@ -25,9 +24,11 @@ from lightning_fed.engines.vectorized.changes import (
     parts_of,
 )
 
-__all__ = ["ClientSettings", "HeldSettings", "hears_clients"]
+__all__ = ["CLIENT_HOOKS", "ClientSettings", "HeldSettings"]
 
-_HOOKS = ("on_client_start", "on_client_end")
+CLIENT_HOOKS = ("on_client_start", "on_client_end")
+"""The hooks of callbacks that are called for single clients."""
+
 _TRAINER = (
     "accumulate_grad_batches",
     "gradient_clip_algorithm",
@@ -42,11 +43,6 @@ _COPIED = 2**22  # numbers in a tensor up to which it can be put back
 
 Settings: TypeAlias = dict[tuple[str, str], Any]
 """The values of settings by kind ("module", "optimizer" ...) and name. Equal values compare equal."""
-
-
-def hears_clients(trainer: pl.Trainer) -> bool:
-    """Whether any callback has a hook that is called for single clients."""
-    return hears(trainer, "on_client_start") or hears(trainer, "on_client_end")
 
 
 class ClientSettings:
@@ -76,7 +72,7 @@ class ClientSettings:
 
     def begin_round(self) -> None:
         """Take note of all settings, if hooks may change them for single clients."""
-        self.is_needed = hears_clients(self.trainer)
+        self.is_needed = hears(self.trainer, *CLIENT_HOOKS)
         self._first = self._worked = None
         if self.is_needed:
             self._held.clear()
@@ -196,7 +192,7 @@ class HeldSettings:
             callback
             for callback in trainer.callbacks
             if isinstance(callback, FederatedCallback)
-            and any(uses_hook(callback, h, FederatedCallback) for h in _HOOKS)
+            and any(uses_hook(callback, h, FederatedCallback) for h in CLIENT_HOOKS)
         ]
         parts = [(name, part) for name, part in parts_of(prepared.module) if not isinstance(part, METRICS)]
         methods = [part for _, part in _methods(prepared)]

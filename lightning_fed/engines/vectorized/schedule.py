@@ -49,19 +49,15 @@ class Schedule:
         at different times: the traces are for full batches.
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
-        if self.batch_size is not None and is_bare and self._is_interleaved(rows):
-            full = self.batch_size
+        module, size = self.module, self.batch_size
+        may_trace = module.traces.allowed and not module.reads_index and not module.is_random
+        is_alike = len(rows) > 1 and all(own.settings.batch_size == size for own in rows)
+        if size is not None and is_bare and may_trace and is_alike:
+            full = size
             sizes = [batch_sizes(plan, full) for plan in plans]
         lengths = [own.count(full) for own in sizes]
         order = sorted(range(len(plans)), key=lengths.__getitem__, reverse=True)
         return order, list(interleaved([sizes[i] for i in order], full))
-
-    def _is_interleaved(self, rows: Sequence[TensorBatches]) -> bool:
-        module = self.module
-        may_trace = module.traces.allowed and not module.reads_index and not module.is_random
-        if len(rows) < 2 or not may_trace:
-            return False
-        return all(own.settings.batch_size == self.batch_size for own in rows)
 
     def run(
         self,

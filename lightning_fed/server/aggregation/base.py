@@ -18,9 +18,10 @@ FULL_GRAD = "full_grad_"
 """What the name of a point is put behind to name the full-batch gradients that clients send of it."""
 
 
-def averaged_points(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the points whose full-batch gradients clients of a method send to be averaged."""
-    return () if algorithm.full_grad_for == "client" else algorithm.full_grad_at
+def averaged_points(algorithm: Algorithm, round: int | None = None) -> tuple[str, ...]:
+    """Return the points whose full-batch gradients clients send to be averaged, in a round or else in any round."""
+    readers = algorithm.full_grad_for if round is None else algorithm.full_grad_readers(round)
+    return algorithm.full_grad_at if readers in ("cohort", "both") else ()
 
 
 class Aggregator(ArgumentsRepr, ABC):

@@ -217,9 +217,9 @@ class MemoryClientStore(ClientStore):
             else:
                 super().stage_all(indices, states)
         rows = self._rows
-        crossing = (state for state in self._staged.values() if _is_small(state) and not _is_on_host(state))
-        if rows is None and (like := next(crossing, None)) is not None:
-            rows = self._rows = StateRows(like)
+        for state in self._staged.values():
+            if rows is None and _is_small(state) and not _is_on_host(state):
+                rows = self._rows = StateRows(state)
         alike = [] if rows is None else [index for index, state in self._staged.items() if rows.fit(state)]
         for start in range(0, len(alike), _AT_ONCE):
             indices = alike[start : start + _AT_ONCE]

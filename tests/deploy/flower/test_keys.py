@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
 from lightning_fed.deploy.flower.local import LocalFlower
-from tests.deploy.flower.processes import needs_linux
 from tests.deploy.flower.test_example import example
 from tests.deploy.flower.test_local import MAKERS, ROOT, wait_for, written_app
+from tests.deploy.processes import needs_linux
 from tests.deploy.wire import make_trainer, simulated
 
 SITES = ("north", "south", "bank", "thief")

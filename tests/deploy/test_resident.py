@@ -6,16 +6,14 @@ import stat
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
-from functools import partial
-
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.flower.resident import (
+from lightning_fed.deploy.resident import (
     Resident,
     called,
     clients_of,
