@@ -20,7 +20,6 @@ from lightning_fed.rounds.messages import GRADIENTS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
-from lightning_fed.settings.settings import Settings
 
 __all__ = ["RemoteWork"]
 
@@ -30,8 +29,7 @@ class RemoteWork(ClientHalf):
 
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
-        self._loop = trainer.fit_loop
-        self._settings: Settings = self._loop.settings
+        self._loop, self._settings = trainer.fit_loop, trainer.fit_loop.settings
         self._attempt = -1  # how often the round was begun before
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
         self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
@@ -76,16 +74,16 @@ class RemoteWork(ClientHalf):
         Gradients of small models are put together as a simulation puts them together: their sum has its bits.
         """
         most = gradients_together(task.x) if task.phase == GRADIENTS else 1
-        waiting: dict[int, Reply] = {}
-        for reply in self._ask(task, self._attempt):
-            if most > 1:
-                waiting[reply.clients[0]] = reply
-                continue
-            yield reply
-            for report, examples in zip(reply.reports, reply.examples, strict=True):
-                self._replied[report.client_id] = report, examples
+        replies = self._ask(task, self._attempt)
+        if most == 1:
+            for reply in replies:
+                yield reply
+                for report, examples in zip(reply.reports, reply.examples, strict=True):
+                    self._replied[report.client_id] = report, examples
+            return
+        waiting = {reply.clients[0]: reply for reply in replies}
         group: list[Reply] = []
-        for own in map(waiting.get, clients):
+        for own in (*map(waiting.get, clients), None):
             if group and (own is None or own.failed or len(group) == most):
                 yield _joined(group)
                 group = []
@@ -93,8 +91,6 @@ class RemoteWork(ClientHalf):
                 yield own
             elif own is not None:
                 group.append(own)
-        if group:
-            yield _joined(group)
 
     def _ask(self, task: Task, attempt: int, **measure: Any) -> Iterator[Reply]:
         """Yield the replies of the clients of a task that are there; ``measure`` describes a measurement."""
@@ -175,9 +171,7 @@ class RemoteWork(ClientHalf):
 
 
 def _joined(replies: Sequence[Reply]) -> Reply:
-    """Return the gradients of several clients as one reply."""
-    if len(replies) == 1:
-        return replies[0]
+    """Return the gradients of one or several clients as one reply."""
     first = replies[0]
     points = {point for reply in replies for point in reply.norms}
     return replace(

@@ -3,8 +3,8 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
+from typing import NamedTuple
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
@@ -26,8 +26,7 @@ _BACK_OFF = 5.0  # seconds before a node that has answered with an error is aske
 _log = logging.getLogger("flwr")
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A message that waits for its reply; of a question who is there, without clients."""
 
     node: int
@@ -117,27 +116,24 @@ class FlowerTransport:
     def _assign(self, keys: Mapping[int, bytes]) -> None:
         """Give each client to the first node that names it and may have it, until that node is gone."""
         self._named = {node: clients for node, clients in self._named.items() if node in keys}
-        held, self._node_of = self._node_of, {}
-        for client, node in held.items():
-            if client in self._named.get(node, ()):
-                self._node_of[client] = node
+        held = self._node_of
+        self._node_of = {client: node for client, node in held.items() if client in self._named.get(node, ())}
         for node, clients in self._named.items():
             new = []
             for client in clients:
                 file, key = self._owners.get(client, ("", keys[node]))
                 if key != keys[node]:
-                    self._refuse(node, client, f"whose owner has the key {file}, and the node has another key")
+                    why = f"whose owner has the key {file}, and the node has another key"
                 elif (owner := self._node_of.setdefault(client, node)) != node:
-                    self._refuse(node, client, f"which belongs to node {owner} for as long as that one is there")
-                elif held.get(client) != node:
-                    new.append(client)
+                    why = f"which belongs to node {owner} for as long as that one is there"
+                else:
+                    new += [client] if held.get(client) != node else []
+                    continue
+                if (claim := (node, client, why)) not in self._refused:
+                    self._refused.add(claim)
+                    _log.warning("Node %d is not asked for client %r, %s.", *claim)
             if new:
                 _log.info("Node %d has the clients %s.", node, new)
-
-    def _refuse(self, node: int, client: ClientId, why: str) -> None:
-        if (claim := (node, client, why)) not in self._refused:
-            self._refused.add(claim)
-            _log.warning("Node %d is not asked for client %r, %s.", *claim)
 
     def _send(self, tasks: Mapping[ClientId, Message]) -> None:
         busy = {sent.node for sent in self._sent.values() if sent.clients}
