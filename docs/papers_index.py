@@ -1,78 +1,122 @@
-"""Write docs/papers/index.md, the list of the papers' results: python docs/papers_index.py."""
+"""Write docs/papers/index.md, and the list of experiments of the package: python docs/papers_index.py."""
 
-import re
+import csv
+import io
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import yaml
 
+from lightning_fed.lab.catalogue import CATALOGUE, COLUMNS
+from lightning_fed.lab.experiment import Experiment
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.reading import PAPERS, read_experiment
+from lightning_fed.lab.verdict import read_claims
+
 FOLDER = Path(__file__).parent / "papers"
 ITEMS = Path(__file__).parent / "papers_items.yaml"
-PAPERS = Path(__file__).parent.parent / "lightning_fed" / "lab" / "papers"
-KINDS = {"hold": "hold", "do not hold": "fail", "undecided": "undecided", "could not be judged": "not judged"}
+KINDS = {"holds": "hold", "does not hold": "fail", "undecided": "undecided", "not judged": "not judged"}
 INTRODUCTION = """\
 # Results
 
-What `lightning-fed reproduce` makes of the figures and tables of the papers: a page each, with the paper's numbers
-beside ours, every departure from the paper, what was tuned, command, versions, hardware and date. Each page is computed
-from two small files beside it (`NAME_cells.csv`, `NAME_rounds.csv.gz`), and a test computes all of them again.
-[Reproducing papers](../reproducing.md) describes the command and its files.
+What `lightning-fed reproduce` makes of the figures and tables of the papers. A page begins with its claims: the
+paper's number, ours, the difference with its interval, and the verdict. Departures from the paper, what was tuned,
+command, versions and hardware follow. Each page is computed from two small files beside it (`NAME_cells.csv`,
+`NAME_rounds.csv.gz`), and a test computes all of them again. [claims.csv](claims.csv) has every claim and every
+comparison of our own with its numbers. [Reproducing papers](../reproducing.md) describes the command and its files.
 
-A claim holds, fails, or is undecided: the difference is within two standard errors of the paired difference over seeds.
-Claims that fail or are undecided are shown as such, with what we found out. "Full" is the paper's scale without any
-departure.
+A claim is decided by Student's t over differences paired by seed, two-sided at the 5 % level, with Holm's correction
+where it is checked at several places. It holds if it holds at all of them, fails if it fails at one, and is undecided
+otherwise. "Full" is the paper's scale without any departure. Most figures of the texts give no numbers; then the
+column "main number" has ours alone.
 """
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a page says of its experiment.
+    """What is published of an experiment.
 
     Args:
-        scale: The scale, with a word on departures.
-        counts: How many claims hold, fail, are undecided or were not judged.
+        experiment: The experiment.
+        claims: Its rows of the table of claims.
     """
 
-    scale: str
-    counts: Counter[str]
+    experiment: Experiment
+    claims: tuple[Mapping[str, str], ...]
 
-    @staticmethod
-    def of(name: str) -> "Page | None":
-        """Return the page of an experiment; None if there is none."""
-        path = FOLDER / f"{name}.md"
-        if not path.is_file():
-            return None
-        text = path.read_text(encoding="utf-8")
-        reduced = re.findall(r"^At the scale `(\w+)`", text, re.MULTILINE)
-        scale = "full" if not reduced else "full, with departures" if reduced[0] == "full" else reduced[0]
-        (summary,) = re.findall(r"^Of \d+ claims?: (.*)\.$", text, re.MULTILINE)
-        counts: Counter[str] = Counter()
-        for part in summary.split(", "):
-            for words, kind in KINDS.items():
-                if found := re.match(rf"(\d+) {words}", part):
-                    counts[kind] = int(found[1])
-        return Page(scale, counts)
+    @property
+    def name(self) -> str:
+        """The name of the experiment."""
+        return self.experiment.name
+
+    @property
+    def scale(self) -> str:
+        """The scale that is published."""
+        return self.claims[0]["scale"]
+
+    @property
+    def size(self) -> str:
+        """The scale, with a word on departures."""
+        departs = self.experiment.departures or self.experiment.scales["full"].departures
+        return "full, with departures" if self.scale == "full" and departs else self.scale
+
+    @property
+    def counts(self) -> "Counter[str]":
+        """How many claims hold, fail, are undecided or were not judged."""
+        verdicts = {row["number"]: row["verdict"] for row in self.claims}
+        return Counter(KINDS[verdict] for verdict in verdicts.values())
+
+    @property
+    def seeds(self) -> str:
+        """The number of seeds."""
+        return str(Grid(self.experiment, self.scale).seeds) if self.experiment.is_random else "-"
+
+    @cached_property
+    def hours(self) -> float:
+        """The CPU hours that its cells took."""
+        with (FOLDER / f"{self.name}_cells.csv").open(newline="", encoding="utf-8") as file:
+            return sum(float(row["cpu_seconds"] or row["seconds"]) for row in csv.DictReader(file)) / 3600
+
+    @property
+    def main(self) -> str:
+        """The numbers of its first claim for which the paper has some, or else of its first."""
+        row = next((row for row in self.claims if row["the paper's number"]), self.claims[0])
+        where = f"{row['at']}: " if row["at"] else ""
+        paper = row["the paper's number"]
+        told = f" (the paper: {paper})" if paper else ""
+        return f"{row['quantity']}: {where}{row['ours']}{told}".replace("|", "/")
 
 
-def index() -> str:
+def all_pages() -> dict[str, Page]:
+    """Return what is published, by experiment."""
+    rows: dict[str, list[Mapping[str, str]]] = {}
+    for row in read_claims(FOLDER / "claims.csv"):
+        rows.setdefault(row["experiment"], []).append(row)
+    return {name: Page(read_experiment(PAPERS / f"{name}.yaml"), tuple(found)) for name, found in rows.items()}
+
+
+def index(pages: Mapping[str, Page]) -> str:
     """Return the page."""
     papers = yaml.safe_load(ITEMS.read_text(encoding="utf-8"))
-    names = [row["experiment"] for rows in papers.values() for row in rows if "experiment" in row]
-    pages = {name: page for name in dict.fromkeys(names) if (page := Page.of(name)) is not None}
-    parts = [INTRODUCTION, _totals(list(pages.values()))]
-    for paper, rows in papers.items():
-        parts += [f"\n## {paper}\n", "| item | result | scale | claims |", "| --- | --- | --- | --- |"]
+    paper, own = ([page for page in pages.values() if page.experiment.is_own == is_own] for is_own in (False, True))
+    parts = [INTRODUCTION, "Claims of papers:", "", _totals(paper), "", "Comparisons of our own:", "", _totals(own)]
+    for title, rows in papers.items():
+        heads = ["item", "result", "main number", "verdicts", "scale", "seeds", "CPU hours", "data", "definition"]
+        parts += [f"\n## {title}\n", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
         parts += [_row(row, pages) for row in rows]
     return "\n".join(parts) + "\n"
 
 
-def _totals(pages: list[Page]) -> str:
+def _totals(pages: Iterable[Page]) -> str:
     scales = ("full", "full, with departures", "reduced")
     rows = ["| scale | experiments | claims | hold | fail | undecided | not judged |", "|" + " --- |" * 7]
+    pages = list(pages)
     for scale in scales:
-        own = [page for page in pages if page.scale == scale or (scale == "reduced" and page.scale not in scales)]
-        rows.append(_counted(scale, own))
+        found = [page for page in pages if page.size == scale or (scale == "reduced" and page.size not in scales)]
+        rows += [_counted(scale, found)] if found else []
     return "\n".join([*rows, _counted("all", pages)])
 
 
@@ -82,22 +126,47 @@ def _counted(scale: str, pages: list[Page]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _row(row: dict[str, str], pages: dict[str, Page]) -> str:
+def _row(row: Mapping[str, str], pages: Mapping[str, Page]) -> str:
     name = row.get("experiment")
-    if name in pages:
-        page = pages[name]
-        told = ", ".join(f"{page.counts[kind]} {kind}" for kind in KINDS.values() if page.counts[kind])
-        result = f"[{name}]({name}.md)"
-        if "without" in row:
-            result += f"; without {row['without']}: `lightning-fed reproduce {name} --data-root DATA`"
-        return f"| {row['item']} | {result} | {page.scale} | {told} |"
     if name is None:
-        return f"| {row['item']} | {row['why']} | - | - |"
-    why = row.get("why", "not run at this version yet")
-    stated = yaml.safe_load((PAPERS / f"{name}.yaml").read_text(encoding="utf-8"))
-    scale = " --scale part" if "part" in stated["scales"] else ""
-    return f"| {row['item']} | {why}: `lightning-fed reproduce {name}{scale} --data-root DATA` | - | - |"
+        return f"| {row['item']} | {row['why']} |" + " - |" * 7
+    definition = f"[`{name}.yaml`](../../lightning_fed/lab/papers/{name}.yaml)"
+    if name not in pages:
+        experiment = read_experiment(PAPERS / f"{name}.yaml")
+        scale = " --scale part" if "part" in experiment.scales else ""
+        why = row.get("why", "not run at this version yet")
+        result = f"{why}: `lightning-fed reproduce {name}{scale} --data-root DATA`"
+        return f"| {row['item']} | {result} |" + " - |" * 5 + f" {_data(experiment, 'full')} | {definition} |"
+    page = pages[name]
+    result = f"[{name}]({name}.md)"
+    if "without" in row:
+        result += f"; without {row['without']}: `lightning-fed reproduce {name} --data-root DATA`"
+    told = ", ".join(f"{page.counts[kind]} {kind}" for kind in KINDS.values() if page.counts[kind])
+    data = _data(page.experiment, page.scale)
+    cells = [row["item"], result, page.main, told, page.size, page.seeds, f"{page.hours:.1f}", data, definition]
+    return f"| {' | '.join(cells)} |"
+
+
+def _data(experiment: Experiment, scale: str) -> str:
+    return ", ".join(Grid(experiment, scale).data_sets) or "none"
+
+
+def catalogue(pages: Mapping[str, Page]) -> str:
+    """Return the list of experiments of the package."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for path in sorted(PAPERS.glob("*.yaml")):
+        page = pages.get(path.stem)
+        experiment = read_experiment(path) if page is None else page.experiment
+        ran = {} if page is None else {"published": page.scale, "seeds": page.seeds, "cpu_hours": f"{page.hours:.1f}"}
+        about = {name: getattr(experiment, name) for name in ("name", "title", "paper", "item")}
+        data = _data(experiment, "full" if page is None else page.scale)
+        writer.writerow({**about, **ran, "scales": ", ".join(experiment.scales), "data": data})
+    return text.getvalue()
 
 
 if __name__ == "__main__":
-    (FOLDER / "index.md").write_text(index(), encoding="utf-8")
+    found = all_pages()
+    (FOLDER / "index.md").write_text(index(found), encoding="utf-8")
+    CATALOGUE.write_text(catalogue(found), encoding="utf-8")

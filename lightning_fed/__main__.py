@@ -1,6 +1,23 @@
-"""``python -m lightning_fed``."""
+"""The command ``lightning-fed``, and ``python -m lightning_fed``."""
 
-from lightning_fed.cli.main import main
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; say something before PyTorch is loaded, which takes seconds, where a run is long."""
+    if sys.argv[1:2] == ["reproduce"]:
+        if "--list" in sys.argv:
+            from lightning_fed.lab.catalogue import listing
+
+            print(listing())
+            return
+        print("lightning-fed reproduce: loading PyTorch and Lightning ...", file=sys.stderr, flush=True)
+    from lightning_fed.cli.main import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

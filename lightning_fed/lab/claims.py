@@ -1,27 +1,18 @@
-"""Whether the inequalities that a paper states hold, with the numbers.
-
-Sides are compared seed by seed, as all methods have the same clients, cohorts and starting points under one seed. A
-difference whose mean over seeds is within two of its standard errors decides nothing.
-"""
+"""Whether the inequalities that a paper states hold, with the numbers."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from statistics import fmean, stdev
-from typing import Literal
+from dataclasses import dataclass, replace
+from statistics import fmean
 
-from lightning_fed.lab.experiment import Claim, Label
+from lightning_fed.lab.experiment import Claim, Label, term_text
 from lightning_fed.lab.grid import Point, name_of
+from lightning_fed.lab.paired import Comparison, Verdict, holm
 from lightning_fed.lab.places import is_within
 from lightning_fed.lab.quantities import add_up
-from lightning_fed.lab.results import Estimate, Results, shown
+from lightning_fed.lab.results import Estimate, Results
 
-__all__ = ["Judgement", "Verdict", "judge"]
-
-Verdict = Literal["holds", "does not hold", "undecided", "not judged"]
-
-_ERRORS = 2.0  # standard errors within which a difference is undecided
+__all__ = ["Judgement", "judge", "overall"]
 
 
 @dataclass(frozen=True)
@@ -31,25 +22,23 @@ class Judgement:
     Args:
         where: The combination, in words.
         verdict: Whether it holds.
-        numbers: The inequality with its numbers, or why it was not judged.
+        sides: Each side with its number; empty if it was not judged.
+        comparisons: Each side against the next.
+        corrected: The p of each comparison, corrected for the number of places.
+        missing: Why it was not judged, if it was not.
     """
 
     where: str
     verdict: Verdict
-    numbers: str
+    sides: tuple[str, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    corrected: tuple[float | None, ...] = ()
+    missing: str = ""
 
-
-@dataclass(frozen=True)
-class _Side:
-    """A side of an inequality.
-
-    Args:
-        values: Its value for each seed.
-        text: Its mean as it is shown.
-    """
-
-    values: tuple[float, ...]
-    text: str
+    @property
+    def numbers(self) -> str:
+        """The sides with their numbers, or why it was not judged."""
+        return "; ".join(self.sides) or self.missing
 
 
 def judge(claim: Claim, results: Results) -> list[Judgement]:
@@ -61,16 +50,38 @@ def judge(claim: Claim, results: Results) -> list[Judgement]:
     """
     scale, known = results.grid.scale.name, results.grid.labels
     if claim.scales and scale not in claim.scales:
-        return [
-            Judgement("", "not judged", f"it is stated for the scale {' and '.join(claim.scales)}, this is {scale}")
-        ]
+        return [_missing("", f"it is stated for the scale {' and '.join(claim.scales)}, this is {scale}")]
     named = [(claim.compare, label) for _, label in claim.terms if label is not None]
     if claim.difference is not None:
         named += [(claim.difference.axis, label) for label in (claim.difference.of, claim.difference.minus)]
     if missing := [f"{axis} {label}" for axis, label in named if label not in known[axis]]:
-        return [Judgement("", "not judged", f"the scale {scale} has no {' and '.join(missing)}")]
-    judgements = [_judge_at(claim, results, points) for points in _combinations(claim, results)]
-    return judgements or [Judgement("", "not judged", f"the scale {scale} has nothing of that part of the grid")]
+        return [_missing("", f"the scale {scale} has no {' and '.join(missing)}")]
+    found = [_judge_at(claim, results, points) for points in _combinations(claim, results)]
+    return _corrected(found) or [_missing("", f"the scale {scale} has nothing of that part of the grid")]
+
+
+def overall(found: Sequence[Judgement]) -> Verdict:
+    """Return the verdict on a claim: it holds if it holds wherever it was judged."""
+    return _joined([judgement.verdict for judgement in found])
+
+
+def _missing(where: str, why: str) -> Judgement:
+    return Judgement(where, "not judged", missing=why)
+
+
+def _corrected(found: Sequence[Judgement]) -> list[Judgement]:
+    """Return judgements whose verdicts go by p values that are corrected for the number of all comparisons."""
+    values = iter(holm([comparison.p for judgement in found for comparison in judgement.comparisons]))
+    judged = []
+    for judgement in found:
+        corrected = tuple(next(values) for _ in judgement.comparisons)
+        verdicts = [c.verdict(p) for c, p in zip(judgement.comparisons, corrected, strict=True)]
+        if "not judged" in verdicts:
+            judged.append(_missing(judgement.where, f"two sides are alike without a number: {judgement.numbers}"))
+        else:
+            verdict = _joined(verdicts) if verdicts else judgement.verdict
+            judged.append(replace(judgement, verdict=verdict, corrected=corrected))
+    return judged
 
 
 def _combinations(claim: Claim, results: Results) -> Iterator[dict[Label, list[Point]]]:
@@ -98,78 +109,36 @@ def _judge_at(claim: Claim, results: Results, points: dict[Label, list[Point]]) 
         ends = (claim.difference.of, claim.difference.minus)
         points = {label: [p for p in of if p.by_axis[claim.difference.axis] in ends] for label, of in points.items()}
     if gap := _gap(claim, points):
-        return Judgement(where, "not judged", gap)
-    sides = []
+        return _missing(where, gap)
+    values, sides, errors = [], [], []
     for factor, label in claim.terms:
-        side = _Side((factor,) * results.grid.seeds, shown(factor)) if label is None else None
-        if side is None:
-            estimate = _reduced(points[label or ""], claim, results)
-            if not estimate.values:
-                return Judgement(where, "not judged", estimate.missing)
-            side = _Side(tuple(factor * value for value in estimate.values), _text(factor, estimate))
-        sides.append(side)
-    pairs = list(zip(pairwise(sides), claim.signs, strict=True))
-    numbers = " ".join(
-        [sides[0].text, *(f"{sign} {side.text}" for sign, side in zip(claim.signs, sides[1:], strict=True))]
-    )
+        if label is None:
+            values.append((factor,) * results.grid.seeds)
+            sides.append(f"{factor:g}")
+            errors.append(0.0)
+            continue
+        estimate = _reduced(points[label], claim, results)
+        if not estimate.values:
+            return _missing(where, estimate.missing)
+        values.append(tuple(factor * value for value in estimate.values))
+        sides.append(f"{term_text(factor, label)}: {replace(estimate, values=values[-1]).mean_text}")
+        errors.append(None if estimate.binomial is None else factor * estimate.binomial)
     is_random = results.grid.experiment.is_random
-    verdicts = [_compare(left.values, sign, right.values, claim.within, is_random) for (left, right), sign in pairs]
-    if "not judged" in verdicts:
-        return Judgement(where, "not judged", f"two sides are alike without a number: {numbers}")
-    errors = [_difference_text(left, right) for (left, right), _ in pairs] if is_random else []
-    told = f"{numbers}; {', '.join(errors)}" if any(errors) else numbers
-    return Judgement(where, _joined(verdicts), told)
+    comparisons = tuple(
+        Comparison(values[i], sign, values[i + 1], claim.within, is_random, _hypot(errors[i : i + 2]))
+        for i, sign in enumerate(claim.signs)
+    )
+    return Judgement(where, "undecided", tuple(sides), comparisons)
 
 
 def _joined(verdicts: Sequence[Verdict]) -> Verdict:
-    for verdict in ("does not hold", "undecided"):
-        if verdict in verdicts:
-            return verdict
-    return "holds"
+    order: tuple[Verdict, ...] = ("does not hold", "undecided", "holds")
+    return next((verdict for verdict in order if verdict in verdicts), "not judged")
 
 
-def _compare(left: Sequence[float], sign: str, right: Sequence[float], within: float, is_random: bool) -> Verdict:
-    """Return whether a sign stands rightly between the values of two sides for each seed."""
-    pairs = list(zip(left, right, strict=True))
-    if any(map(math.isnan, (*left, *right))) or all(a == b and math.isinf(a) for a, b in pairs):
-        return "not judged"
-    differences = [0.0 if a == b else a - b for a, b in pairs]
-    if is_random and len(differences) == 1:
-        return "undecided"
-    if not all(map(math.isfinite, differences)):
-        if sign == "~":
-            return "does not hold"
-        low, high = min(differences), max(differences)
-    else:
-        low, high = _interval(differences)
-    if sign == "~":
-        allowed = within * max(abs(fmean(left)), abs(fmean(right)))
-        if max(-low, high) <= allowed:
-            return "holds"
-        return "does not hold" if low > allowed or high < -allowed else "undecided"
-    if sign in (">", ">="):
-        low, high = -high, -low
-    if high < 0 or (sign in ("<=", ">=") and high == low == 0):
-        return "holds"
-    return "does not hold" if low > 0 or low == high == 0 else "undecided"
-
-
-def _interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of differences, less and plus so many standard errors."""
-    mean, error = fmean(differences), _error(differences)
-    return mean - _ERRORS * error, mean + _ERRORS * error
-
-
-def _error(values: Sequence[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def _difference_text(left: _Side, right: _Side) -> str:
-    """Return the mean paired difference with its standard error; empty if it is not finite or there is one seed."""
-    differences = [a - b for a, b in zip(left.values, right.values, strict=True)]
-    if len(differences) < 2 or not all(map(math.isfinite, differences)):
-        return ""
-    return f"difference {shown(fmean(differences))}, standard error {shown(_error(differences))}"
+def _hypot(errors: Sequence[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    return math.hypot(*known) if len(known) == len(errors) and any(known) else None
 
 
 def _gap(claim: Claim, points: dict[Label, list[Point]]) -> str:
@@ -208,6 +177,7 @@ def _reduced(points: list[Point], claim: Claim, results: Results) -> Estimate:
         values=values,
         limit=fmean(e.mean if math.isfinite(e.mean) else e.limit for e in estimates),
         is_diverged=any(estimate.is_diverged for estimate in estimates),
+        binomial=None if (spread := _hypot([e.binomial for e in estimates])) is None else spread / count,
     )
 
 
@@ -220,9 +190,3 @@ def _where(claim: Claim, results: Results, points: dict[Label, list[Point]]) -> 
     parts = [name_of(tuple(pair for pair in found[0].labels if pair[0] in several))]
     parts += [f"mean over {axis} {' and '.join(of)}" for axis, of in labels.items()]
     return ", ".join(filter(None, parts))
-
-
-def _text(factor: float, side: Estimate) -> str:
-    """Return a side with its number."""
-    number = shown(side.mean) if math.isfinite(side.mean) else str(side)
-    return number if factor == 1 else f"{factor:g} * {number}"

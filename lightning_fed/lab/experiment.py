@@ -9,8 +9,8 @@ from lightning_fed.lab.configurations import Config
 from lightning_fed.lab.quantities import Metric, Quantity
 
 __all__ = [
-    "METHOD", "Axis", "Claim", "Departure", "Difference", "Experiment", "Figure", "Label", "Mark", "Place", "Scale",
-    "Table", "Tune",
+    "METHOD", "Axis", "Cases", "Claim", "Departure", "Difference", "Experiment", "Figure", "Label", "Mark", "Place",
+    "Scale", "Table", "Tune", "term_text",
 ]  # fmt: skip
 
 METHOD = "method"
@@ -21,6 +21,10 @@ Label: TypeAlias = str
 
 Place: TypeAlias = Mapping[str, tuple[Label, ...]]
 """A part of a grid: for each axis named, the labels that belong to it."""
+
+
+Cases: TypeAlias = tuple[tuple[Place, int], ...]
+"""How many test cases are behind a metric, for parts of a grid."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ class Claim:
     @property
     def text(self) -> str:
         """The inequality as it is written."""
-        sides = [_side(factor, label) for factor, label in self.terms]
+        sides = [term_text(factor, label) for factor, label in self.terms]
         return " ".join([sides[0], *(f"{sign} {side}" for sign, side in zip(self.signs, sides[1:], strict=True))])
 
 
@@ -212,6 +216,7 @@ class Scale:
         seeds: The number of seeds, if not the experiment's.
         axes: The labels that are kept, by axis, each with what is put on top of it.
         tune: Lists of other values, by the names of what is tuned.
+        cases: The test cases behind each metric, by the parts of the grid, in place of the experiment's.
     """
 
     name: str
@@ -220,6 +225,7 @@ class Scale:
     seeds: int | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict)
     tune: Mapping[str, list[Any]] = field(default_factory=dict)
+    cases: Mapping[str, Cases] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -240,7 +246,9 @@ class Experiment:
         tune: What is tuned; None if nothing is.
         seeds: The number of seeds.
         is_random: Whether anything is drawn, so that seeds differ.
+        is_own: Whether it is a comparison of our own, and not a paper's.
         metrics: The metrics by name.
+        cases: The test cases behind each metric, by the parts of the grid.
         figures: What is drawn.
         tables: What is tabled.
         claims: What is claimed.
@@ -260,7 +268,9 @@ class Experiment:
     tune: Tune | None
     seeds: int
     is_random: bool
+    is_own: bool
     metrics: Mapping[str, Metric]
+    cases: Mapping[str, Cases]
     figures: tuple[Figure, ...]
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
@@ -277,7 +287,8 @@ class Experiment:
         return list(dict.fromkeys(found))
 
 
-def _side(factor: float, label: Label | None) -> str:
+def term_text(factor: float, label: Label | None) -> str:
+    """Return a side of an inequality as it is written."""
     if label is None:
         return f"{factor:g}"
     return label if factor == 1 else f"{factor:g} * {label}"

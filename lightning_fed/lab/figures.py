@@ -8,9 +8,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.experiment import METHOD, Label, Mark
 from lightning_fed.lab.experiment import Figure as Plan
-from lightning_fed.lab.experiment import Label, Mark
 from lightning_fed.lab.grid import Point
 from lightning_fed.lab.places import is_within
 from lightning_fed.lab.quantities import Curve, Metric, Quantity, cost
@@ -24,12 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["COLORS", "Panel", "add_legend", "draw", "draw_best", "new_figure", "panels_of", "save"]
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C9A", "#8C6D31", "#444444")
+COLORS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C9A", "#8C6D31", "#444444", "#A6192E",
+)  # fmt: skip
 """Colours that most people can tell apart (Okabe and Ito, and a few more)."""
 
 _STYLES = ("-", "--", "-.", ":")
 _WIDTH, _HEIGHT = 3.3, 2.5  # inches of a panel
 _LEGEND_ROW = 0.19  # inches of a row of the legend
+_ALIKE = (1.5, 6.0)  # points (1/72 inch): two lines hide each other within the first nearly, the second everywhere
 _LARGEST = 180_000  # bytes of a picture with all of its colours
 _UNITS = {"rounds": "rounds", "gradients": "gradients computed", "bytes": "bytes sent"}
 
@@ -81,11 +86,45 @@ def draw(plan: Plan, results: Results) -> "Figure":
         for mark in plan.marks:
             _draw_mark(axes, plan, panel, mark, styles)
         _set_up(axes, plan, panel, panels)
-        if diverged:
-            text = f"diverged: {', '.join(diverged)}"
-            axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=7)
-    add_legend(figure, [axes for row in grid for axes in row])
+        notes = [f"diverged: {', '.join(diverged)}"] if diverged else []
+        notes += [f"one line: {', '.join(group)}" for group in _alike(axes)]
+        if notes:  # where a curve that gets better leaves room
+            y, side = (0.02, "bottom") if panel.y.mode == "max" else (0.97, "top")
+            axes.text(
+                0.98, y, "\n".join(notes), transform=axes.transAxes, ha="right", va=side, fontsize=6.5,
+                bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
+            )  # fmt: skip
+    add_legend(figure, [axes for row in grid for axes in row], title=_legend_title(plan, results))
     return figure
+
+
+def _legend_title(plan: Plan, results: Results) -> str | None:
+    """Return what the lines and bands of a figure are."""
+    seeds = results.grid.seeds
+    if not results.grid.experiment.is_random or seeds < 2:
+        return None
+    bands = {"std": "± one sample standard deviation", "range": "from the lowest to the highest", "none": ""}
+    band = f", bands {bands[plan.band]}" if bands[plan.band] else ""
+    return f"lines: mean of {seeds} seeds{band}"
+
+
+def _alike(axes: "Axes") -> list[list[str]]:
+    """Return the labels of lines that hide each other all along, in groups."""
+    groups: list[tuple[Any, list[str]]] = []
+    for line in axes.get_lines():
+        label, points = str(line.get_label()), line.get_xydata()
+        if label.startswith("_") or len(points) < 2 or line.get_linestyle() not in _STYLES:
+            continue
+        on_paper = axes.transData.transform(points) * 72 / axes.get_figure().dpi  # type: ignore[union-attr]
+        for other, labels in groups:
+            if other.shape == on_paper.shape:
+                apart = np.abs(other - on_paper).max(axis=1)
+                if np.quantile(apart, 0.9) < _ALIKE[0] and apart.max() < _ALIKE[1]:
+                    labels.append(label)
+                    break
+        else:
+            groups.append((on_paper, [label]))
+    return [labels for _, labels in groups if len(labels) > 1]
 
 
 def draw_best(results: Results, by: Quantity, ranked: Sequence[Point]) -> "Figure":
@@ -138,10 +177,10 @@ def _has(axis: str, label: Label) -> Callable[[Point], bool]:
 
 def _titled(axis: str, label: Label) -> str:
     """Return a panel's title: "similarity 10 %", "G = 10", or the label alone if it speaks for itself."""
-    if axis == "method":
+    if axis == METHOD:
         return label
     is_number = label.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdigit()
-    return f"{axis} = {label}" if is_number else f"{axis}: {label}"
+    return f"{axis} = {label}" if is_number else f"{axis} {label}"
 
 
 def _draw_curve(
@@ -152,7 +191,7 @@ def _draw_curve(
     x, rows = _aligned(results.records(point), panel.y, plan.x)
     middle = [fmean(row) for row in rows]
     marker = "o" if len(x) == 1 else None
-    axes.plot(x, middle, label=label, marker=marker, **_look(style))
+    axes.plot(x, middle, label=_titled(plan.lines, label), marker=marker, **_look(style))
     low, high = _band(rows, plan.band)
     if low != high:
         axes.fill_between(x, low, high, color=COLORS[style % len(COLORS)], alpha=0.18, linewidth=0)
@@ -184,7 +223,7 @@ def _draw_quantity(
     x = _positions(labels, shown)
     estimates = [results.estimate(point, panel.y) for point in points]
     middle = [e.mean if math.isfinite(e.mean) else math.nan for e in estimates]
-    axes.plot(x, middle, label=label, marker="o", markersize=4, **_look(style))
+    axes.plot(x, middle, label=_titled(plan.lines, label), marker="o", markersize=4, **_look(style))
     low, high = _band([e.values if math.isfinite(e.mean) else (math.nan,) for e in estimates], plan.band)
     if low != high:
         axes.fill_between(x, low, high, color=COLORS[style % len(COLORS)], alpha=0.18, linewidth=0)
@@ -251,12 +290,32 @@ def _set_up(axes: "Axes", plan: Plan, panel: Panel, panels: Sequence[Panel]) -> 
         axes.set_xlabel(_UNITS.get(plan.x, plan.x))
     if panel.column == 0:
         above = f"{panel.row_label}\n" if panel.row_label and panel.row_label != panel.y.label else ""
-        axes.set_ylabel(f"{above}{panel.y.label}")
+        axes.set_ylabel(f"{above}{_with_unit(panel.y)}")
     elif plan.columns == "metric":
-        axes.set_ylabel(panel.y.label)
+        axes.set_ylabel(_with_unit(panel.y))
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        if name in plan.log:
+            _plain_ticks(axis)
 
 
-def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = None) -> None:
+def _with_unit(y: Metric | Quantity) -> str:
+    """Return what to write along an axis, with its unit."""
+    is_percent = y.factor == 100 if isinstance(y, Metric) else y.is_percent
+    return f"{y.label} (%)" if is_percent else y.label
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Write plain numbers at a logarithmic axis that shows few powers of ten."""
+    low, high = axis.get_view_interval()
+    if low >= 1e-3 and high < 1e5 and high / low < 100:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = None, title: str | None = None) -> None:
     """Add one legend for all panels, below them, in so many columns; the figure grows by its further rows."""
     handles: dict[str, Artist] = {}
     for axes in grid:
@@ -266,9 +325,12 @@ def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = N
         widest = 0.55 + 0.08 * max(map(len, handles))  # inches, at this size of letters
         columns = columns or min(len(handles), max(1, int(figure.get_figwidth() / widest)))
         figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (math.ceil(len(handles) / columns) - 1))
+        if title is not None:
+            figure.set_figheight(figure.get_figheight() + _LEGEND_ROW)
         figure.legend(
-            list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
-        )
+            list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9,
+            title=title, title_fontsize=8,
+        )  # fmt: skip
 
 
 def new_figure(rows: int, columns: int) -> tuple["Figure", Any]:

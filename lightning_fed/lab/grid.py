@@ -19,6 +19,10 @@ DEFAULTS: Config = {"trainer": {"engine": "auto", "accelerator": "cpu", "max_upd
 """What a cell has unless its file says otherwise. A client at its optimum makes others look out of proportion."""
 
 
+PER_SEED = "per_seed"
+"""A value that stands for the cell's seed, so that a seed draws other data, too."""
+
+
 @dataclass(frozen=True)
 class Point:
     """A combination of labels, one for each axis.
@@ -101,11 +105,25 @@ class Grid:
         """The labels of every axis."""
         return {name: tuple(axis.choices) for name, axis in self.axes.items()}
 
+    def cases(self, metric: str, point: Point) -> int | None:
+        """Return how many test cases are behind a metric at a point; None if the file does not say."""
+        stated = {**self.experiment.cases, **self.scale.cases}.get(metric, ())
+        return next((number for place, number in stated if is_within(point.by_axis, place)), None)
+
     @property
-    def reads_files(self) -> bool:
-        """Whether some cell's data come from a folder of data sets."""
-        cells = (next(self.cells(point, self.tuned(point)[0], range(1))) for point in self.points)
-        return any("root" in (self.config(cell)["data"].get("init_args") or {}) for cell in cells)
+    def data_sets(self) -> list[str]:
+        """The data sets that its cells read from a folder."""
+        found = set()
+        for point in self.points:
+            data = self.config(next(self.cells(point, self.tuned(point)[0], range(1))))["data"]
+            arguments = data.get("init_args") or {}
+            if "root" in arguments:
+                found.add(
+                    " ".join(
+                        [data["class_path"].rpartition(".")[2], *([arguments["split"]] if "split" in arguments else [])]
+                    )
+                )
+        return sorted(found)
 
     def tuned(self, point: Point) -> list[tuple[tuple[str, Label], ...]]:
         """Return the combinations of tuned values that a point has, a single empty one if it has none."""
@@ -123,7 +141,7 @@ class Grid:
             FederatedError: If an override does not fit; it names the cell.
         """
         try:
-            return overlay(DEFAULTS, self.experiment.base, *self._overrides(cell))
+            return _seeded(overlay(DEFAULTS, self.experiment.base, *self._overrides(cell)), cell.seed)
         except FederatedError as error:
             raise FederatedError(f"{self.experiment.file}, {cell}: {error}") from error
 
@@ -149,6 +167,15 @@ class Grid:
                 raise unknown(f"{self.experiment.file}, {point}", "tuned value", name, tuned)
         where = f"{self.experiment.file}, {point}: tune"
         return {name: make_tune_axis(f"{where}.{name}", name, entry) for name, entry in revise(tuned, lists).items()}
+
+
+def _seeded(node: Any, seed: int) -> Any:
+    """Return a configuration in which every value :data:`PER_SEED` is the cell's seed."""
+    if isinstance(node, Mapping):
+        return {key: _seeded(value, seed) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_seeded(value, seed) for value in node]
+    return seed if node == PER_SEED else node
 
 
 def name_of(labels: tuple[tuple[str, Label], ...]) -> str:

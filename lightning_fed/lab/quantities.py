@@ -96,6 +96,16 @@ class Quantity:
         return self.kind in COSTS
 
     @property
+    def is_percent(self) -> bool:
+        """Whether it is in percent."""
+        return self.metric.factor == 100 and not self.is_cost
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share of the test cases, in percent."""
+        return self.is_percent and self.kind in ("final", "best", "mean", "last", "round", "settled")
+
+    @property
     def mode(self) -> Literal["max", "min"]:
         """Whether it is good where it is high or low."""
         return "min" if self.is_cost or self.kind in ("setbacks", "climb") else self.metric.mode
@@ -119,6 +129,23 @@ class Quantity:
         }
         window = named.get(self.kind, self.kind)
         return f"{window} {self.metric.label}"
+
+    @property
+    def meaning(self) -> str:
+        """What it means, if its name does not say it."""
+        if self.is_cost:
+            over = f"the mean of {self.over} values in a row" if self.over > 1 else "a value"
+            return f"**{self.kind} to {self.number:g}**: until {over} first reaches it."
+        best = "highest" if self.metric.mode == "max" else "lowest"
+        return {
+            "best": f"**best**: the {best} value of the curve, chosen on the test data that it is measured on.",
+            "mean": "**mean**: the mean of all values of the curve.",
+            "last": f"**last {self.number:g}**: the mean of the last {self.number:g} values of the curve.",
+            "setbacks": "**setbacks**: the changes for the worse from one value of the curve to the next, added up.",
+            "settled": "**settled**: the value after the first round in which the training loss converges (it changes"
+            " by less than 0.0001) or diverges (it has grown by more than 1 in ten rounds), or else after the last.",
+            "climb": f"**greatest climb**: by how much a value is worse than {self.number:g} rounds before, at most.",
+        }.get(self.kind, "")
 
     @property
     def tags(self) -> frozenset[str]:

@@ -8,9 +8,9 @@ from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import check_overrides, make_tune_axis, read_axis, read_labels, read_tuned
 from lightning_fed.lab.configurations import Config, overlay
-from lightning_fed.lab.experiment import METHOD, Axis, Experiment, Scale, Tune
+from lightning_fed.lab.experiment import METHOD, Axis, Cases, Experiment, Label, Scale, Tune
 from lightning_fed.lab.outputs import read_figures, read_tables
-from lightning_fed.lab.places import read_skip
+from lightning_fed.lab.places import read_place, read_skip
 from lightning_fed.lab.quantities import Metric, parse_quantity
 from lightning_fed.lab.reading_claims import ClaimReader, read_departures
 from lightning_fed.lab.yaml_files import check_keys, read_text, read_yaml, unknown
@@ -21,8 +21,8 @@ PAPERS = Path(__file__).parent / "papers"
 """The experiments that come with the package."""
 
 _KEYS = (
-    "title", "paper", "item", "notes", "departures", "random", "base", "methods", "axes", "skip", "tune", "seeds",
-    "metrics", "figures", "tables", "claims", "scales",
+    "title", "paper", "item", "own", "notes", "departures", "random", "base", "methods", "axes", "skip", "tune",
+    "seeds", "metrics", "figures", "tables", "claims", "scales",
 )  # fmt: skip
 _REQUIRED = ("title", "paper", "item", "base", "methods", "metrics", "scales")
 
@@ -50,7 +50,7 @@ def read_experiment(path: Path) -> Experiment:
     """
     where = str(path)
     found = check_keys(where, read_yaml(path), _KEYS, _REQUIRED)
-    metrics = read_metrics(f"{where}: metrics", found["metrics"])
+    metrics = read_metrics(f"{where}: metrics", found["metrics"], cases=True)
     axes = {
         name: read_axis(f"{where}: axes.{name}", name, axis) for name, axis in _mapping(where, found, "axes").items()
     }
@@ -58,11 +58,11 @@ def read_experiment(path: Path) -> Experiment:
         raise FederatedError(f"{where}: axes.{METHOD} has the name of the methods' own axis. Give it another one.")
     axes[METHOD] = read_axis(f"{where}: methods", METHOD, found["methods"])
     labels = {name: tuple(axis.choices) for name, axis in axes.items()}
-    scales = {str(name): _read_scale(f"{where}: scales.{name}", str(name), scale, axes)
+    scales = {str(name): _read_scale(f"{where}: scales.{name}", str(name), scale, axes, metrics)
               for name, scale in _mapping(where, found, "scales").items()}  # fmt: skip
     if "full" not in scales:
         raise FederatedError(f"{where}: scales lacks full, the paper's own scale; write `full: {{}}`.")
-    check_flags(where, random=found.get("random", True))
+    check_flags(where, random=found.get("random", True), own=found.get("own", False))
     experiment = Experiment(
         name=path.stem,
         file=path,
@@ -74,7 +74,14 @@ def read_experiment(path: Path) -> Experiment:
         tune=_read_tune(f"{where}: tune", found.get("tune"), metrics),
         seeds=check_count(where, "seeds", found.get("seeds", 1)),
         is_random=found.get("random", True),
+        is_own=found.get("own", False),
         metrics=metrics,
+        cases=_read_cases(
+            f"{where}: metrics",
+            {name: entry["cases"] for name, entry in found["metrics"].items() if "cases" in entry},
+            metrics,
+            labels,
+        ),
         figures=read_figures(f"{where}: figures", found.get("figures"), labels, metrics),
         tables=read_tables(f"{where}: tables", found.get("tables"), labels, metrics),
         claims=ClaimReader(labels, metrics, tuple(scales)).read(f"{where}: claims", found.get("claims")),
@@ -97,8 +104,13 @@ def read_base(where: str, base: Any, folder: Path) -> Config:
     return config
 
 
-def read_metrics(where: str, found: Any) -> dict[str, Metric]:
+def read_metrics(where: str, found: Any, cases: bool = False) -> dict[str, Metric]:
     """Return the metrics by name.
+
+    Args:
+        where: What asks for them, for messages.
+        found: What the file says.
+        cases: Whether each may say how many test cases are behind it.
 
     Raises:
         FederatedError: If there are none, or one has no mode.
@@ -106,7 +118,8 @@ def read_metrics(where: str, found: Any) -> dict[str, Metric]:
     metrics = {}
     for name, entry in check_keys(where, found, list(found) if isinstance(found, Mapping) else ()).items():
         place = f"{where}.{name}"
-        checked = check_keys(place, entry, ("mode", "label", "percent"), ("mode",))
+        keys = ("mode", "label", "percent", *(["cases"] if cases else []))
+        checked = check_keys(place, entry, keys, ("mode",))
         if checked["mode"] not in ("max", "min"):
             raise FederatedError(f"{place}: mode must be max or min, found {checked['mode']!r}.")
         check_flags(place, percent=checked.get("percent", False))
@@ -134,8 +147,8 @@ def _read_tune(where: str, found: Any, metrics: Mapping[str, Metric]) -> Tune | 
     )
 
 
-def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis]) -> Scale:
-    checked = check_keys(where, found or {}, ("departures", "overrides", "seeds", "methods", "axes", "tune"))
+def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis], metrics: Mapping[str, Metric]) -> Scale:
+    checked = check_keys(where, found or {}, ("departures", "overrides", "seeds", "methods", "axes", "tune", "cases"))
     departures = read_departures(f"{where}.departures", checked.get("departures"))
     if name != "full" and not departures:
         raise FederatedError(f"{where}: say in `departures` what differs from the paper: {{what, paper, here, why}}.")
@@ -153,7 +166,33 @@ def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis]) -> 
         seeds=None if seeds is None else check_count(where, "seeds", seeds),
         axes={str(axis): _read_kept(f"{where}.{axis}", entry, axes[axis]) for axis, entry in kept.items()},
         tune=_read_lists(f"{where}.tune", checked.get("tune")),
+        cases=_read_cases(
+            f"{where}.cases", checked.get("cases"), metrics, {name: tuple(axis.choices) for name, axis in axes.items()}
+        ),
     )
+
+
+def _read_cases(
+    where: str, found: Any, metrics: Mapping[str, Metric], labels: Mapping[str, tuple[Label, ...]]
+) -> dict[str, Cases]:
+    """Return how many test cases are behind metrics: a number, or a number for each label of an axis."""
+    cases = {}
+    for metric, entry in check_keys(where, found or {}, metrics).items():
+        place = f"{where}.{metric}"
+        if not isinstance(entry, Mapping):
+            cases[metric] = (({}, check_count(place, "cases", entry)),)
+            continue
+        if len(entry) != 1 or not isinstance(of := next(iter(entry.values())), Mapping):
+            raise FederatedError(
+                f"{place}: cases must be a number, or a number for each label of an axis, such as"
+                f" {{data: {{MNIST: 10000}}}}; found {entry!r}."
+            )
+        axis = next(iter(entry))
+        cases[metric] = tuple(
+            (read_place(place, {axis: label}, labels), check_count(place, "cases", number))
+            for label, number in of.items()
+        )
+    return cases
 
 
 def _read_kept(where: str, found: Any, axis: Axis) -> Axis:

@@ -9,10 +9,11 @@ from typing import Protocol
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import Label
 from lightning_fed.lab.grid import Cell, Grid, Point, name_of
+from lightning_fed.lab.numbers import shown, with_spread
 from lightning_fed.lab.quantities import Quantity, cost
 from lightning_fed.lab.records import Record
 
-__all__ = ["Candidate", "Cells", "Estimate", "Results", "Tuned", "choose", "shown"]
+__all__ = ["Candidate", "Cells", "Estimate", "Results", "Tuned", "choose"]
 
 Tuned = tuple[tuple[str, Label], ...]
 
@@ -27,6 +28,7 @@ class Estimate:
         missing: Why there is no value, if so.
         limit: The most that a cost was measured up to.
         is_diverged: Whether some seed diverged.
+        binomial: The standard error that the finite test set gives the mean of an accuracy; None if it is not known.
     """
 
     quantity: Quantity
@@ -34,6 +36,7 @@ class Estimate:
     missing: str = ""
     limit: float = math.nan
     is_diverged: bool = False
+    binomial: float | None = None
 
     @property
     def mean(self) -> float:
@@ -48,10 +51,17 @@ class Estimate:
 
     def __str__(self) -> str:
         """Show mean and deviation, or what stands in their way."""
+        if len(self.values) < 2 or not math.isfinite(self.mean):
+            return self.mean_text
+        return with_spread(self.mean, self.spread, self.quantity.is_percent)
+
+    @property
+    def mean_text(self) -> str:
+        """The mean as it is shown, or what stands in its way."""
         if not self.values:
             return "-"
         if math.isfinite(self.mean):
-            return shown(self.mean) + (f" ± {shown(self.spread)}" if len(self.values) > 1 else "")
+            return shown(self.mean, self.quantity.is_percent)
         if self.is_diverged:
             return "diverged"
         return f">{shown(self.limit)}" if self.quantity.is_cost else "not finite"
@@ -173,7 +183,21 @@ class Results:
             except FederatedError as error:
                 return Estimate(quantity, missing=f"{cell}: {error}")
             limit = max(limit, _most(record, quantity))
-        return Estimate(quantity, tuple(values), limit=limit, is_diverged=is_diverged)
+        return Estimate(
+            quantity,
+            tuple(values),
+            limit=limit,
+            is_diverged=is_diverged,
+            binomial=self._binomial(cells[0], values, quantity),
+        )
+
+    def _binomial(self, cell: Cell, values: list[float], quantity: Quantity) -> float | None:
+        """Return the standard error of an accuracy in percent over so many test cases."""
+        cases = self.grid.cases(quantity.metric.name, cell.point)
+        if cases is None or not quantity.is_share or not all(map(math.isfinite, values)):
+            return None
+        share = min(max(fmean(values) / 100, 0.0), 1.0)
+        return 100 * math.sqrt(share * (1 - share) / cases)
 
     def choice_rows(self) -> list[dict[str, str]]:
         """Return every tuned combination with what it scored, and whether it was chosen."""
@@ -191,20 +215,6 @@ class Results:
                     }
                 )
         return rows
-
-
-def shown(value: float) -> str:
-    """Return a number with four significant digits, integers of up to seven digits as they are.
-
-    Example:
-        >>> shown(38.0), shown(0.123456), shown(1234.56)
-        ('38', '0.1235', '1235')
-    """
-    if not math.isfinite(value):
-        return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "-")
-    if value == int(value) and abs(value) < 1e7:
-        return str(int(value))
-    return f"{value:.0f}" if 1e3 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def _most(record: Record, quantity: Quantity) -> float:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lightning_fed.lab.experiment import Label, Table
 from lightning_fed.lab.grid import Point
+from lightning_fed.lab.numbers import shown
 from lightning_fed.lab.places import is_within
-from lightning_fed.lab.results import Results, shown
+from lightning_fed.lab.results import Results
 
 __all__ = ["markdown", "rows_of", "write_choices", "write_series"]
 

@@ -1,198 +1,236 @@
-"""The verdict on an experiment, in Markdown: what holds and what does not, with the numbers, and how it was run."""
+"""The verdict on an experiment's claims: a row for each, then every place and control, and a file of all of them."""
 
+import csv
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from lightning_fed.lab.claims import Judgement, Verdict, judge
-from lightning_fed.lab.experiment import Claim, Departure
-from lightning_fed.lab.grid import Point, name_of
-from lightning_fed.lab.quantities import add_up
-from lightning_fed.lab.records import Record
+from lightning_fed.lab.claims import Judgement, judge, overall
+from lightning_fed.lab.experiment import Claim
+from lightning_fed.lab.numbers import aligned, p_text, shown
+from lightning_fed.lab.paired import Comparison, Verdict
 from lightning_fed.lab.results import Results
-from lightning_fed.lab.tables import markdown, rows_of
+from lightning_fed.lab.tables import markdown
 
-__all__ = ["losses", "means", "overall", "verdict"]
+__all__ = ["claim_details", "claim_table", "counted", "read_claims", "write_claims"]
 
-_MARKS = {"does not hold": "**does not hold**", "undecided": "*undecided*"}
-_COUNTED: dict[Verdict, str] = {
-    "holds": "hold",
-    "does not hold": "do not hold, at least somewhere",
-    "undecided": "undecided",
-    "not judged": "could not be judged",
+_MARKS: dict[Verdict, str] = {"does not hold": "**does not hold**", "undecided": "*undecided*"}
+_COUNTED: dict[Verdict, tuple[str, str]] = {
+    "holds": ("holds", "hold"),
+    "does not hold": ("does not hold", "do not hold"),
+    "undecided": ("is undecided", "are undecided"),
+    "not judged": ("could not be judged", "could not be judged"),
 }
-_RULE = (
-    "The sides of a claim are compared seed by seed. A difference whose mean over seeds is within two of its standard"
-    " errors is undecided."
-)
-_SHOWN = 12  # judgements of one claim, or failures, that are listed
+_COLUMNS = (
+    "experiment", "scale", "kind", "number", "paper", "place", "claim", "inequality", "quantity", "at",
+    "the paper's number", "ours", "n", "difference", "standard error", "binomial error", "p", "p (Holm)",
+    "verdict here", "verdict",
+)  # fmt: skip
 
 
-def verdict(results: Results, command: str, figures: Sequence[str]) -> str:
-    """Return the verdict.
+def counted(results: Results, judged: Sequence[Sequence[Judgement]]) -> str:
+    """Return how many claims hold, in words."""
+    counts = Counter(overall(found) for found in judged)
+    parts = [f"{counts[name]} {words[counts[name] > 1]}" for name, words in _COUNTED.items() if counts[name]]
+    kind = "comparison" if results.grid.experiment.is_own else "claim"
+    own = " of our own" if results.grid.experiment.is_own else ""
+    return f"Of {len(judged)} {kind}{'s' * (len(judged) > 1)}{own}: {', '.join(parts)}."
+
+
+def claim_table(results: Results, judged: Sequence[Sequence[Judgement]], details: str) -> str:
+    """Return the table of claims, a row for each, with its numbers at the place that decides it.
 
     Args:
         results: The finished cells.
-        command: The command line that led to it.
-        figures: The names of the figures' files, which lie beside it.
+        judged: The judgements of each claim.
+        details: The name of the page that has every place.
     """
-    experiment = results.grid.experiment
-    judged = [(claim, judge(claim, results)) for claim in experiment.claims]
-    parts = [f"# {experiment.title}", f"{experiment.paper}, {experiment.item}.", *_departures(results)]
-    parts += [f"![{name}]({name})" for name in figures]
-    if judged:
-        parts += ["## Claims", _summary(judged), *([_RULE] if experiment.is_random else [])]
-        parts += [_claim(claim, found, results) for claim, found in judged]
-    for table in experiment.tables:
-        parts += [f"## {table.name.replace('_', ' ').capitalize()}", markdown(*rows_of(table, results))]
-    parts += [*_choices(results), *losses(results)]
-    parts += ["## How", f"    {command}", *means(results)]
-    if experiment.notes:
-        parts.append(f"What the paper leaves open: {experiment.notes}")
-    return "\n\n".join(parts) + "\n"
+    is_random = results.grid.experiment.is_random
+    errors = ["difference [95 % interval]", "standard error", "p"] if is_random else ["difference"]
+    if has_binomial := any(c.binomial is not None for found in judged for j in found for c in j.comparisons):
+        errors.insert(2, "binomial error")
+    rows = []
+    for number, (claim, found) in enumerate(zip(results.grid.experiment.claims, judged, strict=True), start=1):
+        place = _decisive(found)
+        ours = f"{place.where}: {place.numbers}" if place.where else place.numbers
+        told = [
+            _each(_difference(c, claim.quantity.is_percent) for c in place.comparisons),
+            *([_each(_error(c, claim.quantity.is_percent) for c in place.comparisons)] if is_random else []),
+            *([_each(_share(c.binomial) for c in place.comparisons)] if has_binomial else []),
+            *([_each(map(p_text, place.corrected))] if is_random else []),
+        ]
+        asks = f"{claim.says} `{claim.text}` in {_of(claim)}"
+        link = f"[{number}]({details}#claim-{number})"
+        rows.append([link, asks, claim.paper or "-", ours, *told, _counted_places(found)])
+    return markdown(["", "claim", "the paper", "ours", *errors, "verdict"], rows)
 
 
-def overall(found: Sequence[Judgement]) -> Verdict:
-    """Return the verdict on a claim: it holds if it holds wherever it was judged."""
-    verdicts = {judgement.verdict for judgement in found}
-    order: tuple[Verdict, ...] = ("does not hold", "undecided", "holds")
-    return next((verdict for verdict in order if verdict in verdicts), "not judged")
+def _decisive(found: Sequence[Judgement]) -> Judgement:
+    """Return the place that decides: where the verdict is the claim's, the surest failure or the least sure success."""
+    verdict = overall(found)
+    places = [judgement for judgement in found if judgement.verdict == verdict]
+    sign = -1 if verdict == "does not hold" else 1
+
+    def sureness(judgement: Judgement) -> float:
+        return sign * max((p for p in judgement.corrected if p is not None), default=0.0)
+
+    return max(places, key=sureness)
 
 
-def _departures(results: Results) -> Iterator[str]:
-    """Yield the scale, and what is done otherwise than in the paper."""
-    grid, experiment = results.grid, results.grid.experiment
-    departures = [*experiment.departures, *grid.scale.departures]
-    wanted = grid.scale.seeds or experiment.seeds
-    if grid.seeds < wanted:
-        departures.append(Departure("seeds", "", f"{grid.seeds}, where the file has {wanted}", "the command's --seeds"))
-    if not departures and grid.scale.name == "full":
-        yield "At full scale."
+def _counted_places(found: Sequence[Judgement]) -> str:
+    """Return the verdict, with the number of places where it is so if they differ."""
+    verdict = overall(found)
+    count = sum(judgement.verdict == verdict for judgement in found)
+    return _mark(verdict) + (f" at {count} of {len(found)}" if len(found) > 1 else "")
+
+
+def claim_details(results: Results, judged: Sequence[Sequence[Judgement]]) -> Iterator[str]:
+    """Yield every claim with all places where it was checked, what was found out, and its controls."""
+    for number, (claim, found) in enumerate(zip(results.grid.experiment.claims, judged, strict=True), start=1):
+        yield f"### Claim {number}"
+        yield f"{claim.says} ({claim.source})"
+        yield from _places(claim, found, results)
+        if claim.found and overall(found) != "holds":
+            yield claim.found
+        for control in claim.controls:
+            yield f"Control: {control.says}"
+            yield from _places(control, judge(control, results), results)
+
+
+def _places(claim: Claim, found: Sequence[Judgement], results: Results) -> Iterator[str]:
+    """Yield the inequality with its verdict, and a table of the places with their numbers."""
+    paper = f" The paper: {claim.paper}." if claim.paper else ""
+    yield f"`{claim.text}` in {_of(claim)}: {_mark(overall(found))}.{paper}"
+    judged = [judgement for judgement in found if judgement.comparisons]
+    if missing := [j for j in found if not j.comparisons]:
+        yield "\n".join(f"- {j.where}: {j.missing}" if j.where else f"- {j.missing}" for j in missing)
+    if not judged:
         return
-    yield f"At the scale `{grid.scale.name}`. Departures from the paper:"
-    yield markdown(["what", "the paper", "here", "why"], [[d.what, d.paper, d.here, d.why] for d in departures])
+    is_random = results.grid.experiment.is_random
+    binomial = any(c.binomial is not None for j in judged for c in j.comparisons)
+    corrects = sum(len(j.comparisons) for j in judged) > 1
+    rows = []
+    for judgement in judged:
+        exact = [_exact(c) for c in judgement.comparisons]
+        told = [_each(difference for difference, _ in exact)]
+        if is_random:
+            told += [_each(interval for _, interval in exact)]
+        if binomial:
+            told += [_each(_share(c.binomial) for c in judgement.comparisons)]
+        if is_random:
+            told += [_each(p_text(c.p) for c in judgement.comparisons)]
+        if is_random and corrects:
+            told += [_each(map(p_text, judgement.corrected))]
+        rows.append([judgement.where or "-", judgement.numbers, *told, _mark(judgement.verdict)])
+    heads = ["difference ± standard error" if is_random else "difference"]
+    heads += ["95 % interval"] * is_random + ["binomial error"] * binomial
+    heads += ["p"] * is_random + ["p (Holm)"] * (is_random and corrects)
+    yield markdown(["at", "ours", *heads, "verdict"], rows)
 
 
-def _summary(judged: Sequence[tuple[Claim, Sequence[Judgement]]]) -> str:
-    counts = Counter(overall(found) for _, found in judged)
-    parts = [f"{counts[name]} {words}" for name, words in _COUNTED.items() if counts[name]]
-    return f"Of {len(judged)} claim{'s' * (len(judged) > 1)}: {', '.join(parts)}."
-
-
-def _claim(claim: Claim, found: Sequence[Judgement], results: Results) -> str:
-    lines = [f"- {claim.says} ({claim.source})", *_judged(claim, found)]
-    if claim.found and overall(found) != "holds":
-        lines += ["", f"  {claim.found}"]
-    for control in claim.controls:
-        looked = _judged(control, judge(control, results))
-        lines += ["", f"  Control: {control.says}", *looked]
-    return "\n".join(lines)
-
-
-def _judged(claim: Claim, found: Sequence[Judgement]) -> list[str]:
-    """Return the inequality with its verdict, and below it the numbers."""
+def _of(claim: Claim) -> str:
     parts = [claim.quantity.label]
     if claim.difference is not None:
         parts.append(f"{claim.difference.of} minus {claim.difference.minus}")
-    of = ", ".join([*parts, *(f"mean over {axis}" for axis in claim.mean_over)])
-    paper = f" The paper: {claim.paper}." if claim.paper else ""
-    lines = [f"  `{claim.text}` in {of}: {_mark(overall(found))}.{paper}"]
-    for judgement in found[:_SHOWN]:
-        place = f"{judgement.where}: " if judgement.where else ""
-        mark = f" ({_mark(judgement.verdict)})" if len(found) > 1 else ""
-        lines.append(f"  - {place}{judgement.numbers}{mark}")
-    if len(found) > _SHOWN:
-        lines.append(f"  - and {len(found) - _SHOWN} more")
-    return lines
+    return ", ".join([*parts, *(f"mean over {axis}" for axis in claim.mean_over)])
 
 
 def _mark(verdict: Verdict) -> str:
     return _MARKS.get(verdict, verdict)
 
 
-def _choices(results: Results) -> Iterator[str]:
-    """Yield what was chosen where something was tuned, with a warning of choices at an end of their list."""
-    tune = results.grid.experiment.tune
-    rows = []
-    for point in results.grid.points:
-        if candidates := results.candidates(point):
-            best = results.chosen(point)
-            score = next((str(c.estimate) for c in candidates if c.tuned == best), "-")
-            chosen = "all diverged or failed" if best is None else name_of(best)
-            rows.append([*point.by_axis.values(), chosen, score, _at_end(results, point)])
-    if tune is not None and rows:
-        yield "## Tuned values"
-        ends = sum(bool(row[-1]) for row in rows)
-        few = results.grid.choice_seeds < results.grid.seeds
-        seeds = f", on {results.grid.choice_seeds} of the {results.grid.seeds} seeds" if few else ""
-        yield f"Chosen for each row by the best {tune.by.label}{seeds}." + (
-            f" **{ends} of {len(rows)} have a value at an end of its list**: a better one may lie beyond."
-            if ends
-            else ""
-        )
-        yield markdown([*results.grid.axes, "chosen", tune.by.label, "at an end of its list"], rows)
+def _each(texts: Iterable[str]) -> str:
+    """Return what is said of each pair of neighbouring sides."""
+    return "; ".join(texts) or "-"
 
 
-def _at_end(results: Results, point: Point) -> str:
-    """Return the tuned names whose chosen value is the first or last of several."""
-    best = results.chosen(point)
-    tried = [dict(candidate.tuned) for candidate in results.candidates(point)]
-    ends = []
-    for name, label in best or ():
-        values = list(dict.fromkeys(tuned[name] for tuned in tried))
-        if len(values) > 1 and label in (values[0], values[-1]):
-            ends.append(name)
-    return ", ".join(ends)
+def _difference(comparison: Comparison, is_percent: bool) -> str:
+    """Return the mean difference with its interval, as far as it has them."""
+    if comparison.error is None or comparison.interval is None:
+        return shown(comparison.mean, is_percent) if comparison.is_finite else "-"
+    mean, low, high = aligned([comparison.mean, *comparison.interval], comparison.error, is_percent)
+    return f"{mean} [{low}, {high}]"
 
 
-def losses(results: Results) -> Iterator[str]:
-    """Yield what diverged and what failed."""
-    diverged, failed = [], []
-    for cell in results.asked():
-        record = results.record(cell)
-        if record is None:
-            failed.append(f"- {cell}: {results.failure(cell) or 'not run'}")
-        elif record.status == "diverged":
-            diverged.append(f"- {cell}")
-    for title, lines in (("Diverged", diverged), ("Failed", failed)):
-        if lines:
-            more = [f"- and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-            yield f"## {title}"
-            yield "\n".join([*lines[:_SHOWN], *more])
+def _error(comparison: Comparison, is_percent: bool) -> str:
+    if comparison.error is None:
+        return "-"
+    return aligned([comparison.mean, comparison.error], comparison.error, is_percent)[1]
 
 
-def means(results: Results) -> list[str]:
-    """Return how many cells there were, what they took, and what they were run with."""
-    found = [record for cell in results.asked() if (record := results.record(cell)) is not None]
-    records = list({id(record): record for record in found}.values())  # cells with the same settings are one
-    if not records:
-        return ["No cell is finished."]
-    seeds = results.grid.seeds
-    drawn = f"{seeds} seed{'s' * (seeds > 1)}" if results.grid.experiment.is_random else "nothing depends on a seed"
-    return [f"{len(records)} cells, {_took(records)}; {drawn}.", *_made_with(records)]
+def _exact(comparison: Comparison) -> list[str]:
+    """Return the mean difference with its standard error, which has three digits, and the interval."""
+    if comparison.error is None or comparison.interval is None:
+        return [shown(comparison.mean) if comparison.is_finite else "-", "-"]
+    numbers = [comparison.mean, comparison.error, *comparison.interval]
+    mean, error, low, high = aligned(numbers, comparison.error, digits=3)
+    return [f"{mean} ± {error}", f"{low} to {high}"]
 
 
-def _took(records: Sequence[Record]) -> str:
-    """Return the CPU time of cells, and the wall time of those that were recorded without it."""
-    timed = [record.cpu_seconds for record in records if record.cpu_seconds is not None]
-    others = [record.seconds for record in records if record.cpu_seconds is None]
-    if not others:
-        return f"{_duration(add_up(timed))} of CPU time in all"
-    cpu, wall = f"{_duration(add_up(timed))} of CPU time", f"{_duration(add_up(others))} of wall time"
-    return f"{cpu}, and {wall} for {len(others)} of them" if timed else f"{wall} in all"
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.0f} minutes" if seconds > 300 else f"{seconds:.0f} seconds"
+def write_claims(path: Path, results: Results) -> None:
+    """Put the claims of an experiment into a table of claims, in place of what it had of that experiment.
+
+    Args:
+        path: The table, a CSV file; rows of other experiments are kept.
+        results: The finished cells.
+    """
+    name = results.grid.experiment.name
+    others = [row for row in read_claims(path) if row["experiment"] != name]
+    rows = sorted([*others, *_rows(results)], key=lambda row: row["experiment"])  # which leaves each one's order alone
+    work = path.with_name(f".{path.name}")
+    with work.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(work, path)
 
 
-def _made_with(records: Sequence[Record]) -> list[str]:
-    """Return versions, hardware and dates, of every kind that was used."""
-    found: dict[str, list[str]] = {}
-    for record in records:
-        for name, value in record.made_with.items():
-            if value not in found.setdefault(name, []):
-                found[name].append(value)
-    dates = sorted(found.pop("date", []))
-    days = dates[0] if len(set(dates)) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""
-    text = ", ".join(f"{name} {' and '.join(values)}" for name, values in found.items())
-    return [f"{text}; {days}."]
+def read_claims(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table of claims, none if there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _rows(results: Results) -> Iterator[dict[str, str]]:
+    """Yield a row for each comparison of each claim, and one for a place that was not judged."""
+    experiment = results.grid.experiment
+    for number, claim in enumerate(experiment.claims, start=1):
+        found = judge(claim, results)
+        about = {
+            "experiment": experiment.name,
+            "scale": results.grid.scale.name,
+            "kind": "own" if experiment.is_own else "paper",
+            "number": str(number),
+            "paper": "" if experiment.is_own else experiment.paper.partition(" (")[0],
+            "place": claim.source,
+            "claim": claim.says,
+            "inequality": claim.text,
+            "quantity": _of(claim),
+            "the paper's number": claim.paper,
+            "verdict": overall(found),
+        }
+        for judgement in found:
+            here = about | {"at": judgement.where, "ours": judgement.numbers, "verdict here": judgement.verdict}
+            pairs = list(zip(judgement.comparisons, judgement.corrected, strict=True))
+            yield from (here | _measured(comparison, p) for comparison, p in pairs)
+            if not pairs:
+                yield here
+
+
+def _measured(comparison: Comparison, corrected: float | None) -> dict[str, str]:
+    numbers = {
+        "difference": comparison.mean if comparison.is_finite else None,
+        "standard error": comparison.error,
+        "binomial error": comparison.binomial,
+        "p": comparison.p,
+        "p (Holm)": corrected,
+    }
+    told = {name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()}
+    return {"n": str(len(comparison.differences)) if comparison.is_random else "", **told}

@@ -19,6 +19,7 @@ import yaml
 
 from lightning_fed.cli.data import _parser as data_parser
 from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.lab.catalogue import CATALOGUE
 from lightning_fed.lab.diagnosis.command import _split
 from tests.docs.test_docs import PAGES, ROOT
 from tests.helpers.command_line import one_stage
@@ -76,7 +77,9 @@ def test_the_list_of_results_has_them_all() -> None:
     assert spec.loader is not None
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert (ROOT / "docs" / "papers" / "index.md").read_text() == script.index(), "run docs/papers_index.py"
+    pages = script.all_pages()
+    assert (ROOT / "docs" / "papers" / "index.md").read_text() == script.index(pages), "run docs/papers_index.py"
+    assert CATALOGUE.read_text() == script.catalogue(pages), "run docs/papers_index.py"
     large = [path.name for path in (ROOT / "docs" / "papers").iterdir() if path.stat().st_size > 200_000]
     assert not large
 

@@ -9,17 +9,18 @@ import pytest
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.published import PublishedCells
 from lightning_fed.lab.reading import PAPERS
-from lightning_fed.lab.reproduce import page
+from lightning_fed.lab.reproducing import page
 from lightning_fed.lab.results import Results
+from lightning_fed.lab.verdict import read_claims, write_claims
 from tests.helpers.lab import of_paper
 from tests.helpers.selection import few
 
 FOLDER = Path(__file__).parents[2] / "docs" / "papers"
-PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
+PAGES = sorted(FOLDER / path.name.replace("_cells.csv", ".md") for path in FOLDER.glob("*_cells.csv"))
 
 
 def scale_of(page: str) -> str:
-    (scale,) = set(re.findall(r"^At (?:the scale `(\w+)`|(?=full scale))", page, re.MULTILINE))
+    (scale,) = set(re.findall(r"At (?:the scale `(\w+)`|(?=full scale))", page))
     return scale or "full"
 
 
@@ -29,14 +30,20 @@ LARGE = ["fedcm_table1", "mime_fig2", "asynchronous", "sharpness", "mime_table3"
 @pytest.mark.parametrize(
     "path", few(PAGES, [path for path in PAGES if path.stem not in LARGE]), ids=lambda path: path.stem
 )
-def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    grid = Grid(of_paper(path.stem), scale_of(text))
-    assert page(Results(grid, PublishedCells(grid, FOLDER))) == text, f"lightning-fed reproduce {path.stem} --published"
-    assert "was not run" not in text
+def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path: Path, tmp_path: Path) -> None:
+    text, details = (FOLDER / f"{path.stem}{part}.md" for part in ("", "_details"))
+    grid = Grid(of_paper(path.stem), scale_of(text.read_text(encoding="utf-8")))
+    results = Results(grid, PublishedCells(grid, FOLDER))
+    found = tuple(file.read_text(encoding="utf-8") for file in (text, details))
+    assert page(results) == found, f"lightning-fed reproduce {path.stem} --published"
+    assert "was not run" not in found[1]
+    assert len(found[0].splitlines()) <= 150
+    write_claims(tmp_path / "claims.csv", results)
+    published = [row for row in read_claims(FOLDER / "claims.csv") if row["experiment"] == path.stem]
+    assert read_claims(tmp_path / "claims.csv") == published
     files = [*FOLDER.glob(f"{path.stem}_cells.csv"), *FOLDER.glob(f"{path.stem}_rounds.csv.gz")]
     assert sum(file.stat().st_size for file in files) <= 200_000
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", found[0]):
         assert (FOLDER / picture).is_file(), picture
 
 
@@ -45,20 +52,22 @@ NUMBER = re.compile(r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_numbers_of_a_text_are_its_claims_rounded_or_stand_on_the_page(path: Path) -> None:
-    page, experiment = path.read_text(encoding="utf-8"), of_paper(path.stem)
+    experiment = of_paper(path.stem)
+    page = "".join((FOLDER / f"{path.stem}{part}.md").read_text(encoding="utf-8") for part in ("", "_details"))
     texts = [text for claim in experiment.claims if (text := " ".join(claim.found.split())) and text in page]
     grid = Grid(experiment, scale_of(page))
     cells = (cell for point in grid.points for cell in grid.cells(point, grid.tuned(point)[0], range(1)))
     rest = page + json.dumps([grid.config(cell) for cell in cells])
     for text in texts:
         rest = rest.replace(text, "")
-    claims = re.split(r"\n(?=- )", page.partition("## Claims")[2].partition("\n## ")[0])
+    values = {float(number.replace(",", "")) for number in NUMBER.findall(rest)}
+    claims = re.split(r"\n(?=### )", page.partition("## Claims")[2].partition("\n## ")[0])
     for text in texts:
         own = "".join(claim.replace(text, "") for claim in claims if text in claim)
         for number in NUMBER.findall(re.sub(r"Figure \d+", "", text)):
             value, decimals = float(number.replace(",", "")), len(number.partition(".")[2])
             near = (abs(float(n.replace(",", "")) - value) <= 0.5000001 * 10**-decimals for n in NUMBER.findall(own))
-            assert any(near) or number in NUMBER.findall(rest), f"{number} in: {text}"
+            assert any(near) or value in values, f"{number} in: {text}"
 
 
 @pytest.mark.parametrize("path", sorted(PAPERS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from lightning_fed.lab.claims import judge
+from lightning_fed.lab.claims import judge, overall
 from lightning_fed.lab.experiment import Claim
 from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.numbers import shown
+from lightning_fed.lab.page import pages
 from lightning_fed.lab.quantities import Metric, parse_quantity
 from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.reading_claims import ClaimReader
-from lightning_fed.lab.results import Candidate, Estimate, choose, shown
-from lightning_fed.lab.verdict import overall, verdict
+from lightning_fed.lab.results import Candidate, Estimate, choose
 from tests.helpers.lab import results_of
 
 Curves = dict[str, list[float] | str]
@@ -31,7 +32,7 @@ def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[st
             Grid(experiment), tmp_path / f"{claim} {quantity}", lambda cell: curves[cell.point.by_axis["method"]]
         )
         found = judge(experiment.claims[0], results)
-        text = verdict(results, "the command", [])
+        text = "".join(pages(results, "the command", []))
         assert "So it is." in text
         if "found" in more:
             assert (more["found"] in text) == (overall(found) != "holds")
@@ -46,7 +47,7 @@ def test_seeds_are_averaged(judged: Any, write: Any, tmp_path: Path) -> None:
     estimate = results.estimate(results.grid.points[0], claim_on(experiment, "final").quantity)
     assert estimate.mean == 1.0
     assert estimate.spread == pytest.approx(1.0)
-    assert str(estimate) == "1 ± 1"
+    assert str(estimate) == "1.0 ± 1.0"
     some = results.estimate(results.grid.points[0], claim_on(experiment, "rounds to 0.5").quantity)
     assert math.isinf(some.mean)  # a seed that does not reach the target counts as never
 
@@ -86,7 +87,7 @@ def test_the_best_candidate_is_chosen_and_the_first_of_equals() -> None:
 
 def test_an_estimate_shows_its_mean_and_what_stands_in_its_way() -> None:
     assert str(candidate("a", 0.25).estimate) == "0.25"
-    assert str(candidate("a", 0.25, 0.75).estimate) == "0.5 ± 0.3536"
+    assert str(candidate("a", 0.25, 0.75).estimate) == "0.50 ± 0.35"
     assert str(candidate("a").estimate) == "-"
     assert str(candidate("a", -math.inf, is_diverged=True).estimate) == "diverged"
     assert [shown(value) for value in (38.0, 0.123456, 1234.56, math.inf, math.nan, 1e8)] == [

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.page import pages
 from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.tables import markdown, rows_of, write_choices, write_series
-from lightning_fed.lab.verdict import verdict
 from tests.helpers.lab import Write, results_of
 
 G = {"key": "data.init_args.G", "values": [1, 10]}
@@ -17,7 +17,7 @@ def test_tables_have_the_papers_numbers_beside_ours(write: Any, tmp_path: Path) 
     tables = {"last": {"rows": "method", "columns": "G", "value": ["final", "best"], "paper": {"FedAvg": {10: 4.25}}}}
     experiment = read_experiment(write(axes={"G": G}, tables=tables))
     results = results_of(Grid(experiment), tmp_path, lambda _: [1.5])
-    assert "| FedAvg | 1.5 | 1.5 | 1.5 (paper 4.25) | 1.5 |" in verdict(results, "", [])
+    assert "| FedAvg | 1.5 | 1.5 | 1.5 (paper 4.25) | 1.5 |" in pages(results, "", [])[0]
 
 
 def test_the_choices_and_the_curves_of_all_cells_are_written(write: Write, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fed.cli.main import main
+from lightning_fed.lab.verdict import read_claims
 from tests.helpers.lab import Write
 from tests.helpers.optional import needs_matplotlib
 
@@ -42,14 +43,17 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
     assert text in capsys.readouterr().out
     for part in (
         "SCAFFOLD wins.",
-        "holds.",
-        "**does not hold**",
-        "## Diverged",
+        "| holds |",
+        "| **does not hold** |",
         "| seeds |  | 1, where the file has 2 | the command's --seeds |",
         "lightning-fed reproduce tiny.yaml --seeds 1",
     ):
         assert part in text, part
-    assert str(tmp_path) not in text
+    details = (out / "tiny_details.md").read_text()
+    assert "in final distance: holds." in details
+    assert "## Diverged" in details
+    assert str(tmp_path) not in text + details
+    assert [row["verdict"] for row in read_claims(out / "claims.csv")] == ["holds", "does not hold"]
     for name in ("tiny_curves.png", "tiny_by_G.png"):
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
         assert 5_000 < (out / name).stat().st_size < 200_000
@@ -83,7 +87,7 @@ def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
     assert (tmp_path / "again" / "tiny.md").read_text() == text.replace("So it is.", "It is otherwise.")
     write(claims=[claim], seeds=2, **settings)  # of which one was never run
     main(again)
-    assert "- method FedAvg, seed 1: not run" in (tmp_path / "again" / "tiny.md").read_text()
+    assert "- method FedAvg, seed 1: not run" in (tmp_path / "again" / "tiny_details.md").read_text()
     capsys.readouterr()
     with pytest.raises(SystemExit, match="Nothing of tiny is published in .*nowhere"):
         main([*args, str(tmp_path / "again"), "--published", str(tmp_path / "nowhere")])
@@ -105,8 +109,3 @@ def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
 def test_the_command_refuses_by_name(args: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["reproduce", *args])
-
-
-def test_the_list_shows_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["reproduce", "--list"])
-    assert "scaffold_quadratics" in capsys.readouterr().out

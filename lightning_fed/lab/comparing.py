@@ -11,8 +11,8 @@ from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.figures import COLORS, add_legend, new_figure, save
+from lightning_fed.lab.numbers import shown
 from lightning_fed.lab.quantities import COSTS, Curve, Metric, Quantity, Series, cost
-from lightning_fed.lab.results import shown
 from lightning_fed.lab.tables import markdown
 from lightning_fed.lab.yaml_files import unknown
 

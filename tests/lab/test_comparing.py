@@ -10,7 +10,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, SGDm
 from lightning_fed.cli.main import main
-from lightning_fed.lab.compare import read_log
+from lightning_fed.lab.comparing import read_log
 from tests.helpers.optional import needs_matplotlib
 from tests.helpers.training import fit
 

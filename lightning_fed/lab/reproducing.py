@@ -6,19 +6,21 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.catalogue import listing
 from lightning_fed.lab.checking import check_outputs
 from lightning_fed.lab.experiment import Figure
 from lightning_fed.lab.figures import draw, new_figure, save
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.options import add_run_options, reproduce_command
+from lightning_fed.lab.page import pages
 from lightning_fed.lab.paths import draw_paths
 from lightning_fed.lab.published import PublishedCells, publish
-from lightning_fed.lab.reading import PAPERS, find_experiment, read_experiment
+from lightning_fed.lab.reading import find_experiment, read_experiment
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.tables import write_choices
-from lightning_fed.lab.verdict import verdict
+from lightning_fed.lab.verdict import write_claims
 from lightning_fed.lab.workers import make_workers
 
 __all__ = ["draw_figures", "page", "reproduce", "write_page"]
@@ -36,7 +38,7 @@ def reproduce(args: Sequence[str]) -> None:
     """
     options = _parser().parse_args(list(args))
     if options.list:
-        print(_listing())
+        print(listing())
         return
     if options.name is None:
         raise FederatedError("reproduce: name an experiment; `lightning-fed reproduce --list` shows those there are.")
@@ -57,12 +59,12 @@ def reproduce(args: Sequence[str]) -> None:
 
 
 def write_page(grid: Grid, published: Path, out: Path) -> str:
-    """Write the page of an experiment, and its figures but those of paths, from what was published; return its text.
+    """Write the pages of an experiment, and its figures but those of paths, from what was published; return the first.
 
     Args:
         grid: The grid.
         published: The folder of what was published.
-        out: Where page and figures go.
+        out: Where pages, figures and the table of claims go.
 
     Raises:
         FederatedError: If nothing was published there.
@@ -70,19 +72,21 @@ def write_page(grid: Grid, published: Path, out: Path) -> str:
     results = Results(grid, PublishedCells(grid, published))
     out.mkdir(parents=True, exist_ok=True)
     draw_figures(results, out)
-    text = page(results)
+    text, details = page(results)
     (out / f"{grid.experiment.name}.md").write_text(text, encoding="utf-8")
+    (out / f"{grid.experiment.name}_details.md").write_text(details, encoding="utf-8")
+    write_claims(out / "claims.csv", results)
     return text
 
 
-def page(results: Results) -> str:
-    """Return the page of an experiment.
+def page(results: Results) -> tuple[str, str]:
+    """Return the page of an experiment, and that of its details.
 
     Args:
         results: The finished cells.
     """
     figures = [_picture(results, plan) for plan in results.grid.experiment.figures]
-    return verdict(results, reproduce_command(results.grid), figures)
+    return pages(results, reproduce_command(results.grid), figures)
 
 
 def draw_figures(results: Results, out: Path) -> list[str]:
@@ -123,9 +127,3 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="Show the experiments that there are.")
     return parser
-
-
-def _listing() -> str:
-    rows = [(path.stem, read_experiment(path)) for path in sorted(PAPERS.glob("*.yaml"))]
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"{name:<{width}}  {e.title} ({e.paper}, {e.item})" for name, e in rows) or "There are none."

@@ -16,18 +16,18 @@ from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import Experiment, Scale
 from lightning_fed.lab.figures import draw_best, new_figure, save
 from lightning_fed.lab.grid import Cell, Grid, Point
+from lightning_fed.lab.how import losses, means
 from lightning_fed.lab.options import add_run_options, command_line
 from lightning_fed.lab.outputs import read_figures, read_tables
 from lightning_fed.lab.places import read_skip
 from lightning_fed.lab.quantities import Quantity, parse_quantity
 from lightning_fed.lab.reading import read_metrics
 from lightning_fed.lab.records import Record
-from lightning_fed.lab.reproduce import draw_figures
+from lightning_fed.lab.reproducing import draw_figures
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.tables import markdown, rows_of, write_series
-from lightning_fed.lab.verdict import losses, means
 from lightning_fed.lab.workers import make_workers
 from lightning_fed.lab.yaml_files import check_keys, read_yaml, unknown
 
@@ -113,7 +113,9 @@ def _read(where: str, entry: Mapping[str, Any], base: Config) -> Experiment:
         tune=None,
         seeds=check_count(where, "seeds", entry.get("seeds", 1)),
         is_random=True,
+        is_own=True,
         metrics=metrics,
+        cases={},
         figures=read_figures(f"{where}: figures", entry.get("figures"), labels, metrics),
         tables=read_tables(f"{where}: tables", entry.get("tables"), labels, metrics),
         claims=(),
@@ -135,7 +137,7 @@ def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
             parts += [f"## {table.name.replace('_', ' ').capitalize()}", markdown(*rows_of(table, results))]
     else:
         parts += [f"All grid points, by {by.label}:", markdown(*_table(results, by))]
-    parts += [*losses(results), "## How", f"    {command}", *means(results)]
+    parts += [*losses(results, most=12), "## How", f"    {command}", *means(results)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,0 +1,27 @@
+"""The experiments that come with the package, with what each takes: read from a small file, without PyTorch."""
+
+import csv
+from pathlib import Path
+
+__all__ = ["CATALOGUE", "COLUMNS", "listing"]
+
+CATALOGUE = Path(__file__).parent / "papers" / "catalogue.csv"
+"""A row for each experiment; ``python docs/papers_index.py`` writes it."""
+
+COLUMNS = ("name", "scales", "published", "seeds", "cpu_hours", "data", "title", "paper", "item")
+"""Its columns: the scales, the one that is published, with its seeds and CPU hours, the data sets, and what it is."""
+
+
+def listing() -> str:
+    """Return the list of experiments, a line each."""
+    with CATALOGUE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    lines = [("name", "scales", "CPU time", "data", "what")]
+    for row in rows:
+        took = f"{row['cpu_hours']} h at {row['published']}" if row["published"] else "not run"
+        about = f"{row['title']} ({row['paper']}, {row['item']})"
+        lines.append((row["name"], row["scales"], took, row["data"] or "none", about))
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    return "\n".join(
+        "  ".join([*(text.ljust(width) for text, width in zip(line, widths, strict=False)), line[-1]]) for line in lines
+    )

@@ -1,0 +1,59 @@
+"""The pages of an experiment: the result first, and no more than 150 lines."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.page import pages
+from lightning_fed.lab.reading import read_experiment
+from tests.helpers.lab import results_of
+
+LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
+
+
+def test_at_full_scale_is_said_only_without_departures(write: Any, tmp_path: Path) -> None:
+    for number, (changes, scale, is_full) in enumerate(
+        [({}, "full", True), ({"departures": LESS}, "full", False), ({}, "small", False)]
+    ):
+        results = results_of(Grid(read_experiment(write(**changes)), scale), tmp_path / str(number), lambda _: [1.0])
+        text, _ = pages(results, "", [])
+        assert ("At full scale." in text) == is_full
+        assert ("| rounds | 3 | one | it is quicker |" in text) == (not is_full)
+
+
+def test_a_page_begins_with_its_result_and_says_what_words_mean_before(write: Any, tmp_path: Path) -> None:
+    entry = {"says": "So it is.", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "setbacks"}
+    experiment = read_experiment(
+        write(claims=[entry], tables={"last": {"value": "final"}}, departures=LESS, notes="A word.")
+    )
+    page, details = pages(results_of(Grid(experiment), tmp_path, lambda _: [1.0, 2.0]), "the command", ["a.png"])
+    order = ["# Two quadratics", "**setbacks**", "So it is.", "a.png", "## Departures", "## Last", "    the command"]
+    places = [page.index(part) for part in order]
+    assert places == sorted(places)
+    assert "Cite this page as:" in page
+    assert "A word." not in page
+    assert details.endswith("## What the paper leaves open\n\nA word.\n")
+
+
+def test_what_makes_a_page_longer_than_150_lines_goes_to_its_details(write: Any, tmp_path: Path) -> None:
+    axes = {"G": {"key": "data.init_args.G", "values": list(range(1, 100))}}
+    tables = {"all": {"rows": ["G", "method"], "value": "final"}, "few": {"value": "final", "at": {"G": 1}}}
+    experiment = read_experiment(write(axes=axes, tables=tables))
+    page, details = pages(results_of(Grid(experiment), tmp_path, lambda _: [1.0]), "", [])
+    assert len(page.splitlines()) <= 150
+    assert "## Few" in page
+    assert "## All" in details
+    assert "## All" not in page
+
+
+def test_a_page_says_whether_a_seed_draws_the_data(write: Any, tmp_path: Path) -> None:
+    entry = {"says": "So it is.", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
+    for value, expected in (
+        (1.0, "the data and their division are the same for all"),
+        ("per_seed", "A seed draws the data"),
+    ):
+        base = {"data.init_args.G": value}
+        methods = {"FedAvg": base, "SCAFFOLD": base}
+        experiment = read_experiment(write(methods=methods, claims=[entry], random=True, seeds=2))
+        text, _ = pages(results_of(Grid(experiment), tmp_path / str(value), lambda _: [1.0]), "", [])
+        assert expected in text
