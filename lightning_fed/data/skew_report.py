@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SkewTable", "skew_table", "split_figure"]
 
 Split: TypeAlias = Mapping[ClientId, Tensor] | Sequence[Tensor] | FederatedDataset | FederatedDataModule
-"""Each client's labels [n_i], integers, by id or in order; or clients whose data sets tell their labels."""
+"""Each client's labels [n_i], integers, by id or in order; or clients whose data sets have labels."""
 
 _MAX_CLASS_NAMES = 20
 

@@ -31,7 +31,7 @@ _GENERATORS = (np.random.RandomState, np.random.Generator, np.random.BitGenerato
 _GLOBAL = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
 
 Place: TypeAlias = tuple[str, ...]
-"""The names that lead from a root to a value, for messages; those in the middle of a long way are left out."""
+"""A path of names from a root to a value, for messages; the middle of a long path is left out."""
 
 
 class RandomStates:

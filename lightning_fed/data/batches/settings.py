@@ -29,10 +29,10 @@ Batches: TypeAlias = Iterator[tuple[Any, int]]
 """Batches, each with the number of examples in it."""
 
 BatchTransform: TypeAlias = Callable[[Any], Any]
-"""A deterministic function of a whole batch, such as one from bytes to normalised floats."""
+"""A deterministic function of a whole batch, such as from bytes to normalized floats."""
 
 BatchAugmentation: TypeAlias = Callable[[Any, torch.Generator], Any]
-"""A random function of a whole training batch, which draws from the CPU generator it is given and from nothing else."""
+"""A random function of a whole training batch, which only draws from the given CPU generator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def as_number(text: str) -> float | None:
 
 
 Parts: TypeAlias = dict[ClientId, tuple[Tensor, Tensor]]
-"""Inputs [n_i, features] and targets of each client that has any."""
+"""Inputs [n_i, features] and targets of each client that has examples."""
 
 _PARTS = ("train", "val", "test")
 

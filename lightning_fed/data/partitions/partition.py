@@ -39,7 +39,7 @@ __all__ = [
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]
-"""Each client's indices [n_i], int64: a sequence gives the clients the ids 0, ..., N - 1, a mapping names them."""
+"""Each client's indices [n_i], int64, as a sequence for clients 0, ..., N - 1, or a mapping by id."""
 
 _MAX_DRAWS = 1000
 _MAX_PROPORTIONS = 2 * 10**7  # drawn over all attempts together: a few seconds
@@ -61,7 +61,7 @@ class Partition(ABC):
     """
 
     needs_labels: bool = True
-    """Whether the values of the labels matter. If not, only their number is read and any labels [n] will do."""
+    """Whether the values of the labels matter. If not, any labels [n] will do."""
 
     @abstractmethod
     def __call__(self, labels: Tensor) -> Parts:
@@ -263,7 +263,7 @@ class ByKey(Partition):
 
 
 PartitionFunction: TypeAlias = Callable[[Tensor], Parts]
-"""Any callable from labels [n] to each client's indices, in place of a :class:`Partition`."""
+"""Any callable from labels [n] to each client's indices, instead of a :class:`Partition`."""
 
 
 def check_client_id(client_id: Any) -> ClientId:
