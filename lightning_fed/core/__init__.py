@@ -1,4 +1,4 @@
-"""The small core that everything else stands on; imports torch and nothing of Lightning."""
+"""The core that all other packages use; imports torch but not Lightning."""
 
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport, Run, Step, Update

@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
-"""``sampler(seed, round, population)`` or ``sampler(seed, round)``: the ids of a cohort; an id may come twice.
+"""``sampler(seed, round, population)`` or ``sampler(seed, round)``: the ids of a cohort, possibly with repetitions.
 
-``population`` is the sequence of ids that can take part; its ``sizes`` are their numbers of examples.
+``population`` is the sequence of eligible ids; its ``sizes`` are their numbers of examples.
 """
 
 

@@ -19,10 +19,10 @@ from lightning_fed.core.types import Vector
 __all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd", "steps_not_counted"]
 
 ServerOptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
-"""From parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
+"""A function from parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
 
 ServerSchedulerFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
-"""From the server's optimizer to a learning rate scheduler, stepped once a round."""
+"""A function from the server's optimizer to a learning rate scheduler, which steps once a round."""
 
 
 def plain_sgd(params: Iterable[Tensor]) -> Optimizer:

@@ -15,7 +15,7 @@ from lightning_fed.server.sampling import Sampler
 __all__ = ["FULL_GRAD", "Aggregator", "averaged_points"]
 
 FULL_GRAD = "full_grad_"
-"""What the name of a point is put behind to name the full-batch gradients that clients send of it."""
+"""The prefix of a point's name in messages of full-batch gradients at that point."""
 
 
 def averaged_points(algorithm: Algorithm, round: int | None = None) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Aggregator(ArgumentsRepr, ABC):
     """
 
     weighted: bool = True
-    """Whether clients may count unequally."""
+    """Whether clients may have unequal weights."""
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> "Aggregator":
         """Return a copy of the aggregator for a run with these settings.

@@ -22,7 +22,7 @@ class Compressor(ArgumentsRepr, ABC):
     """
 
     error_feedback: bool = False
-    """Whether a client adds to a message what was left out of those before, which it keeps between its rounds."""
+    """Whether a client adds the residuals of earlier messages, which it keeps between its rounds."""
 
     @abstractmethod
     def __call__(self, message: Vector, stream: torch.Generator) -> tuple[Vector, int]:

@@ -57,10 +57,10 @@ class Aggregation:
     """
 
     needs_clients: bool = True
-    """Whether a round in which nobody took part changes nothing."""
+    """Whether a round without clients changes nothing."""
 
     is_one_by_one: bool = False
-    """Whether clients are added one at a time, as it may refuse a client, and without their parameters."""
+    """Whether clients are added one at a time, since one may be rejected, and without their parameters."""
 
     def __init__(
         self,

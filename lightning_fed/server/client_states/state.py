@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 PERSONAL = "personal.parameters"
-"""The name of a client's own part of the parameters [Q], beside what its method keeps."""
+"""The name of a client's personal parameters [Q], next to the method's state."""
 
 
 @dataclass
