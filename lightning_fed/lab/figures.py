@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["COLORS", "Panel", "add_legend", "draw", "draw_best", "new_figure", "panels_of", "save"]
 
 COLORS = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C9A", "#8C6D31", "#444444", "#A6192E",
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C9A", "#8C6D31", "#444444", "#882255",
 )  # fmt: skip
 """Colours that most people can tell apart (Okabe and Ito, and a few more)."""
 

@@ -47,6 +47,20 @@ def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path:
         assert (FOLDER / picture).is_file(), picture
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_published_accuracies_are_whole_numbers_of_the_test_cases_that_are_stated(path: Path) -> None:
+    grid = Grid(of_paper(path.stem), scale_of(path.read_text(encoding="utf-8")))
+    published = PublishedCells(grid, FOLDER)
+    names = [metric.name for metric in grid.experiment.metrics.values() if metric.factor == 100]
+    for name, point in ((name, point) for name in names for point in grid.points):
+        if (cases := grid.cases(name, point)) is None:
+            continue
+        cells = grid.cells(point, grid.tuned(point)[0], range(grid.seeds))
+        records = [record for cell in cells if (record := published.record(cell)) is not None]
+        right = [value * cases for record in records for value in record.series[name].values() if value == value]
+        assert all(abs(number - round(number)) < 4e-7 * cases for number in right), point  # of float32
+
+
 NUMBER = re.compile(r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
