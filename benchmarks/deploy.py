@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         watch, run = Watch(flower, sites, marks), flower.submit(app)
         watch.wait_for(max(2, args.rounds // 5), run)
         before = watch.standing()
-        watch.wait_for(args.rounds, run)
+        watch.wait_for(args.rounds - 1, run)  # after the last one the ServerApp may be gone
         after = watch.standing()
         while not (found := flower.described(run))["status"].startswith("finished"):
             time.sleep(1)

@@ -42,7 +42,7 @@ class Announcements:
 
     def take(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
         """Take in a client's hello; one that was absent counts from :meth:`admit` on."""
-        counts = {name: header.get(name) for name in ("size", "batches", "val_size")}
+        counts: dict[str, Any] = {name: header.get(name) for name in ("size", "batches", "val_size")}
         for name, value in counts.items():
             if not is_count(value):
                 raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {shown(value)}.")

@@ -70,8 +70,7 @@ class Resident:
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        self.spec = spec
-        self.state_dir = state_dir_of(spec["node_config"])
+        self.spec, self.state_dir = spec, state_dir_of(spec["node_config"])
         self.socket = socket_of(self.state_dir)
         self._site: Any = None
 
@@ -129,9 +128,8 @@ class Resident:
 
     def _made(self) -> Any:
         if self._site is None:
-            trainer, model, data = (called(self.spec["makers"][what]) for what in ("trainer", "model", "data"))
-            node_config = dict(self.spec["node_config"])
-            made = trainer(), model(), data(dict(node_config))
+            makers, node_config = self.spec["makers"], self.spec["node_config"]
+            made = called(makers["trainer"])(), called(makers["model"])(), called(makers["data"])(dict(node_config))
             from lightning_fed.deploy.site import FederatedSite
 
             self._site = FederatedSite(*made, clients_of(node_config), self.state_dir)
@@ -156,7 +154,7 @@ class Resident:
 
 
 def spec_of(values: Mapping[str, Any]) -> bytes:
-    """Return a specification as bytes, which are the same for the same values."""
+    """Return a specification as bytes."""
     return json.dumps(values, sort_keys=True).encode()  # Flower hands out configurations in any order
 
 
@@ -264,17 +262,15 @@ def end_with(other: int) -> None:
 
     Nothing that is kept is harmed: states of clients and checkpoints are on the disk as a whole or not at all.
     """
-    threading.Thread(target=_wait_and_end, args=(other,), daemon=True).start()
 
+    def wait_and_end() -> None:
+        with suppress(ProcessLookupError):
+            if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
+                select.select([os.pidfd_open(other)], [], [])
+            else:
+                while True:
+                    os.kill(other, 0)
+                    time.sleep(_LOOK)
+        os._exit(0)
 
-def _wait_and_end(other: int) -> None:
-    try:
-        if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
-            select.select([os.pidfd_open(other)], [], [])
-        else:
-            while True:
-                os.kill(other, 0)
-                time.sleep(_LOOK)
-    except ProcessLookupError:
-        pass
-    os._exit(0)
+    threading.Thread(target=wait_and_end, daemon=True).start()

@@ -15,39 +15,38 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.peers import LIMIT
 
 __all__ = ["check_addresses"]
 
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
+_KEYS = "lightning_fed/addresses"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def check_addresses(store: dist.Store, rank: int, size: int, limit: float = LIMIT) -> None:
+def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> None:
     """Let every process connect to one process of each other machine; all raise the same error if one cannot.
 
-    All must call it. ``limit`` are the seconds for each connection.
+    All must call it, with the store of their process group. ``limit`` are the seconds for each connection.
     """
     with ExitStack() as listening:
-        store.set(f"place/{rank}", json.dumps(_place(listening)))
-        places = [json.loads(store.get(f"place/{other}")) for other in range(size)]
+        store.set(f"{_KEYS}/place/{rank}", json.dumps(_place(listening)))
+        places = [json.loads(store.get(f"{_KEYS}/place/{other}")) for other in range(size)]
         first = {place["machine"]: place for place in reversed(places)}
         own = places[rank]["machine"]
         problems = [place["problem"] for place in places if place["problem"]]
         if not problems and len(first) > 1:
             found = (_problem(rank, places[rank], place, limit) for of, place in first.items() if of != own)
-            store.set(f"found/{rank}", next(filter(None, found), ""))
-            keys = [f"found/{other}" for other in range(size)]
+            store.set(f"{_KEYS}/found/{rank}", next(filter(None, found), ""))
+            keys = [f"{_KEYS}/found/{other}" for other in range(size)]
             store.wait(keys, timedelta(seconds=limit * (len(first) + 1)))
             problems = [text.decode() for text in map(store.get, keys) if text]
     if problems:
-        store.set(f"read/{rank}", "")
+        store.set(f"{_KEYS}/read/{rank}", "")
         if rank == 0:  # whose end may end the store
             with suppress(RuntimeError):
-                store.wait([f"read/{other}" for other in range(size)], timedelta(seconds=limit))
+                store.wait([f"{_KEYS}/read/{other}" for other in range(size)], timedelta(seconds=limit))
         raise FederatedError(
             f"{problems[0]} Set GLOO_SOCKET_IFNAME on that machine to the interface by which the others reach it, such"
             " as GLOO_SOCKET_IFNAME=eth0; `ip -brief address` lists them."

@@ -55,7 +55,7 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
         os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
         timeout = default_pg_timeout if self._timeout is None else self._timeout
         store, rank, size = next(rendezvous("env://", self.global_rank, self.world_size, timeout=timeout))
-        check_addresses(dist.PrefixStore("lightning_fed", store), rank, size)
+        check_addresses(store, rank, size)
         yield  # the store stays until the process group has its own
 
     def __getstate__(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_the_log_names_who_is_asked_who_is_missing_and_how_many_have_answered(
     def comes(task: Message) -> list[Message]:
         phase = phases[task.header["phase"]]
         if task.client == wire.last:  # all others have answered
-            line = re.compile(rf"{phase}: (\d) of 4 have answered in (.*) s; missing: .*{task.client}")
+            line = re.compile(rf"{phase}: (\d) of 4 have answered in (.*) s; missing: .*\b{task.client}\b.*")
 
             def has_come() -> bool:
                 waits[phase] = [found.groups() for found in map(line.fullmatch, caplog.messages) if found]

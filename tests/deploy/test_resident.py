@@ -75,7 +75,7 @@ def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, m
 WRITES = """
 import os, sys
 from pathlib import Path
-from lightning_fed.deploy.flower import resident
+from lightning_fed.deploy import resident
 resident._LOG_SIZE = 1000
 site = resident.Resident({"node_config": {"client-id": 0, "state-dir": sys.argv[1]}})
 for number in range(6):

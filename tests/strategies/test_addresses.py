@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_fed.strategies import addresses
@@ -27,7 +26,7 @@ def errors(prepare: Callable[[int], None], folder: Path, count: int = 3) -> list
         rank = int(os.environ["RANK"])
         prepare(rank)
         store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(seconds=HANGS)))
-        check_addresses(dist.PrefixStore("tests", store), rank, count, limit=0.5)
+        check_addresses(store, rank, count, limit=0.5)
 
     return [outcome.error for outcome in in_processes(run, folder, count)]
 
