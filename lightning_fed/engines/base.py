@@ -130,8 +130,8 @@ class ChunkResult:
         reports: The clients' reports.
         asked: The rows in the order in which the clients were requested.
         solver: The local optimizer's states that clients keep, if any.
-        buffers: The module's buffers after each client's work; empty if no client changes any.
-        faults: The errors of clients by row; their results must not be used.
+        buffers: The module's buffers after each client's work; or none if no client changes any.
+        faults: The errors of clients by row, whose results must not be used.
         implied: The names of messages that are not sent.
     """
 

@@ -47,7 +47,7 @@ class LocalWork:
 
     Attributes:
         algorithm: The method.
-        steps: The inputs of ``correct``, one :class:`Step` per parameter; only needed if gradients are modified.
+        steps: The inputs of ``correct``, one :class:`Step` per parameter, only needed if gradients are modified.
         is_joined: Whether :attr:`steps` is one step of whole vectors instead, with one rate for all parameters.
         solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
         whole: The input of ``second_gradient_at``, as whole vectors; only needed if a method has that hook.

@@ -24,7 +24,7 @@ class Faults:
     round equals one without the client.
 
     Args:
-        drops: Whether failed clients are dropped; if not, the first failure stops the run.
+        drops: Whether failed clients are dropped. If not, the first failure stops the run.
         max_share: The share of requested clients that may fail before the run stops anyway.
         max_ratio: The limit on the ratio of a client's update norm to the cohort's median, above which it has failed;
             None for no limit.

@@ -55,10 +55,10 @@ class Reply:
         round: The round.
         phase: The phase of the task.
         clients: The clients by stored index, first those of the rows, in their order.
-        send: The messages [S, ...] by name; full-batch gradients by point.
+        send: The messages [S, ...] by name, or full-batch gradients by point.
         reports: The clients' reports, in the order of the rows.
         models: The clients' final parameters y [S, P], if the message "delta" is ``y - x``.
-        changes: ``y - x`` [S, P], for any messages; None if the sender omits it.
+        changes: ``y - x`` [S, P], for any messages. None if the sender omits it.
         buffers: The module's buffers after each client's work; empty if no client changes any.
         norms: Norms of the clients' full-batch gradients, by point and stored index; as 0-dim tensors if they are still
             on an accelerator.
@@ -70,7 +70,7 @@ class Reply:
         message_bytes: The size of the messages if they are compressed.
         server_read: The entries of the server state that clients have read in the round.
         cohort_grad_read: The mean gradients that clients have read in the round.
-        failed: The causes of failed clients, by stored index; their rows, if any, must not be used.
+        failed: The causes of failed clients, by stored index; their rows must not be used.
     """
 
     round: int

@@ -98,8 +98,8 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
         algorithm: The method.
 
     Raises:
-        FederatedError: If there is no optimizer, or it does not support corrections; if a schedule steps within a
-            client; or if both the method and the optimizer precondition gradients.
+        FederatedError: If there is no optimizer, it does not support corrections, a schedule steps within a client, or
+            both the method and the optimizer precondition gradients.
     """
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
     (optimizer,) = trainer.optimizers  # Lightning has already rejected several

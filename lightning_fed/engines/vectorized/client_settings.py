@@ -53,9 +53,9 @@ class ClientSettings:
     compared if no callback has such a hook.
 
     Settings are the inputs of local work: attributes of the module and its submodules, including collections, tensors
-    and the training mode; frozen parameters and ``requires_grad``; options of the local optimizer; attributes of the
-    method and its base optimizer; attributes of the trainer such as ``gradient_clip_val``; attributes of the data
-    module. Trained parameters and buffers are not compared: every client starts from the server's.
+    and the training mode, frozen parameters and ``requires_grad``, options of the local optimizer, and attributes of
+    the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and the data module. Trained parameters
+    and buffers are not compared: every client starts from the server's.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
