@@ -262,7 +262,7 @@ class Adagrad(Adam):
         V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = v + g^2
 
     Args:
-        beta1: The decay :math:`\beta_1` of m, in [0, 1); 0 is Adagrad proper.
+        beta1: The decay :math:`\beta_1` of m, in [0, 1). 0 is Adagrad.
         beta2: Has no effect, since v is a sum; all adaptive optimizers accept the same options.
         eps: :math:`\epsilon`, positive.
         v0: The initial v: a number, or "grad" for the square of the first gradient.

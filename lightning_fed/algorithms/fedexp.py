@@ -31,8 +31,7 @@ class FedExP(Algorithm):
 
     Args:
         eps: :math:`\epsilon`, positive.
-        eps_scaling: "paper" is :math:`\epsilon` itself; "cohort" is :math:`\lvert S \rvert \epsilon`, as in the
-            authors' code.
+        eps_scaling: "paper" is :math:`\epsilon`, "cohort" is :math:`\lvert S \rvert \epsilon`, as in the authors' code.
         eps_decay: The factor of :math:`\epsilon` after every round, in (0, 1]; in the authors' code, the square of the
             rates' decay.
 

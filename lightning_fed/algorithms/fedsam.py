@@ -82,8 +82,8 @@ class MoFedSAM(FedCM):
         :class:`FedSAM`.
 
     Args:
-        rho: The radius :math:`\rho`, not negative; 0 is FedCM.
-        alpha: The weight :math:`\alpha` of the client's gradient, in (0, 1]; 1 is FedSAM.
+        rho: The radius :math:`\rho`, not negative. 0 is FedCM.
+        alpha: The weight :math:`\alpha` of the client's gradient, in (0, 1]. 1 is FedSAM.
         eta_g: The server's step :math:`\eta_g`, positive.
         eta_g_mode: The scale of :math:`\eta_g`, "relative" or "paper"; see :class:`FedCM`.
         eps: A constant added to the norm, not negative.

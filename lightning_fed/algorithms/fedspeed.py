@@ -38,7 +38,7 @@ class FedSpeed(Algorithm):
         lam: The inverse :math:`\lambda` of the pull's coefficient, positive.
         rho: The length :math:`\rho` of the ascent step to the second gradient's point, not negative.
         alpha: The weight :math:`\alpha` of the second gradient, in [0, 1].
-        perturb: The ascent direction: "plain" is the gradient, as in the paper; "unit" is the gradient divided by its
+        perturb: The ascent direction: "plain" is the gradient, as in the paper. "unit" is the gradient divided by its
             norm over all parameters plus ``eps``, as in the authors' code.
         eps: A constant added to the norm, not negative; with ``perturb="unit"`` only.
         dual_average: The clients whose :math:`d_i` are averaged: the "cohort", as in the paper, or "all" N clients, as

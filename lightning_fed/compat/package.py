@@ -1,10 +1,10 @@
-"""Which Lightning is in use, ``lightning`` or ``pytorch_lightning``; the only file that decides.
+"""The Lightning package in use, ``lightning`` or ``pytorch_lightning``; only this file decides.
 
-The two packages hold the same code under two names, so a class of one is no class of the other. All of lightning_fed
-takes Lightning from here, as ``pl``. In use is the package that was imported before a class of lightning_fed was first
-used, else the one that the environment variable names, else the one that is installed. If both are, it is
-``lightning``, which brings the other one along as its dependency. The variable is then set, so that child processes
-decide alike. Objects of the other package are refused: no trainer could tell what they are.
+The two packages contain the same code under two names, so their classes differ. All of lightning_fed imports Lightning
+from here, as ``pl``. The package in use is the one imported before the first use of a class of lightning_fed, else the
+one that the environment variable names, else the installed one. If both are installed, it is ``lightning``, which
+depends on the other one. The variable is then set for child processes. Objects of the other package raise, since no
+trainer could recognize them.
 """
 
 import importlib
@@ -27,22 +27,22 @@ __all__ = [
 ]
 
 VARIABLE = "LIGHTNING_FED_PACKAGE"
-"""The environment variable that names the package."""
+"""The environment variable with the package's name."""
 
 SERIES = "2.6"
-"""The releases whose internals the loop builds on."""
+"""The releases whose internals the loop uses."""
 
 NAMES = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
 }
-"""By package, the module that stands for ``pl``, and what it is built on."""
+"""For each package, the module used as ``pl``, and its base module."""
 
 
 def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) -> tuple[str, str]:
-    """Return the package to use, and why.
+    """Return the package to use, and the reason.
 
-    ``imported`` has those of the two that are imported already, ``asked`` is what the environment variable names.
+    ``imported`` has the packages already imported, ``asked`` is the environment variable's value.
     """
     if asked is not None and asked not in NAMES:
         raise ImportError(f"{VARIABLE}={asked!r}: set it to {' or '.join(NAMES)}, or unset it.")
@@ -75,7 +75,7 @@ except PackageNotFoundError:
 USED, _REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested)
 OTHER = next(name for name in NAMES if name != USED)
 
-if TYPE_CHECKING:  # the types are the same in both; a checker sees only modules that are imported by name
+if TYPE_CHECKING:  # the types are equal in both; a checker only sees modules imported by name
     import pytorch_lightning as pl
     import pytorch_lightning.cli
     import pytorch_lightning.overrides.distributed
@@ -100,7 +100,7 @@ _OF_OTHER = tuple(f"{module}." for module in NAMES[OTHER])
 
 
 def refuse_foreign(*values: Any) -> None:
-    """Refuse a user's modules, callbacks and other objects, in lists too, whose class is of the package not in use."""
+    """Raise for a user's modules, callbacks and other objects, also in lists, from the other package."""
     from lightning_fed.core.errors import FederatedError  # not before Lightning is chosen: it imports PyTorch
 
     for value in values:
@@ -111,7 +111,7 @@ def refuse_foreign(*values: Any) -> None:
 
 
 def advice_on_path(path: str) -> str | None:
-    """Return what to say of a class that a configuration names by its path; None if it is not of the other package."""
+    """Return the advice for a class path in a configuration, or None if it is not from the other package."""
     if path.startswith(_OF_OTHER):
         return _advice(f"{path} is")
     module, _, name = path.rpartition(".")

@@ -53,7 +53,7 @@ class Layout:
         }
 
     def state_views(self, state: State) -> list[State]:
-        """Return ``state`` once per shape, its vectors cut into views, everything else (0-dim, odd shapes) as it is."""
+        """Return ``state`` once per shape, its vectors as views, all other entries (0-dim, odd shapes) unchanged."""
         columns = [self.views(v) if v.shape == (self.numel,) else [v] * len(self.shapes) for v in state.values()]
         rows = zip(*columns, strict=True) if columns else [()] * len(self.shapes)
         return [dict(zip(state, row, strict=True)) for row in rows]

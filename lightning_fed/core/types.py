@@ -18,4 +18,4 @@ Metrics: TypeAlias = Mapping[str, float]
 """Metric values by name."""
 
 Weighting: TypeAlias = str | Callable[..., Any]
-"""How client messages are averaged: a name ("examples", "uniform", "steps") or a function of the cohort's reports."""
+"""A weighting of messages: a name ("examples", "uniform", "steps") or a function of (client_id, size, steps)."""

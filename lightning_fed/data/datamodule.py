@@ -82,9 +82,9 @@ class FederatedDataModule(pl.LightningDataModule):
 
     There are three ways to define clients:
 
-    - ``clients``: one data set per client, as a list, a mapping id -> data set, or a :class:`FederatedDataset`;
-    - ``train`` and ``partition``: one data set, and how to split it into clients;
-    - a subclass. To build clients on demand, define ``num_clients`` (or ``client_ids``) and override
+    - ``clients``: one data set per client, as a list, a mapping id -> data set, or a :class:`FederatedDataset`.
+    - ``train`` and ``partition``: one data set, and how to split it into clients.
+    - A subclass. To build clients on demand, define ``num_clients`` (or ``client_ids``) and override
       :meth:`client_dataset`: then only participating clients are built, and a million of them cost nothing. To load
       data in ``setup``, set ``self.train`` and ``self.partition`` there, or call :meth:`set_clients`, and set
       ``self.val``, ``self.test`` and ``self.predict``.
@@ -98,7 +98,7 @@ class FederatedDataModule(pl.LightningDataModule):
         partition: A :class:`Partition`, or any callable from labels [n] to each client's indices.
         val: The server model's validation set: a data set, a loader, or a list of these.
         test: The test set, in the same forms.
-        predict: The data for ``trainer.predict``, in the same forms; by default the test set.
+        predict: The data for ``trainer.predict``, in the same forms, by default the test set.
         batch_size: Examples in a client's training batch.
         eval_batch_size: Examples in a batch of ``val``, ``test`` and ``predict``; 256 by default.
         full_batch_size: Examples in a batch when a method needs a client's full-batch gradient. It only affects memory

@@ -130,7 +130,7 @@ class MLPClassifier(Classifier):
     NeurIPS 2021, arXiv:2008.03606). Logging, checkpoints and predictions are as in :class:`Classifier`.
 
     Args:
-        in_features: Numbers per example; examples [B, ...] are flattened.
+        in_features: Numbers per example. Examples [B, ...] are flattened.
         num_classes: The number of classes.
         hidden: Widths of the hidden layers; an empty list gives multinomial logistic regression.
         dropout: The share of activations dropped after each hidden layer.

@@ -57,8 +57,8 @@ class LinearRegression(_KnownOptimum):
     ``Trainer(precision="64-true")``.
 
     Args:
-        in_features: Numbers per example; examples [B, ...] are flattened.
-        out_features: Numbers per target; targets have shape [B, out_features].
+        in_features: Numbers per example. Examples [B, ...] are flattened.
+        out_features: Numbers per target. Targets have shape [B, out_features].
         lr: The learning rate of the local steps.
         bias: Whether there is an intercept.
         weight_decay: SGD's weight decay.

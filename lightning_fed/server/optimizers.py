@@ -199,7 +199,7 @@ class FedAdagrad(_ServerOptimizer):
     Args:
         params: The server's parameters.
         lr: The server's step size :math:`\eta`.
-        beta1: The decay :math:`\beta_1` of m, in [0, 1); 0 as in the paper's experiments.
+        beta1: The decay :math:`\beta_1` of m, in [0, 1), 0 as in the paper's experiments.
         tau: The degree of adaptivity :math:`\tau`, positive.
         v0: The initial v; see :class:`FedAdam`.
         stats: The "new" or "old" v; see :class:`FedAdam`.
@@ -234,7 +234,7 @@ class FedRMSProp(_ServerOptimizer):
             \beta}` times longer.
         beta: The decay :math:`\beta` of v, in [0, 1).
         tau: The constant :math:`\tau` added to the root, positive.
-        v0: The initial v; see :class:`FedAdam`.
+        v0: The initial v, see :class:`FedAdam`.
         stats: The "new" or "old" v; see :class:`FedAdam`. "old" follows the table literally.
 
     Raises:

@@ -44,7 +44,7 @@ class RandomStates:
 
     Args:
         roots: The objects to start from.
-        besides: Generators to leave alone.
+        besides: Generators to skip.
     """
 
     def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:

@@ -88,8 +88,8 @@ class LeafDataModule(StoredDataModule):
 
     Args:
         train_path: The training files: a ``.json`` file, or a folder of them.
-        test_path: The test files, in the same forms; None for no test data.
-        shape: The shape of an input, such as [1, 28, 28]; None for the shape in the file.
+        test_path: The test files, in the same forms. None for no test data.
+        shape: The shape of an input, such as [1, 28, 28]. None for the shape in the file.
         targets: "classes" for class numbers, int64 [n], or "values" for regression, float32 [n, ...]; one number per
             sample gives [n, 1].
         num_classes: With "classes", the number of classes; larger targets raise.

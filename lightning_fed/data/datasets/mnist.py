@@ -149,15 +149,15 @@ class EMNIST(_IdxImages):
     the test part, unless ``val_fraction`` is positive.
 
     Args:
-        root: The folder of data sets; the files are in ``root/EMNIST/raw``, as for torchvision, gzipped or not.
+        root: The folder of data sets. The files are in ``root/EMNIST/raw``, as for torchvision, gzipped or not.
         split: One of the splits above.
         download: Whether to download missing files: one archive of 0.5 GB with all splits.
-        num_clients: The number of clients; by default 3,400 for byclass and bymerge, and 100 for the others.
+        num_clients: The number of clients, by default 3,400 for byclass and bymerge, and 100 for the others.
         alpha: The concentration of the :class:`BalancedDirichlet` partition. Small values give clients few classes.
         partition: A partition to use instead of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
         batch_size: Examples in a client's training batch.
         val_fraction: The share of the training images to use as ``val``. If 0, the test images validate.
-        black_on_white: Whether paper is 1 and ink 0, as in LEAF's FEMNIST; otherwise ink is 1, as in MNIST.
+        black_on_white: Whether paper is 1 and ink 0, as in LEAF's FEMNIST. Otherwise ink is 1, as in MNIST.
         seed: The seed of the partition.
         flatten: Whether an image has shape [784] instead of [1, 28, 28].
         transform: Converts bytes [B, 1, 28, 28] to floats; by default :class:`ToFloat`.

@@ -41,7 +41,7 @@ class Quadratics(FederatedDataModule):
         G: The norm of each client's gradient at the optimum.
         rows: The number of rows per client.
         noise: The standard deviation of a row's gradient; needs an even number of rows.
-        batch_size: Rows in a batch; by default all rows of a client, so that gradients are exact.
+        batch_size: Rows in a batch, by default all rows of a client, so that gradients are exact.
 
     Attributes:
         optimum: The minimizer of f: 0 in every coordinate.

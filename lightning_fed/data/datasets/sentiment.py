@@ -136,7 +136,7 @@ class Sentiment140(StoredDataModule):
         root: The folder of data sets. The files are in ``root/sentiment140``.
         source: "csv", the original training file (latin-1; target, id, date, query, user, text), or "leaf", LEAF's JSON
             files in ``train`` and ``test``.
-        min_tweets: Accounts with fewer tweets, training and test together, are left out; their number is logged.
+        min_tweets: Accounts with fewer tweets, training and test together, are left out, and their number is logged.
         length: Words in an input.
         max_words: The largest number of words in the vocabulary.
         embedding_file: UTF-8 text with a line ``word v1 v2 ...`` per word, as GloVe's files.

@@ -136,7 +136,7 @@ class Shakespeare(StoredDataModule):
             files in ``train`` and ``test``, which contain windows of 81 characters. LEAF's random split puts
             overlapping windows into both parts.
         length: Characters in an input.
-        stride: Characters between the starts of a role's training windows; 1 for "leaf".
+        stride: Characters between the starts of a role's training windows, 1 for "leaf".
         eval_stride: The stride of test windows; None for ``stride``. 80 makes tests 80 times faster.
         test_fraction: The share of a role's characters for testing; None for 0.2. Not for "leaf".
         targets: "next" for the character after the input, [], or "sequence" for the input shifted by one, [length].

@@ -151,7 +151,7 @@ class ClientImages(_Folders):
 
     Args:
         root: The folder of client folders.
-        classes: The names of all classes, in the order of their numbers. A client need not have all of them; a folder
+        classes: The names of all classes, in the order of their numbers. A client need not have all of them. A folder
             with any other name raises.
         val_root: A folder of class folders to validate and test the server model on; not in ``root``.
         image_transform: A function from a PIL image to a tensor. The image is RGB, or as stored if it has more than 8

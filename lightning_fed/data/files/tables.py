@@ -181,9 +181,9 @@ class ClientTable(StoredDataModule):
         features: The input columns; None for all other numeric columns. A warning names the columns left out. A row
             index written by pandas (no name, or ``__index_level_0__``) is left out too.
         targets: "classes" for labels int64 [n], the sorted distinct values of the target numbered 0, 1, ..., which
-            ``classes`` lists after ``setup`` (texts without spaces around them); or "values" for regression, float32
-            [n, 1].
-        split: A column with the words "train", "val" and "test"; None to use ``val_fraction``. Without test rows, the
+            ``classes`` lists after ``setup`` (texts without spaces around them). "values" for regression, float32 [n,
+            1].
+        split: A column with the words "train", "val" and "test". None to use ``val_fraction``. Without test rows, the
             test set is the validation set.
         val_fraction: The share of each client's rows, drawn at random, in the validation set; None for 0.2. Not with
             ``split``.

@@ -110,7 +110,7 @@ class FeatureShift(Partition):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]  # as for the partition
-        """Whether the partition depends on the values of the labels."""
+        """True if the partition depends on the values of the labels."""
         return bool(getattr(self.partition, "needs_labels", True))
 
     def __call__(self, labels: Tensor) -> Parts:

@@ -246,7 +246,7 @@ class LogNormalSizes(_SizeSkew):
 
     Args:
         num_clients: The number of clients N.
-        sigma: The standard deviation of a size's logarithm; 0 gives equal sizes.
+        sigma: The standard deviation of a size's logarithm. 0 gives equal sizes.
         min_size: The smallest number of examples of a client; 0 allows empty clients.
         seed: The seed of the partition.
 
@@ -272,7 +272,7 @@ class QuantitySkew(_SizeSkew):
 
     Args:
         num_clients: The number of clients N.
-        alpha: The concentration, positive; small values give a few clients nearly everything.
+        alpha: The concentration, positive. Small values give a few clients nearly everything.
         min_size: The smallest number of examples of a client; 0 allows empty clients.
         seed: The seed of the partition.
 

@@ -32,7 +32,7 @@ class ClientClock(ArgumentsRepr):
             the columns ``client`` and ``seconds``, such as a trace of real devices.
         per_example: Whether ``seconds`` is per example, and so multiplied by n_i.
         slow_share: The share of slow clients, in [0, 1).
-        slow_factor: The factor by which slow clients take longer, at least 1.
+        slow_factor: The factor of the slow clients' seconds, at least 1.
         spread: The standard deviation over clients of the logarithm of their seconds, at least 0.
         jitter: The same over the rounds of one client.
 

@@ -26,7 +26,7 @@ class FedBuff(Asynchronous):
     Args:
         size: M, the number of messages per server step.
         concurrency: The number of clients training at a time.
-        staleness_exponent: :math:`a \ge 0`; with 0, all messages have equal weight.
+        staleness_exponent: :math:`a \ge 0`. With 0, all messages have equal weight.
         clock: The clients' training times; all equal by default.
 
     Raises:

@@ -280,7 +280,7 @@ def _on_host(state: State) -> State:
 
 
 def _stack(values: Sequence[Tensor]) -> Tensor:
-    """Stack tensors [n, ...] of which some, received from other processes, may already be on the host."""
+    """Stack tensors [n, ...]; some, received from other processes, may already be on the host."""
     if any(value.device != values[0].device for value in values):
         values = [value.cpu() for value in values]
     return torch.stack(list(values))
