@@ -23,9 +23,11 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "nvflare":
+        if (error.name or "").partition(".")[0] != "nvflare":
             raise
-        raise ModuleNotFoundError('NVFlare is missing: pip install "lightning_fed[nvflare]".', name="nvflare") from error
+        raise ModuleNotFoundError(
+            'NVFlare is missing: pip install "lightning_fed[nvflare]".', name="nvflare"
+        ) from error
     globals()[name] = value
     return value
 

@@ -84,7 +84,7 @@ class FlareTransport:
                 for answer in self._come(sites, come):
                     missing.pop(answer.client, None)
                     yield answer
-                if time.monotonic() > end:
+                if come.empty() and time.monotonic() > end:
                     for client in missing.keys() & tasks.keys():
                         yield Refusal(client, f"no reply has come for {self._timeout:g} s")
                     return

@@ -35,7 +35,11 @@ class Federation:
     def __init__(self, folder: Path, method: str) -> None:
         self.folder = folder
         own = {"METHOD": method, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
-        self.environment = {**os.environ, **own, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.environment = {
+            **os.environ,
+            **own,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
         self.processes: dict[str, psutil.Popen] = {}
         self._session: Session | None = None
         port = _free_port()

@@ -92,7 +92,7 @@ def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
 
     def forged(site: str, result: Any) -> Any:
         seen[site] = result
-        return {key: seen["site-1"]["0"] for key in result} if site == "site-3" else result
+        return dict.fromkeys(result, seen["site-1"]["0"]) if site == "site-3" else result
 
     flare.spoils = forged
     with pytest.raises(FederatedError, match="'hello': 2, 3.*A reply has come of client 0"):
