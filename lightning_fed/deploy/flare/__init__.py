@@ -21,15 +21,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "nvflare":
+        if (error.name or "").partition(".")[0] != "nvflare":
             raise
-        why = 'NVFlare is missing: pip install "lightning_fed[nvflare]".'
-        raise ModuleNotFoundError(why, name="nvflare") from error
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+        what = 'NVFlare 2.9 is missing: pip install "lightning_fed[nvflare]".'
+        raise ModuleNotFoundError(what, name="nvflare") from error

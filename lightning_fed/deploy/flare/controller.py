@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.controller_spec import Task, TaskCompletionStatus
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
-from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
-from nvflare.app_common.app_constant import AppConstants
-from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.flare.arrays import Arrays
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
 from lightning_fed.deploy.remote import RemoteClients
 from lightning_fed.deploy.resident import called
@@ -87,14 +84,11 @@ class RoundsController(Controller):
         except AbortedError:
             _log.warning("The job was aborted. Submitted again, it goes on from %s.", self.checkpoint)
 
-    def _ask(self, site: str, arrays: Arrays, done: Callable[[Arrays | str], None], fl_ctx: FLContext) -> Task:
-        data = FLModelUtils.to_shareable(FLModel(params_type=ParamsType.FULL, params=arrays))
-        task = Task(
-            name=AppConstants.TASK_TRAIN,
-            data=data,
-            timeout=math.ceil(self.phase_timeout),
-            task_done_cb=lambda task, fl_ctx: done(_result_of(task)),
-        )
+    def _ask(
+        self, site: str, arrays: dict[str, Any], done: Callable[[dict[str, Any] | str], None], fl_ctx: FLContext
+    ) -> Task:
+        data, timeout = DXO(DataKind.WEIGHTS, data=arrays).to_shareable(), math.ceil(self.phase_timeout)
+        task = Task("train", data, timeout=timeout, task_done_cb=lambda task, fl_ctx: done(_result_of(task)))
         self.send(task, fl_ctx, targets=[site])
         return task
 
@@ -108,7 +102,7 @@ class RoundsController(Controller):
         """Leave a result that comes after its task was taken back."""
 
 
-def _result_of(task: Task) -> Arrays | str:
+def _result_of(task: Task) -> dict[str, Any] | str:
     """Return what a site has sent for a task, or why there is nothing."""
     result = task.client_tasks[-1].result if task.client_tasks else None
     if task.completion_status == TaskCompletionStatus.CLIENT_DEAD:
@@ -118,6 +112,6 @@ def _result_of(task: Task) -> Arrays | str:
     if (code := result.get_return_code(ReturnCode.OK)) != ReturnCode.OK:
         return f"{code}; the log of the job on that site has the reason"
     try:
-        return dict(FLModelUtils.from_shareable(result).params or {})
+        return dict(from_shareable(result).data)
     except Exception as error:  # whatever a site may have sent
         return f"its result is no model: {error}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.flare.arrays import Arrays, packed, unpacked
+from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.message import Message, printable
 from lightning_fed.deploy.transport import Refusal, reply_from
 
@@ -56,7 +56,7 @@ class FlareTransport:
 
     def __init__(
         self,
-        send: Callable[[str, Arrays, Callable[[Arrays | str], None]], Any],
+        send: Callable[[str, dict[str, Any], Callable[[dict[str, Any] | str], None]], Any],
         cancel: Callable[[Any], None],
         sites: Mapping[str, Sequence[ClientId]],
         timeout: float,
@@ -73,7 +73,7 @@ class FlareTransport:
         """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
         missing, end = {**greetings, **tasks}, time.monotonic() + self._timeout
         sites = {self._site_of[client]: _Site() for client in missing}
-        come: queue.SimpleQueue[tuple[str, int, Arrays | str]] = queue.SimpleQueue()
+        come: queue.SimpleQueue[tuple[str, int, dict[str, Any] | str]] = queue.SimpleQueue()
         try:
             while missing.keys() & tasks.keys():
                 if self._is_aborted():
@@ -84,7 +84,7 @@ class FlareTransport:
                 for answer in self._come(sites, come):
                     missing.pop(answer.client, None)
                     yield answer
-                if time.monotonic() > end:
+                if come.empty() and time.monotonic() > end:
                     for client in missing.keys() & tasks.keys():
                         yield Refusal(client, f"no reply has come for {self._timeout:g} s")
                     return

@@ -9,11 +9,12 @@ import torch
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite, Message, RemoteClients
-from lightning_fed.deploy.flare.arrays import Arrays, packed, unpacked
+from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.flare.transport import FlareTransport
 from tests.deploy.site_models import model
 from tests.deploy.wire import make_data, make_trainer, parameters, simulated
 
+Arrays = dict[str, Any]
 METHOD = "Scaffold ii"
 SITES = {"site-1": [0], "site-2": [1], "site-3": [3, 2]}
 

@@ -1,6 +1,7 @@
 """A provisioned federation on this machine: server and clients with their own certificates, as on real machines."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,6 @@ import psutil
 import yaml
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from lightning_fed.deploy.flower.local import _free_port
 from tests.deploy.flare.fake import SITES
 from tests.deploy.flare.jobs import ROOT
 
@@ -35,10 +35,16 @@ class Federation:
     def __init__(self, folder: Path, method: str) -> None:
         self.folder = folder
         own = {"METHOD": method, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
-        self.environment = {**os.environ, **own, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.environment = {
+            **os.environ,
+            **own,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
         self.processes: dict[str, psutil.Popen] = {}
         self._session: Session | None = None
-        port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         members = [
             {"name": "server", "type": "server", "org": "tests", "default_host": "localhost", "fed_learn_port": port},
             {"name": ADMIN, "type": "admin", "org": "tests", "role": "project_admin"},
