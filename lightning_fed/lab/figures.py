@@ -112,7 +112,7 @@ def _alike(axes: "Axes") -> list[list[str]]:
     """Return the labels of lines that hide each other all along, in groups."""
     groups: list[tuple[Any, list[str]]] = []
     for line in axes.get_lines():
-        label, points = str(line.get_label()), line.get_xydata()
+        label, points = str(line.get_label()), np.asarray(line.get_xydata())
         if label.startswith("_") or len(points) < 2 or line.get_linestyle() not in _STYLES:
             continue
         on_paper = axes.transData.transform(points) * 72 / axes.get_figure().dpi  # type: ignore[union-attr]
@@ -349,13 +349,19 @@ def new_figure(rows: int, columns: int) -> tuple["Figure", Any]:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG; a large one with 256 colours, which is a third of the size."""
+    """Write a figure, without a date; a large PNG with 256 colours, which is a third of the size."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix != ".png":
+        from matplotlib import rc_context
+
+        with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none", "pdf.fonttype": 42}):
+            figure.savefig(path, metadata={"CreationDate" if path.suffix == ".pdf" else "Date": None})
+        return
     from PIL import Image
 
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=130, format="png")
     image = Image.open(drawn).convert("RGB")
-    path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, optimize=True)
     if path.stat().st_size > _LARGEST:
         # Bands are pale, so that their colours are near each other: these choices keep them apart.
