@@ -18,6 +18,7 @@ from lightning_fed.compat.package import USED, pl
 from lightning_fed.core.devices import accelerator_name
 from lightning_fed.data.files.stored import StoredDataModule
 from lightning_fed.lab.configurations import Config, overlay
+from lightning_fed.lab.provenance import checksums, commit, files_read
 from lightning_fed.lab.records import Record, write_record
 from lightning_fed.lab.store import settle
 from lightning_fed.trainer.trainer import FederatedTrainer
@@ -72,6 +73,7 @@ class CellRunner:
 
     def __init__(self) -> None:
         self._data: tuple[str, pl.LightningDataModule] | None = None
+        self._sums: tuple[str, dict[str, str]] = ("", {})  # of the files that the data with that key were read from
 
     def run(self, config: Config, completed: Config, final: Path) -> None:
         """Run a cell, and write its record.
@@ -94,7 +96,8 @@ class CellRunner:
             cause = str(refusal_in(error))
         seconds, cpu_seconds = time.perf_counter() - started, _cpu_seconds() - cpu_before
         status: Any = "diverged" if cause else "finished"
-        write_record(work, Record(completed, status, cause, seconds, cpu_seconds, made_with(), recorder.series, final))
+        found = (completed, status, cause, seconds, cpu_seconds, made_with(), recorder.series, final, self._sums[1])
+        write_record(work, Record(*found))
         settle(work, final)
 
     def probe(self, config: Config) -> list[str] | None:
@@ -125,7 +128,13 @@ class CellRunner:
             self._data = (key, data)
         else:
             self._data = None
-        parts.trainer.fit(model, data)
+        root: str | None = (config["data"].get("init_args") or {}).get("root")
+        try:
+            with files_read(root) as files:
+                parts.trainer.fit(model, data)
+        finally:  # it may have diverged
+            if files or self._sums[0] != key:
+                self._sums = (key, {} if root is None else checksums(files, root))
 
 
 def _measured_every_round(node: Any) -> Any:
@@ -150,10 +159,11 @@ def made_with() -> dict[str, str]:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
-    accelerator = accelerator_name()
+    accelerator, code = accelerator_name(), commit()
     gpu = {} if accelerator is None else {"gpu": accelerator}
     return {
         "lightning_fed": __version__,
+        **({} if code is None else {"commit": code}),
         **packages,
         "python": platform.python_version(),
         "system": platform.system(),

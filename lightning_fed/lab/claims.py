@@ -110,7 +110,8 @@ def _judge_at(claim: Claim, results: Results, points: dict[Label, list[Point]]) 
         points = {label: [p for p in of if p.by_axis[claim.difference.axis] in ends] for label, of in points.items()}
     if gap := _gap(claim, points):
         return _missing(where, gap)
-    values, sides, errors = [], [], []
+    values, sides = list[tuple[float, ...]](), list[str]()
+    errors = list[float | None]()
     for factor, label in claim.terms:
         if label is None:
             values.append((factor,) * results.grid.seeds)

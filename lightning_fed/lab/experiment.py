@@ -253,6 +253,7 @@ class Experiment:
         tables: What is tabled.
         claims: What is claimed.
         scales: The scales by name.
+        added: The file of methods that were added to it; empty if none were.
     """
 
     name: str
@@ -275,6 +276,7 @@ class Experiment:
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
     scales: Mapping[str, Scale]
+    added: str = ""
 
     @property
     def quantities(self) -> list[Quantity]:

@@ -94,17 +94,17 @@ def draw(plan: Plan, results: Results) -> "Figure":
                 0.98, y, "\n".join(notes), transform=axes.transAxes, ha="right", va=side, fontsize=6.5,
                 bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
             )  # fmt: skip
-    add_legend(figure, [axes for row in grid for axes in row], title=_legend_title(plan, results))
+    add_legend(figure, [axes for row in grid for axes in row], title=_legend_title(plan.band, results))
     return figure
 
 
-def _legend_title(plan: Plan, results: Results) -> str | None:
-    """Return what the lines and bands of a figure are."""
+def _legend_title(kind: str, results: Results) -> str | None:
+    """Return what the lines of a figure, and its bands of a kind, are."""
     seeds = results.grid.seeds
     if not results.grid.experiment.is_random or seeds < 2:
         return None
     bands = {"std": "± one sample standard deviation", "range": "from the lowest to the highest", "none": ""}
-    band = f", bands {bands[plan.band]}" if bands[plan.band] else ""
+    band = f", bands {bands[kind]}" if bands[kind] else ""
     return f"lines: mean of {seeds} seeds{band}"
 
 
@@ -112,7 +112,7 @@ def _alike(axes: "Axes") -> list[list[str]]:
     """Return the labels of lines that hide each other all along, in groups."""
     groups: list[tuple[Any, list[str]]] = []
     for line in axes.get_lines():
-        label, points = str(line.get_label()), line.get_xydata()
+        label, points = str(line.get_label()), np.asarray(line.get_xydata())
         if label.startswith("_") or len(points) < 2 or line.get_linestyle() not in _STYLES:
             continue
         on_paper = axes.transData.transform(points) * 72 / axes.get_figure().dpi  # type: ignore[union-attr]
@@ -143,9 +143,9 @@ def draw_best(results: Results, by: Quantity, ranked: Sequence[Point]) -> "Figur
         x, rows = _aligned(results.records(point), by.metric, "rounds")
         if x:
             axes.plot(x, [fmean(row) for row in rows], label=str(point), **_look(style))
-    axes.set(xlabel="rounds", ylabel=by.metric.label)
+    axes.set(xlabel="rounds", ylabel=_with_unit(by.metric))
     axes.grid(alpha=0.25, linewidth=0.6)
-    add_legend(figure, [axes], columns=1)
+    add_legend(figure, [axes], columns=1, title=_legend_title("none", results))
     return figure
 
 
@@ -349,13 +349,19 @@ def new_figure(rows: int, columns: int) -> tuple["Figure", Any]:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG; a large one with 256 colours, which is a third of the size."""
+    """Write a figure, without a date; a large PNG with 256 colours, which is a third of the size."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix != ".png":
+        from matplotlib import rc_context
+
+        with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none", "pdf.fonttype": 42}):
+            figure.savefig(path, metadata={"CreationDate" if path.suffix == ".pdf" else "Date": None})
+        return
     from PIL import Image
 
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=130, format="png")
     image = Image.open(drawn).convert("RGB")
-    path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, optimize=True)
     if path.stat().st_size > _LARGEST:
         # Bands are pale, so that their colours are near each other: these choices keep them apart.

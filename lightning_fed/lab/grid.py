@@ -141,7 +141,8 @@ class Grid:
             FederatedError: If an override does not fit; it names the cell.
         """
         try:
-            return _seeded(overlay(DEFAULTS, self.experiment.base, *self._overrides(cell)), cell.seed)
+            config: Config = _seeded(overlay(DEFAULTS, self.experiment.base, *self._overrides(cell)), cell.seed)
+            return config
         except FederatedError as error:
             raise FederatedError(f"{self.experiment.file}, {cell}: {error}") from error
 

@@ -66,6 +66,7 @@ def reproduce_command(grid: Grid) -> str:
     name = experiment.name if experiment.file.parent == PAPERS else experiment.file.name
     options = [] if grid.scale.name == "full" else [f"--scale {grid.scale.name}"]
     options += [f"--seeds {grid.seeds}"] if grid.seeds != (grid.scale.seeds or experiment.seeds) else []
+    options += [f"--add {shlex.quote(experiment.added)} --published PUBLISHED"] if experiment.added else []
     options += ["--data-root DATA"] if grid.data_sets else []
     return " ".join(["lightning-fed reproduce", name, *options])
 

@@ -6,6 +6,7 @@ from lightning_fed._version import __version__
 from lightning_fed.lab.claims import judge
 from lightning_fed.lab.experiment import Departure
 from lightning_fed.lab.how import choices, dates, losses, means, records_of
+from lightning_fed.lab.reading import PAPERS
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown, rows_of
 from lightning_fed.lab.verdict import claim_details, claim_table, counted
@@ -34,12 +35,12 @@ def pages(results: Results, command: str, figures: Sequence[str]) -> tuple[str, 
     if departures:
         rows = [[d.what, d.paper, d.here, d.why] for d in departures]
         head += ["## Departures from the paper", markdown(["what", "the paper", "here", "why"], rows)]
-    how = ["## How", f"    {command}", *means(results), _citation(results)]
+    how = ["## How", f"    {command}", *means(results), _files(results), _citation(results)]
     lost = list(losses(results))
     if lost:
         how.append(f"Cells that diverged or failed are listed in the [details]({name}).")
     left = _LINES - _length([*head, *how])
-    kept, rest = [], []
+    kept, rest = list[list[str]](), list[list[str]]()
     for section in [list(choices(results)), *_tables(results)]:
         (kept if _length(section) <= left else rest).append(section)
         left -= _length(section) if kept and kept[-1] is section else 0
@@ -160,6 +161,16 @@ def _tables(results: Results) -> Iterator[list[str]]:
         yield [title, markdown(*rows_of(table, results))]
 
 
+def _files(results: Results) -> str:
+    """Return where the numbers behind the page are."""
+    name = results.grid.experiment.name
+    sums = f" `{name}_data.sha256` has the checksums of the data files." if results.grid.data_sets else ""
+    return (
+        f"`{name}_cells.csv` has a row for each cell, `{name}_rounds.csv.gz` its curves,"
+        f" `{name}_configurations.json.gz` its complete configuration.{sums}"
+    )
+
+
 def _citation(results: Results) -> str:
     """Return how to cite the page."""
     found = records_of(results)
@@ -169,6 +180,8 @@ def _citation(results: Results) -> str:
     made += f" (commit {' and '.join(commits)})" if commits else ""
     days = f", {day}" if (day := dates(found)) else ""
     experiment = results.grid.experiment
+    if experiment.file.parent != PAPERS or experiment.added:  # it is not ours
+        return f'Cite this page as: "{experiment.title}", made with {made}{days}.'
     return (
         f'Cite this page as: The lightning_fed maintainers, "{experiment.title}", docs/papers/{experiment.name}.md,'
         f" {made}{days}. `CITATION.cff` has the entry of the library."

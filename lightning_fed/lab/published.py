@@ -1,7 +1,8 @@
 """What is published of a grid: the few values of every cell that its page rests on, small enough for a repository.
 
-Two files: ``NAME_cells.csv`` has a row for every configuration that was run, and ``NAME_rounds.csv.gz`` its curves,
-thinned. Every quantity of the experiment is the same from the thinned curves as from the whole ones.
+``NAME_cells.csv`` has a row for every configuration that was run, and ``NAME_rounds.csv.gz`` its curves, thinned. Every
+quantity of the experiment is the same from the thinned curves as from the whole ones. ``NAME_configurations.json.gz``
+has the complete configuration of each row, and ``NAME_data.sha256`` the checksums of the data files that were read.
 """
 
 import csv
@@ -14,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab.configurations import Config
+from lightning_fed.lab.configurations import Config, with_root
 from lightning_fed.lab.grid import Cell, Grid
 from lightning_fed.lab.quantities import COSTS, TOTALS, Curve, Metric, Quantity, Series, add_up
 from lightning_fed.lab.records import Record, number_text
 from lightning_fed.lab.results import Results
 
-__all__ = ["PublishedCells", "publish", "thinned"]
+__all__ = ["PublishedCells", "publish", "thinned", "write_configurations"]
 
 _DRAWN = 100  # points of a curve that a figure shows
 _ABOUT = ("cell", "name", "settings", "status", "cause", "seconds", "cpu_seconds")
 
 
 def publish(results: Results, folder: Path) -> None:
-    """Write the two files.
+    """Write the files.
 
     Args:
         results: The finished cells.
@@ -52,6 +53,18 @@ def publish(results: Results, folder: Path) -> None:
     ]
     _write_cells(folder / f"{experiment.name}_cells.csv", cells)
     _write_rounds(folder / f"{experiment.name}_rounds.csv.gz", curves)
+    records = [record for _, record in cells.values()]
+    write_configurations(folder / f"{experiment.name}_configurations.json.gz", [record.config for record in records])
+    sums = sorted({(path, value) for record in records for path, value in record.data.items()})
+    if sums:
+        text = "".join(f"{value}  {path}\n" for path, value in sums)  # as sha256sum -c reads it
+        (folder / f"{experiment.name}_data.sha256").write_text(text, encoding="utf-8")
+
+
+def write_configurations(path: Path, configs: Sequence[Config]) -> None:
+    """Write the complete configuration of each row of the table of cells, without the folder of data sets."""
+    text = json.dumps([with_root(config, "") for config in configs], default=str)
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def thinned(
@@ -112,13 +125,15 @@ class PublishedCells:
         name = grid.experiment.name
         try:
             curves = _read_rounds(folder / f"{name}_rounds.csv.gz")
-            self._records = _read_cells(folder / f"{name}_cells.csv", curves)
+            configs = _read_configurations(folder / f"{name}_configurations.json.gz")
+            data = _read_sums(folder / f"{name}_data.sha256")
+            self._records = _read_cells(folder / f"{name}_cells.csv", curves, configs, data)
         except OSError as error:
             raise FederatedError(
                 f"Nothing of {name} is published in {folder}: {error.strerror or error}. Name the folder of"
                 f" {name}_cells.csv and {name}_rounds.csv.gz."
             ) from error
-        except (ValueError, KeyError, EOFError) as error:
+        except (ValueError, KeyError, IndexError, EOFError) as error:
             raise FederatedError(f"What is published of {name} in {folder} is damaged: {error}.") from error
 
     def record(self, cell: Cell) -> Record | None:
@@ -172,7 +187,22 @@ def _read_rounds(path: Path) -> dict[str, dict[str, dict[int, float]]]:
     return curves
 
 
-def _read_cells(path: Path, curves: Mapping[str, Series]) -> dict[str, Record]:
+def _read_configurations(path: Path) -> list[Config]:
+    """Return the configurations of the cells, none if there is no such file."""
+    if not path.is_file():
+        return []
+    found: list[Config] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {name: value for value, _, name in (line.partition("  ") for line in lines)}
+
+
+def _read_cells(
+    path: Path, curves: Mapping[str, Series], configs: Sequence[Config], data: Mapping[str, str]
+) -> dict[str, Record]:
     """Return the record of each cell by its settings."""
     records = {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -183,7 +213,7 @@ def _read_cells(path: Path, curves: Mapping[str, Series]) -> dict[str, Record]:
                 raise ValueError(f"the status {status!r} of cell {number}")
             known: Any = status
             records[settings] = Record(
-                config={},
+                config=configs[int(number)] if configs else {},
                 status=known,
                 cause=cause,
                 seconds=float(seconds),
@@ -191,5 +221,6 @@ def _read_cells(path: Path, curves: Mapping[str, Series]) -> dict[str, Record]:
                 made_with={name: value for name, value in row.items() if value},
                 series=curves.get(number, {}),
                 folder=path.parent,
+                data=data,
             )
     return records

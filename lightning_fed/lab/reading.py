@@ -176,7 +176,7 @@ def _read_cases(
     where: str, found: Any, metrics: Mapping[str, Metric], labels: Mapping[str, tuple[Label, ...]]
 ) -> dict[str, Cases]:
     """Return how many test cases are behind metrics: a number, or a number for each label of an axis."""
-    cases = {}
+    cases: dict[str, Cases] = {}
     for metric, entry in check_keys(where, found or {}, metrics).items():
         place = f"{where}.{metric}"
         if not isinstance(entry, Mapping):

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ class Record:
         made_with: Versions, hardware and date.
         series: What it logged, by tag and completed rounds.
         folder: Where other files of it are.
+        data: The SHA-256 of the data files that were read, by their paths in the folder of data sets.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class Record:
     made_with: Mapping[str, str]
     series: Series
     folder: Path
+    data: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -51,6 +53,7 @@ def write_record(folder: Path, record: Record) -> None:
         "seconds": round(record.seconds, 3),
         "cpu_seconds": None if record.cpu_seconds is None else round(record.cpu_seconds, 3),
         "made_with": dict(record.made_with),
+        "data": dict(record.data),
         "config": record.config,
     }
     (folder / _ABOUT).write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
@@ -69,7 +72,8 @@ def read_record(folder: Path) -> Record | None:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         series = read_series(folder / _ROUNDS)
         kept = {name: about[name] for name in ("config", "status", "cause", "seconds", "made_with")}
-        return Record(**kept, cpu_seconds=about.get("cpu_seconds"), series=series, folder=folder)
+        later = {"cpu_seconds": about.get("cpu_seconds"), "data": about.get("data", {})}  # not in the oldest records
+        return Record(**kept, **later, series=series, folder=folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederatedError(f"{folder} is damaged ({error}). Delete it; the cell is then run again.") from error
 

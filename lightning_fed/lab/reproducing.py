@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.adding import add_methods
 from lightning_fed.lab.catalogue import listing
 from lightning_fed.lab.checking import check_outputs
 from lightning_fed.lab.experiment import Figure
 from lightning_fed.lab.figures import draw, new_figure, save
 from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.latex import latex
 from lightning_fed.lab.options import add_run_options, reproduce_command
 from lightning_fed.lab.page import pages
 from lightning_fed.lab.paths import draw_paths
@@ -43,35 +46,47 @@ def reproduce(args: Sequence[str]) -> None:
     if options.name is None:
         raise FederatedError("reproduce: name an experiment; `lightning-fed reproduce --list` shows those there are.")
     experiment = read_experiment(find_experiment(options.name))
+    if options.add is not None:
+        experiment = add_methods(experiment, Path(options.add))
     grid = Grid(experiment, options.scale, options.seeds, options.accelerator)
     check_outputs(grid)
     if experiment.figures:
         new_figure(1, 1)  # refused without matplotlib, and better now than after hours
     out = Path(options.out or Path("reproduced") / experiment.name / options.scale)
-    if options.published is None:
+    published = out if options.published is None else Path(options.published)
+    if options.published is None or options.add is not None:
+        if options.published is not None and published.resolve() == out.resolve():
+            raise FederatedError(f"reproduce: --add would replace what is published in {out}. Give another --out.")
+        finished = None if options.published is None else PublishedCells(grid, published)
         with Store(out) as store:
-            results = run_grid(grid, store, make_workers(options.jobs), options.data_root)
+            results = run_grid(grid, store, make_workers(options.jobs), options.data_root, finished)
             publish(results, out)
             write_choices(out / f"{experiment.name}_choices.csv", results)
-            draw_paths_of(results, out)
-    text = write_page(grid, out if options.published is None else Path(options.published), out)
+            if finished is None:
+                draw_paths_of(results, out)
+        published = out
+    text = write_page(grid, published, out, options.figures, options.tex)
     print(f"{text}\nwritten to {out}")
 
 
-def write_page(grid: Grid, published: Path, out: Path) -> str:
+def write_page(grid: Grid, published: Path, out: Path, suffix: str = "png", tex: bool = False) -> str:
     """Write the pages of an experiment, and its figures but those of paths, from what was published; return the first.
 
     Args:
         grid: The grid.
         published: The folder of what was published.
         out: Where pages, figures and the table of claims go.
+        suffix: How figures are drawn, too, beside PNG: "pdf" or "svg".
+        tex: Whether tables are written in LaTeX, too.
 
     Raises:
         FederatedError: If nothing was published there.
     """
     results = Results(grid, PublishedCells(grid, published))
     out.mkdir(parents=True, exist_ok=True)
-    draw_figures(results, out)
+    draw_figures(results, out, suffix)
+    for table in grid.experiment.tables if tex else ():
+        (out / f"{grid.experiment.name}_{table.name}.tex").write_text(latex(table, results), encoding="utf-8")
     text, details = page(results)
     (out / f"{grid.experiment.name}.md").write_text(text, encoding="utf-8")
     (out / f"{grid.experiment.name}_details.md").write_text(details, encoding="utf-8")
@@ -89,16 +104,19 @@ def page(results: Results) -> tuple[str, str]:
     return pages(results, reproduce_command(results.grid), figures)
 
 
-def draw_figures(results: Results, out: Path) -> list[str]:
+def draw_figures(results: Results, out: Path, suffix: str = "png") -> list[str]:
     """Draw the figures of an experiment that are made of curves, and return the names of their files.
 
     Args:
         results: The finished cells.
         out: Where they go.
+        suffix: How they are drawn, too, beside PNG.
     """
     plans = [plan for plan in results.grid.experiment.figures if plan.kind != "paths"]
     for plan in plans:
-        save(draw(plan, results), out / _picture(results, plan))
+        figure, path = draw(plan, results), out / _picture(results, plan)
+        for name in dict.fromkeys((path, path.with_suffix(f".{suffix}"))):
+            save(figure, name)
     return [_picture(results, plan) for plan in plans]
 
 
@@ -125,5 +143,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--published", type=str, help="Run nothing: make the page of what was published in this folder."
     )
+    parser.add_argument("--add", type=str, help="A YAML file of methods to add; with --published, those alone are run.")
+    parser.add_argument(
+        "--figures", type=Literal["png", "pdf", "svg"], default="png", help="Draw figures in this format, too."
+    )
+    parser.add_argument("--tex", action="store_true", help="Write tables in LaTeX, too.")
     parser.add_argument("--list", action="store_true", help="Show the experiments that there are.")
     return parser

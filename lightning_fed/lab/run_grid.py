@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from lightning_fed.lab.adding import EitherCells
 from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.experiment import Experiment
 from lightning_fed.lab.grid import Cell, Grid
 from lightning_fed.lab.quantities import COSTS
 from lightning_fed.lab.records import Record
-from lightning_fed.lab.results import Results
+from lightning_fed.lab.results import Cells, Results
 from lightning_fed.lab.runner import Job, check_jobs, make_jobs, probe_jobs, run_jobs
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import TaskRunner
@@ -39,7 +40,9 @@ class StoredCells:
         return self.store.failure(self.jobs[cell].key) if cell in self.jobs else None
 
 
-def run_grid(grid: Grid, store: Store, workers: TaskRunner, data_root: str | None = None) -> Results:
+def run_grid(
+    grid: Grid, store: Store, workers: TaskRunner, data_root: str | None = None, published: Cells | None = None
+) -> Results:
     """Check and run the cells of a grid that its store lacks.
 
     Args:
@@ -47,22 +50,25 @@ def run_grid(grid: Grid, store: Store, workers: TaskRunner, data_root: str | Non
         store: Where its cells are kept.
         workers: What runs them; they are closed at the end.
         data_root: The folder of data sets, if not what the configurations say.
+        published: Cells that were published, which are not run again.
 
     Raises:
         FederatedError: If something about the cells is wrong; before the first one is run.
         SystemExit: On Ctrl-C; what is finished is kept.
     """
     configurations, jobs = Configurations(), dict[Cell, Job]()
-    results = Results(grid, StoredCells(store, jobs))
+    stored = StoredCells(store, jobs)
+    results = Results(grid, stored if published is None else EitherCells(published, stored))
     seeds = range(grid.choice_seeds)
     first = chain.from_iterable(grid.cells(point, tuned, seeds) for point in grid.points for tuned in grid.tuned(point))
     try:
-        jobs.update(_jobs_of(grid, first, configurations))
+        jobs.update(_jobs_of(grid, _without(published, first), configurations))
         left = [job for job in {job.key: job for job in jobs.values()}.values() if not store.has(job.key)]
         check_jobs(left, configurations)
         probe_jobs(left, grid.experiment.metrics, _costs(grid.experiment), workers, data_root)
         run_jobs(jobs.values(), store, workers, data_root)
-        then = [cell for point in grid.points for cell in results.cells(point) if cell not in jobs]
+        chosen = [cell for point in grid.points for cell in results.cells(point) if cell not in jobs]
+        then = _without(published, chosen)
         if then:
             jobs.update(_jobs_of(grid, then, configurations))
             run_jobs(jobs.values(), store, workers, data_root)
@@ -74,6 +80,11 @@ def run_grid(grid: Grid, store: Store, workers: TaskRunner, data_root: str | Non
     finally:
         workers.close()
     return results
+
+
+def _without(published: Cells | None, cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells that were not published."""
+    return [cell for cell in cells if published is None or published.record(cell) is None]
 
 
 def _jobs_of(grid: Grid, cells: Iterable[Cell], configurations: Configurations) -> dict[Cell, Job]:

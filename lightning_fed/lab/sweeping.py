@@ -137,6 +137,8 @@ def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
             parts += [f"## {table.name.replace('_', ' ').capitalize()}", markdown(*rows_of(table, results))]
     else:
         parts += [f"All grid points, by {by.label}:", markdown(*_table(results, by))]
+    if results.grid.seeds > 1:
+        parts.append(f"± is the sample standard deviation over {results.grid.seeds} seeds.")
     parts += [*losses(results, most=12), "## How", f"    {command}", *means(results)]
     return "\n\n".join(parts) + "\n"
 

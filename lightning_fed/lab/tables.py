@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -10,9 +11,29 @@ from lightning_fed.lab.experiment import Label, Table
 from lightning_fed.lab.grid import Point
 from lightning_fed.lab.numbers import shown
 from lightning_fed.lab.places import is_within
-from lightning_fed.lab.results import Results
+from lightning_fed.lab.results import Estimate, Results
 
-__all__ = ["markdown", "rows_of", "write_choices", "write_series"]
+__all__ = ["TableCell", "cells_of", "markdown", "rows_of", "write_choices", "write_series"]
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A cell of a table that is not empty.
+
+    Args:
+        point: The point of the grid.
+        estimate: The quantity there.
+        paper: The paper's number; None if it gives none.
+    """
+
+    point: Point
+    estimate: Estimate
+    paper: float | None
+
+    def __str__(self) -> str:
+        """Show our number, and the paper's."""
+        number = "" if self.paper is None else f" (paper {shown(self.paper, self.estimate.quantity.is_percent)})"
+        return f"{self.estimate}{number}"
 
 
 def rows_of(table: Table, results: Results) -> tuple[list[str], list[list[str]]]:
@@ -22,6 +43,16 @@ def rows_of(table: Table, results: Results) -> tuple[list[str], list[list[str]]]
         table: What it shows.
         results: The finished cells.
     """
+    heads, rows = cells_of(table, results)
+    return [*table.rows, *heads], [
+        [*labels, *("" if cell is None else str(cell) for cell in cells)] for labels, cells in rows
+    ]
+
+
+def cells_of(
+    table: Table, results: Results
+) -> tuple[list[str], list[tuple[tuple[Label, ...], list[TableCell | None]]]]:
+    """Return the headings of a table's columns, and its rows: their labels and their cells."""
     points = [point for point in results.grid.points if is_within(point.by_axis, table.at)]
     columns = [None] if table.columns is None else _labels(points, table.columns)
     heads = [
@@ -35,10 +66,9 @@ def rows_of(table: Table, results: Results) -> tuple[list[str], list[list[str]]]
             wanted = dict(zip(table.rows, labels, strict=True)) | ({table.columns: column} if column else {})
             found = next((p for p in points if all(p.by_axis[a] == label for a, label in wanted.items() if a)), None)
             number = table.paper.get((*labels, *([column] if column else []))) if value == table.values[0] else None
-            paper = "" if number is None else f" (paper {shown(number)})"
-            cells.append("" if found is None else f"{results.estimate(found, value)}{paper}")
-        rows.append([*labels, *cells])
-    return [*table.rows, *heads], rows
+            cells.append(None if found is None else TableCell(found, results.estimate(found, value), number))
+        rows.append((labels, cells))
+    return heads, rows
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

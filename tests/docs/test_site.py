@@ -17,6 +17,7 @@ import pytest
 import pytorch_lightning as pl
 import yaml
 
+from lightning_fed._version import __version__
 from lightning_fed.cli.data import _parser as data_parser
 from lightning_fed.cli.main import FederatedCLI, main
 from lightning_fed.lab.catalogue import CATALOGUE
@@ -82,6 +83,12 @@ def test_the_list_of_results_has_them_all() -> None:
     assert CATALOGUE.read_text() == script.catalogue(pages), "run docs/papers_index.py"
     large = [path.name for path in (ROOT / "docs" / "papers").iterdir() if path.stat().st_size > 200_000]
     assert not large
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
 def test_the_reference_has_every_package_that_makes_names_public() -> None:

@@ -66,3 +66,36 @@ def test_labels_that_a_figure_leaves_out_have_no_place_on_its_axis(write: Any, t
 
 
 SHOWN = {"numbers": ["0.1", "0.3"], "words": ["0.3", "best"]}
+
+
+@needs_matplotlib
+def test_a_figure_says_what_its_lines_and_bands_are_and_names_lines_that_hide_each_other(
+    write: Any, tmp_path: Path
+) -> None:
+    metrics = {"val_distance": {"mode": "max", "label": "test accuracy", "percent": True}}
+    methods: dict[str, Any] = {"A": {}, "B": {}, "C": {}}
+    figures = {
+        "std": {},
+        "range": {"band": "range"},
+        "none": {"band": "none"},
+        "by_method": {"lines": "G", "columns": "method"},
+    }
+    experiment = read_experiment(
+        write(methods=methods, metrics=metrics, figures=figures, axes={"G": {"1": {}}}, random=True, seeds=3)
+    )
+    level = {"A": 0.5, "B": 0.5001, "C": 0.7}
+    results = results_of(
+        Grid(experiment),
+        tmp_path / "o",
+        lambda c: [level[c.point.by_axis["method"]] + c.seed / 100 + n / 50 for n in range(9)],
+    )
+    drawn = {plan.name: draw(plan, results) for plan in experiment.figures}
+    titles = {name: figure.legends[0].get_title().get_text() for name, figure in drawn.items()}
+    assert titles["std"] == "lines: mean of 3 seeds, bands ± one sample standard deviation"
+    assert titles["range"] == "lines: mean of 3 seeds, bands from the lowest to the highest"
+    assert titles["none"] == "lines: mean of 3 seeds"
+    (axes,) = drawn["std"].axes
+    assert axes.get_ylabel() == "test accuracy (%)"
+    assert [text.get_text() for text in axes.texts] == ["one line: A, B"]
+    assert [axes.get_title() for axes in drawn["by_method"].axes] == ["A", "B", "C"]
+    assert [text.get_text() for text in drawn["by_method"].legends[0].get_texts()] == ["G = 1"]

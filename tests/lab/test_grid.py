@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_fed import FederatedError
+from lightning_fed.cli.configuration import CellParts
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
 from tests.helpers.lab import Write
@@ -146,3 +148,17 @@ def test_a_scale_keeps_what_it_names(write: Write) -> None:
     assert Grid(experiment).seeds == 3
     with pytest.raises(FederatedError, match="no scale 'smal'"):
         Grid(experiment, "smal")
+
+
+def test_a_seed_draws_the_data_where_the_file_says_per_seed(write: Write) -> None:
+    synthetic = {"class_path": "lightning_fed.data.Synthetic", "init_args": {"num_clients": 3, "seed": "per_seed"}}
+    partition = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 3, "seed": "per_seed"}}
+    digits = {"class_path": "lightning_fed.data.Digits", "init_args": {"partition": partition}}
+    methods = {"drawn": {"data": synthetic}, "divided": {"data": digits}, "fixed": {}}
+    grid = Grid(read_experiment(write(methods=methods, random=True, seeds=3)))
+    configs = [[grid.config(cell)["data"]["init_args"] for cell in grid.cells(p, (), range(3))] for p in grid.points]
+    assert [arguments["seed"] for arguments in configs[0]] == [0, 1, 2]
+    assert [arguments["partition"]["init_args"]["seed"] for arguments in configs[1]] == [0, 1, 2]
+    assert configs[2][0] == configs[2][1] == configs[2][2]
+    first, second = (CellParts(grid.config(cell)).datamodule for cell in grid.cells(grid.points[0], (), range(2)))
+    assert not torch.equal(first.val.tensors[0], second.val.tensors[0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_fed.lab.adding import add_methods
 from lightning_fed.lab.checking import check_outputs
 from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.grid import Grid
@@ -26,6 +27,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"base": {"trainr": {}}}, "Did you mean 'trainer'"),
     ({"base": {"trainer": {"logger": False}}}, "runner's to set"),
     ({"base": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
+    ({"own": "yes"}, "own must be"),
+    ({"metrics": {"val_distance": {"mode": "min", "cases": 0}}}, "cases must be an integer of at least 1"),
+    ({"metrics": {"val_distance": {"mode": "min", "cases": {"method": 3}}}}, "a number for each label of an axis"),
+    ({"metrics": {"val_distance": {"mode": "min", "cases": {"metod": {"FedAvg": 3}}}}}, "Did you mean 'method'"),
+    ({"scales": {"full": {"cases": {"val_acc": 3}}}}, "scales.full.cases: there is no key 'val_acc'"),
     ({"tune": {"by": "finale", "grid": {"lr": LR}}}, "no quantity"),
     ({"tune": {"grid": {"lr": LR}}}, "lacks by"),
     ({"tune": {"by": "final", "grid": []}}, "must name what is tuned"),
@@ -63,12 +69,16 @@ def test_files_stack_as_a_base(write: Write, tmp_path: Path) -> None:
 
 def test_the_files_that_the_documentation_shows_are_understood(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text()
-    whole, paths, *_ = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.M | re.S)
+    whole, paths, mine, *_ = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.M | re.S)
     (tmp_path / "shown.yaml").write_text(whole)
     experiment = read_experiment(tmp_path / "shown.yaml")
     figures = read_yaml_text(tmp_path, paths)["figures"]
     assert read_figures("", figures, {"method": ("FedAvg",)}, experiment.metrics)[0].kind == "paths"
+    (tmp_path / "mine.yaml").write_text(mine)
+    added = add_methods(experiment, tmp_path / "mine.yaml")
+    assert added.axes["method"].choices.keys() == {*experiment.axes["method"].choices, "Mine"}
     for scale in experiment.scales:
+        check_outputs(Grid(added, scale))
         grid = Grid(experiment, scale)
         check_outputs(grid)
         point = grid.points[0]

@@ -1,6 +1,7 @@
 """``lightning-fed reproduce`` as a user types it."""
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,9 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
     rows = gzip.decompress((out / "tiny_rounds.csv.gz").read_bytes()).decode().splitlines()
     assert rows[0] == "cell,round,val_distance"
     assert sum(row.split(",")[1] == "10" for row in rows) == 4
+    configs = json.loads(gzip.decompress((out / "tiny_configurations.json.gz").read_bytes()))
+    assert [config["trainer"]["max_rounds"] for config in configs] == [10] * 8
+    assert {config["seed_everything"] for config in configs} == {0}
     cells = (out / "tiny_cells.csv").read_text().splitlines()
     assert cells[0].startswith("cell,name,settings,status,cause,")
     assert sum(",finished," in row for row in cells) == sum(",diverged," in row for row in cells) == 4
@@ -82,6 +86,13 @@ def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
     main(again)
     assert (tmp_path / "again" / "tiny.md").read_text() == text
     assert not (tmp_path / "again" / "cells").exists()
+    main([*again, "--tex", "--figures", "pdf"])
+    assert (tmp_path / "again" / "tiny_final.tex").read_text().count(r"\textbf") == 1
+    first = (tmp_path / "again" / "tiny_curves.pdf").read_bytes()
+    assert first.startswith(b"%PDF")
+    assert (tmp_path / "again" / "tiny_curves.png").is_file()
+    main([*again, "--figures", "pdf"])
+    assert (tmp_path / "again" / "tiny_curves.pdf").read_bytes() == first
     write(claims=[{**claim, "says": "It is otherwise."}], **settings)
     main(again)
     assert (tmp_path / "again" / "tiny.md").read_text() == text.replace("So it is.", "It is otherwise.")

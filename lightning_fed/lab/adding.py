@@ -1,0 +1,97 @@
+"""One's own methods as further lines of an experiment, whose claims stay those of its own methods."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.axes import read_labels
+from lightning_fed.lab.experiment import METHOD, Axis, Claim, Experiment, Figure, Label, Place, Table
+from lightning_fed.lab.grid import Cell
+from lightning_fed.lab.records import Record
+from lightning_fed.lab.results import Cells
+from lightning_fed.lab.yaml_files import read_yaml
+
+__all__ = ["EitherCells", "add_methods"]
+
+_Part = TypeVar("_Part", Figure, Table)
+
+
+def add_methods(experiment: Experiment, path: Path) -> Experiment:
+    """Return an experiment with further methods, at every scale and in every figure and table of methods.
+
+    Args:
+        experiment: The experiment.
+        path: A file of labels with overrides, as an experiment has them under ``methods``.
+
+    Raises:
+        FederatedError: If the file is not of that format, or a label is taken.
+    """
+    new = read_labels(str(path), METHOD, read_yaml(path))
+    old = experiment.axes[METHOD]
+    for label in new.choices:
+        if label in old.choices:
+            raise FederatedError(f"{path}: {experiment.name} has a method {label!r}. Give yours another name.")
+    scales = {
+        name: replace(scale, axes={**scale.axes, METHOD: _joined(scale.axes[METHOD], Axis(METHOD, _empty(new)))})
+        if METHOD in scale.axes
+        else scale
+        for name, scale in experiment.scales.items()
+    }
+    labels, added = tuple(old.choices), tuple(new.choices)
+    return replace(
+        experiment,
+        title=f"{experiment.title}, with {' and '.join(added)}",
+        axes={**experiment.axes, METHOD: _joined(old, new)},
+        scales=scales,
+        figures=tuple(_shown(figure, (figure.lines, figure.rows, figure.columns, figure.x), labels, added)
+                      for figure in experiment.figures),
+        tables=tuple(_shown(table, (*table.rows, table.columns), labels, added) for table in experiment.tables),
+        claims=tuple(_kept(claim, labels) for claim in experiment.claims),
+        added=path.name,
+    )  # fmt: skip
+
+
+def _joined(old: Axis, new: Axis) -> Axis:
+    return replace(old, choices={**old.choices, **new.choices}, tune={**old.tune, **new.tune})
+
+
+def _empty(axis: Axis) -> Mapping[Label, Mapping[str, object]]:
+    return {label: {} for label in axis.choices}
+
+
+def _shown(part: _Part, axes: tuple[str | None, ...], old: tuple[Label, ...], new: tuple[Label, ...]) -> _Part:
+    """Return a figure or table with the new methods if methods are told apart in it, else with the old ones alone."""
+    if METHOD in axes:
+        at: Place = {**part.at, METHOD: (*part.at[METHOD], *new)} if METHOD in part.at else part.at
+    else:
+        at = {METHOD: old, **part.at}
+    return replace(part, at=at)
+
+
+def _kept(claim: Claim, old: tuple[Label, ...]) -> Claim:
+    """Return a claim about the methods that it was about."""
+    is_open = claim.compare != METHOD and (claim.difference is None or claim.difference.axis != METHOD)
+    at = {METHOD: old, **claim.at} if is_open else claim.at
+    return replace(claim, at=at, controls=tuple(_kept(control, old) for control in claim.controls))
+
+
+class EitherCells:
+    """Cells that were published, and else those of a store.
+
+    Args:
+        published: What was published.
+        stored: The others.
+    """
+
+    def __init__(self, published: Cells, stored: Cells) -> None:
+        self._published, self._stored = published, stored
+
+    def record(self, cell: Cell) -> Record | None:
+        """Return a cell's record; None if it is not finished."""
+        return self._published.record(cell) or self._stored.record(cell)
+
+    def failure(self, cell: Cell) -> str | None:
+        """Return why a cell failed, None if it was not run."""
+        return self._stored.failure(cell)
