@@ -28,8 +28,8 @@ class Scaffold(Algorithm):
         c \leftarrow c + \tfrac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
     Note:
-        Algorithm 1 leaves :math:`c^0` and :math:`c_i^0` open. ``initial="gradient"`` is the start that the paper's
-        analysis assumes, :math:`c_i^0 = \nabla F_i(x^0)`, for the clients of the first round, with
+        Algorithm 1 leaves :math:`c^0` and :math:`c_i^0` open. With ``initial="gradient"`` they are
+        :math:`c_i^0 = \nabla F_i(x^0)` for the clients of the first round, and
         :math:`c^0 = \tfrac{1}{N} \sum_{i \in S} c_i^0`. Clients that come later start at zero, so that :math:`c` is the
         mean of all :math:`c_i` with either start. The gradient of option i is full-batch. Option ii
         divides by the sum of the rates of the client's own steps, which is :math:`K_i \eta_l` at a constant rate; with
