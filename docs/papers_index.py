@@ -89,14 +89,14 @@ def _row(row: dict[str, str], pages: dict[str, Page]) -> str:
         told = ", ".join(f"{page.counts[kind]} {kind}" for kind in KINDS.values() if page.counts[kind])
         result = f"[{name}]({name}.md)"
         if "without" in row:
-            result += f"; without {row['without']}: `lightning-fed reproduce {name} --data-root DATA`"
+            result += f"; without {row['without']}: `lightning-fed reproduce {name} --data_root DATA`"
         return f"| {row['item']} | {result} | {page.scale} | {told} |"
     if name is None:
         return f"| {row['item']} | {row['why']} | - | - |"
     why = row.get("why", "not run at this version yet")
     stated = yaml.safe_load((PAPERS / f"{name}.yaml").read_text(encoding="utf-8"))
     scale = " --scale part" if "part" in stated["scales"] else ""
-    return f"| {row['item']} | {why}: `lightning-fed reproduce {name}{scale} --data-root DATA` | - | - |"
+    return f"| {row['item']} | {why}: `lightning-fed reproduce {name}{scale} --data_root DATA` | - | - |"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Errors that name what was found, what was expected and what to change."""
 
-from lightning_fed.core.types import ClientId
+from typing import TYPE_CHECKING
 
-__all__ = ["ClientError", "FederatedError"]
+if TYPE_CHECKING:
+    from lightning_fed.core.types import ClientId
+
+__all__ = ["ClientError", "FederatedError", "refusal_in"]
 
 
 class FederatedError(ValueError):
@@ -20,6 +23,13 @@ class ClientError(FederatedError):
             client's fault.
     """
 
-    def __init__(self, message: str, culprit: ClientId | None = None) -> None:
+    def __init__(self, message: str, culprit: "ClientId | None" = None) -> None:
         super().__init__(message)
         self.culprit = culprit
+
+
+def refusal_in(error: BaseException | None) -> FederatedError | None:
+    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
+    while error is not None and not isinstance(error, FederatedError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -13,14 +13,13 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_fed.cli.configuration import CellParts
-from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.local import LocalFlower
 
-__all__ = ["Configured", "deploy", "write_app"]
+__all__ = ["Configured", "deploy", "make_parser", "write_app"]
 
 _TEMPLATES = Path(__file__).parent / "app"
 _NAME = "federated_app"
@@ -73,8 +72,8 @@ class Configured:
         return data
 
 
-def deploy(args: list[str] | None = None) -> None:
-    """Write the app of a configuration, start Flower on this machine, and run it, as ``lightning-fed deploy`` does."""
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed deploy",
         description="Write a configuration's app for Flower, and run it with SuperLink and SuperNodes on this machine.",
@@ -92,7 +91,12 @@ def deploy(args: list[str] | None = None) -> None:
         help=f"The largest number of rounds; {_TRIED} by default, with --run false that of the configuration.",
     )
     parser.add_argument("--run", type=bool, default=True, help="Whether to run the app, or to write it alone.")
-    said = parser.parse_args(args)
+    return parser
+
+
+def deploy(args: list[str] | None = None) -> None:
+    """Write the app of a configuration, start Flower on this machine, and run it, as ``lightning-fed deploy`` does."""
+    said = make_parser().parse_args(args)
     if find_spec("flwr") is None:
         raise FederatedError('deploy flower: Flower is missing: pip install "lightning_fed[flower]".')
     out = Path(said.out).absolute()
