@@ -1,6 +1,6 @@
 """Run the cells that an experiment lacks, and keep them where the next machine finds them.
 
-    python docs/papers_fill.py NAME SCALE STORE [--jobs K] [--data-root DIR] [--first "METHOD; METHOD"]...
+    python docs/papers_fill.py NAME SCALE STORE [--jobs K] [--data_root DIR] [--first "METHOD; METHOD"]...
 
 Cells that STORE, ``docs/papers/started`` or ``docs/papers`` has are not run again. One line of the experiment is run
 after the other, its tuned values first and then its other seeds. After each, everything that was found or run is
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("scale")
     parser.add_argument("store", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--data-root")
+    parser.add_argument("--data_root")
     parser.add_argument("--first", action="append", default=[])
     options = parser.parse_args()
     grid = Grid(read_experiment(find_experiment(options.name)), options.scale)

@@ -22,8 +22,8 @@ def shows_information() -> bool:
 class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     """Show one bar whose unit is the round, with the metrics logged with ``prog_bar=True``.
 
-    ``validate``, ``test`` and ``predict`` show Lightning's own bars. Bars are drawn on a terminal and in notebooks only;
-    in a file, every update of a bar would be kept. :class:`RoundLines` prints lines there.
+    ``validate``, ``test`` and ``predict`` show Lightning's own bars. Bars are drawn on a terminal and in notebooks,
+    since a file would keep every update. :class:`RoundLines` prints lines there.
 
     Args:
         refresh_rate: Redraw the metrics every so many rounds; 0 hides the bar.
@@ -140,7 +140,8 @@ class RoundLines(FederatedCallback):
         every = self.every_n_rounds or -(-limit // 10)
         is_due = now - self._time >= self.seconds or (every > 0 and done % every == 0)
         bar = trainer.progress_bar_callback
-        if not (is_due and trainer.is_global_zero and shows_information()) or getattr(bar, "is_enabled", bar is not None):
+        has_bar = getattr(bar, "is_enabled", bar is not None)
+        if has_bar or not (is_due and trainer.is_global_zero and shows_information()):
             return
         shown = trainer.progress_bar_metrics or {
             name: value for name, value in trainer.callback_metrics.items() if name == "client/loss"

@@ -10,8 +10,9 @@ trainer could recognize them.
 import importlib
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from lightning_fed.compat.choice import NAMES, OTHER, REASON, SERIES, USED, VARIABLE, choose
 
 __all__ = [
     "NAMES",
@@ -26,54 +27,11 @@ __all__ = [
     "refuse_foreign",
 ]
 
-VARIABLE = "LIGHTNING_FED_PACKAGE"
-"""The environment variable with the package's name."""
-
-SERIES = "2.6"
-"""The releases whose internals the loop uses."""
-
-NAMES = {
-    "lightning": ("lightning.pytorch", "lightning.fabric"),
-    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
-}
-"""For each package, the module used as ``pl``, and its base module."""
-
-
-def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) -> tuple[str, str]:
-    """Return the package to use, and the reason.
-
-    ``imported`` has the packages already imported, ``asked`` is the environment variable's value.
-    """
-    if asked is not None and asked not in NAMES:
-        raise ImportError(f"{VARIABLE}={asked!r}: set it to {' or '.join(NAMES)}, or unset it.")
-    if len(imported) == 1:
-        return next(iter(imported)), "it was imported before lightning_fed was used"
-    if asked is not None:
-        return asked, f"the environment variable {VARIABLE} says so"
-    if imported:
-        raise ImportError(
-            "Both lightning and pytorch_lightning are imported. They hold the same classes under two names, and a"
-            " trainer takes the classes of one. Import only one of them, in your code and in what it imports; or,"
-            f" before lightning_fed is used, set the environment variable {VARIABLE} to lightning or to"
-            " pytorch_lightning."
-        )
-    if lightning_is_installed:
-        return "lightning", "it is installed, and neither was imported before lightning_fed was used"
-    return "pytorch_lightning", "the package lightning is neither imported nor installed in a tested version"
-
 
 def install_command() -> str:
     """Return the command that installs a tested version of the package in use."""
     return f"pip install '{USED.replace('_', '-')}=={SERIES}.*'"
 
-
-_imported = {name for name, (module, _) in NAMES.items() if module in sys.modules}
-try:
-    _has_tested = version("lightning").startswith(f"{SERIES}.")
-except PackageNotFoundError:
-    _has_tested = False
-USED, _REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested)
-OTHER = next(name for name in NAMES if name != USED)
 
 if TYPE_CHECKING:  # the types are equal in both; a checker only sees modules imported by name
     import pytorch_lightning as pl
@@ -91,7 +49,7 @@ else:
         if error.name not in (USED, NAMES[USED][0]):
             raise
         raise ImportError(
-            f"lightning_fed is to use the package {USED}, since {_REASON}, but it is not installed."
+            f"lightning_fed is to use the package {USED}, since {REASON}, but it is not installed."
             f" Install it: {install_command()}."
         ) from error
 os.environ[VARIABLE] = USED
@@ -129,7 +87,7 @@ def _advice_on(value: Any) -> str | None:
 
 def _advice(what: str) -> str:
     return (
-        f"{what} a class of the package {OTHER}, while lightning_fed uses {USED}: {_REASON}. Both hold the same classes"
+        f"{what} a class of the package {OTHER}, while lightning_fed uses {USED}: {REASON}. Both hold the same classes"
         f" under two names, and a run takes those of one. Either write {NAMES[USED][0]} in place of {NAMES[OTHER][0]},"
         f" or let lightning_fed use {OTHER}: import it before lightning_fed is used, or set the environment variable"
         f" {VARIABLE}={OTHER}."

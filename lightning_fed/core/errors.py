@@ -1,8 +1,11 @@
 """Errors that state the found and the expected value, and how to fix them."""
 
-from lightning_fed.core.types import ClientId
+from typing import TYPE_CHECKING
 
-__all__ = ["ClientError", "FederatedError"]
+if TYPE_CHECKING:
+    from lightning_fed.core.types import ClientId
+
+__all__ = ["ClientError", "FederatedError", "refusal_in"]
 
 
 class FederatedError(ValueError):
@@ -19,6 +22,13 @@ class ClientError(FederatedError):
         culprit: The client that caused the error, which ``on_client_error="drop"`` drops; None if the cause is unclear.
     """
 
-    def __init__(self, message: str, culprit: ClientId | None = None) -> None:
+    def __init__(self, message: str, culprit: "ClientId | None" = None) -> None:
         super().__init__(message)
         self.culprit = culprit
+
+
+def refusal_in(error: BaseException | None) -> FederatedError | None:
+    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
+    while error is not None and not isinstance(error, FederatedError):
+        error = error.__cause__ or error.__context__
+    return error

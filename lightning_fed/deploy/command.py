@@ -14,15 +14,15 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.configured import Configured, share_clients
 
-__all__ = ["deploy"]
+__all__ = ["deploy", "make_parser"]
 
 _TRIED = 5  # rounds of a run on this machine, unless told otherwise
 _TRANSPORTS = {"flower": ("flower", "flwr", "Flower"), "nvflare": ("flare", "nvflare", "NVFlare")}
 """By name, which is the extra's as well: the room, the package that it needs, and how people call that."""
 
 
-def deploy(args: list[str] | None = None) -> None:
-    """Write the app of a configuration, start its transport on this machine, and run it."""
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed deploy",
         description="Write a configuration's app for Flower or NVFlare, and run it on this machine, with a process for"
@@ -41,7 +41,12 @@ def deploy(args: list[str] | None = None) -> None:
         help=f"The largest number of rounds; {_TRIED} by default, with --run false that of the configuration.",
     )
     parser.add_argument("--run", type=bool, default=True, help="Whether to run the app, or to write it alone.")
-    said = parser.parse_args(args)
+    return parser
+
+
+def deploy(args: list[str] | None = None) -> None:
+    """Write the app of a configuration, start its transport on this machine, and run it."""
+    said = make_parser().parse_args(args)
     who, (room, package, called) = f"deploy {said.transport}", _TRANSPORTS[said.transport]
     if find_spec(package) is None:
         raise FederatedError(f'{who}: {called} is missing: pip install "lightning_fed[{said.transport}]".')

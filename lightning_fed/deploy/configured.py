@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 
 from lightning_fed.cli.configuration import CellParts
-from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import pl
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.core.types import ClientId
 
 __all__ = ["NAME", "Configured", "share_clients", "write_app"]

@@ -366,10 +366,9 @@ def _in_rounds(check_val_every_n_epoch: Any, val_check_interval: Any) -> int | N
 def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:
     """Add the callbacks that every federated run brings along."""
     given = as_callbacks(callbacks)
-    defaults: list[pl.Callback] = [PlateauSchedulers()]
-    for kind in (RoundLogger,) if kwargs.get("barebones") else (RoundLogger, RoundLines, RunSummary):
-        if not any(isinstance(c, kind) for c in given):
-            defaults.append(kind())
+    kinds = (RoundLogger,) if kwargs.get("barebones") else (RoundLogger, RoundLines, RunSummary)
+    missing = [kind() for kind in kinds if not any(isinstance(c, kind) for c in given)]
+    defaults: list[pl.Callback] = [PlateauSchedulers(), *missing]
     shows_bar = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
     if shows_bar and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
         defaults.append(RoundProgressBar())
