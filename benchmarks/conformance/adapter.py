@@ -40,7 +40,7 @@ class Adapter(ABC):
         """Return the server's parameters, and its buffers if the problem has some, after each round."""
 
     def resume(self, case: Case, way: str, folder: Path) -> list[Values] | None:
-        """Return the same for the rounds after a restart; None if the framework has no documented way to continue.
+        """Return the same for the rounds after a restart; None if this is not measured.
 
         The first run ends after ``case.restart`` rounds. A second one, which gets nothing from the first but what the
         framework itself saved, plays the rounds that are left.

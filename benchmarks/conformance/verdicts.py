@@ -27,7 +27,7 @@ class Verdict:
         digit: The largest such share over all rounds; of an inexact run, to the rule that it follows.
         choices: What the paper leaves open and is not taken as in ``expected``, in words.
         rule: The rule by which an inexact run is exact, in words; empty if none of those that are known.
-        restart: "exact", "loses", "fails", "not offered" or "".
+        restart: "exact", "loses", "fails", "not measured" or "".
         restart_off: How far the last round is from the uninterrupted run's, as a share of the way from the start.
         lost: What the restart loses, in words, or the error with which it ends.
         buffers: What becomes of buffers, in words.
@@ -93,7 +93,7 @@ def _restart(case: Case, line: Mapping[str, Any], way: Mapping[str, str] | None,
     if "resume_failed" in line:
         return {"restart": "fails", "lost": line["resume_failed"]}
     if line["resumed"] is None:
-        return {"restart": "not offered"}
+        return {"restart": "not measured"}
     whole, resumed = [np.array(x) for x in line["rounds"]][case.restart :], [np.array(x) for x in line["resumed"]]
     if len(whole) != len(resumed):
         return {"restart": "loses", "lost": "the number of rounds", "restart_off": 1.0}
