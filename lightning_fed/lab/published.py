@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.configurations import with_root
 from lightning_fed.lab.grid import Cell, Grid
-from lightning_fed.lab.overlays import Config, with_root
+from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import COSTS, TOTALS, Curve, Metric, Quantity, Series, add_up
 from lightning_fed.lab.records import Record, number_text
 from lightning_fed.lab.results import Results
