@@ -22,8 +22,8 @@ class APFL(Algorithm):
         x \leftarrow \sum_i p_i y_i
 
     Both gradients use the same batch, before either model moves. :math:`v_i` begins at :math:`x^0`, is never sent, and
-    takes plain gradient steps of the local rate with any local optimizer. A client's personal model is :math:`\alpha
-    v_i + (1 - \alpha) x`. All clients have equal weight by default.
+    takes plain gradient steps of the local rate with any local optimizer. A client's personal model is
+    :math:`\alpha v_i + (1 - \alpha) x`. All clients have equal weight by default.
 
     Args:
         alpha: :math:`\alpha` in [0, 1], the same for all clients and rounds; 0 is FedAvg. The paper's rule that adapts

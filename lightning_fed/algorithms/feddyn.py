@@ -31,8 +31,8 @@ class FedDyn(Algorithm):
 
     Args:
         alpha: The coefficient :math:`\alpha > 0` of the regularizer.
-        alpha_scaling: "none" is one :math:`\alpha` for all clients, as in the paper. "inverse_size" is :math:`\alpha_i
-            = \alpha \bar n / n_i` with the mean number of examples :math:`\bar n`, as in the authors' code.
+        alpha_scaling: "none" is one :math:`\alpha` for all clients, as in the paper. "inverse_size" is
+            :math:`\alpha_i = \alpha \bar n / n_i` with the mean number of examples :math:`\bar n` (the authors' code).
         evaluate: The model to validate and save: "theta", the server's x; or "mean", the mean of the last cohort's
             :math:`y_i`, that is x without d.
 

@@ -23,9 +23,9 @@ class FedNova(Algorithm):
         x \leftarrow x - \tau_{\text{eff}} \sum_i p_i d_i, \qquad
         \tau_{\text{eff}} = \sum_i p_i \sum_k \eta_{i,k}
 
-    At a constant rate :math:`\eta` this is the paper's :math:`x - \bar\tau\, \eta \sum_i p_i d_i` with :math:`\bar\tau
-    = \sum_i p_i K_i`. A client with more steps no longer pulls the model towards its optimum. If all clients take
-    equally many steps, this is FedAvg.
+    At a constant rate :math:`\eta` this is the paper's :math:`x - \bar\tau\, \eta \sum_i p_i d_i` with
+    :math:`\bar\tau = \sum_i p_i K_i`. A client with more steps no longer pulls the model towards its optimum. If all
+    clients take equally many steps, this is FedAvg.
 
     Note:
         With any local optimizer other than SGD, :math:`d_i` is the mean gradient along the client's path, weighted by

@@ -33,7 +33,7 @@ class FedProx(Algorithm):
         the next round on.
 
     Args:
-        mu: :math:`\mu \ge 0`, with ``adaptive`` the initial value. 0 is FedAvg.
+        mu: :math:`\mu \ge 0`; with ``adaptive``, the initial value. 0 is FedAvg.
         adaptive: ``{"step": 0.1, "patience": 5}``, or True for these values, adapts :math:`\mu`, at the cost of a pass
             over all clients' data per round. None keeps it fixed.
 

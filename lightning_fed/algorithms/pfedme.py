@@ -23,8 +23,8 @@ class PFedMe(Algorithm):
         x \leftarrow \sum_i p_i w_i
 
     Both begin at x. The local optimizer trains :math:`\theta_i`, which continues from batch to batch. It is the
-    client's personal model after its last round, and :math:`x^0` before its first. The paper's :math:`(1 - \beta) x +
-    \beta \sum_i p_i w_i` is the server optimizer SGD(lr=beta). All clients have equal weight by default.
+    client's personal model after its last round, and :math:`x^0` before its first. The paper's
+    :math:`(1 - \beta) x + \beta \sum_i p_i w_i` is the server optimizer SGD(lr=beta). Default weights are equal.
 
     Args:
         lam: :math:`\lambda`, positive; :math:`\eta_l \lambda` must stay below 1. The paper uses 15, and rates near

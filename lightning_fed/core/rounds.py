@@ -177,8 +177,8 @@ class RoundReport:
         clients: Each client's report by id.
         loss: The example-weighted mean training loss.
         update_norm: The Euclidean norm of the server's step.
-        drift: The spread of the client models around their mean: the square root of the weighted mean of ``||(y_i - x)
-            - mean||^2``.
+        drift: The spread of the client models around their mean: the square root of the weighted mean of
+            ``||(y_i - x) - mean||^2``.
         bytes_up: Bytes sent by the clients.
         bytes_down: Bytes sent to the clients.
         seconds: Wall time of the round without validation.

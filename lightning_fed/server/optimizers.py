@@ -230,8 +230,8 @@ class FedRMSProp(_ServerOptimizer):
 
     Args:
         params: The server's parameters.
-        lr: The server's step size :math:`\eta`. Without bias correction, the first steps are up to :math:`1 / \sqrt{1 -
-            \beta}` times longer.
+        lr: The server's step size :math:`\eta`. Without bias correction, the first steps are up to
+            :math:`1 / \sqrt{1 - \beta}` times longer.
         beta: The decay :math:`\beta` of v, in [0, 1).
         tau: The constant :math:`\tau` added to the root, positive.
         v0: The initial v, see :class:`FedAdam`.
