@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -105,13 +106,9 @@ def _plain(options: Mapping[str, Any]) -> str:
     """Return options as text: plain values as they are, and of anything else the kind."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.numel() == 1:
-            return value.item()
-        if isinstance(value, (tuple, list)):
-            return [plain(one) for one in value]
-        return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else type(value).__name__
 
-    return ", ".join(f"{name}={plain(value)!r}" for name, value in sorted(options.items()))
+    return json.dumps(options, sort_keys=True, skipkeys=True, default=plain)
 
 
 def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:

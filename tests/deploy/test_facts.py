@@ -45,10 +45,18 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
         model,
         "its gradient_clip_val is 2 by value, the server",
     ),
-    "rate": ({}, lambda: with_optimizer(lr=0.2), "its optimizer is SGD .*lr=0.2, .*, the server's is SGD .*lr=0.1,"),
+    "rate": (
+        {},
+        lambda: with_optimizer(lr=0.2),
+        'its optimizer is SGD .*"lr": 0.2, .*, the server.s is SGD .*"lr": 0.1,',
+    ),
     "optimizer": ({}, lambda: with_optimizer(torch.optim.Adam, lr=0.1), "its optimizer is Adam of 4 parameters with"),
-    "decay": ({}, lambda: with_optimizer(lr=0.1, weight_decay=0.0), "weight_decay=0.0, the server's is .*=0.01"),
-    "schedule": ({}, lambda: with_optimizer(gamma=0.9), "its schedules is StepLR .*gamma=0.9, .* server's is .*=0.5,"),
+    "decay": ({}, lambda: with_optimizer(lr=0.1, weight_decay=0.0), '"weight_decay": 0.0}, the server.s is .*: 0.01'),
+    "schedule": (
+        {},
+        lambda: with_optimizer(gamma=0.9),
+        'its schedules is StepLR .*"gamma": 0.9, .* server.s is .*: 0.5,',
+    ),
     "no schedule": ({}, lambda: with_optimizer(gamma=None), "its schedules is none, the server's is StepLR every 1"),
     "model": ({}, lambda: torch.nn.Module.register_buffer(m := model(), "more", torch.ones(1)) or m, "buffers at"),
 }
@@ -84,6 +92,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
     ),
+    "MultiStepLR": partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[2, 3]),
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
 }
 
@@ -97,7 +106,7 @@ def test_what_hello_compares_of_the_optimizer_is_the_same_in_every_round(name: s
     config = SimpleNamespace(scheduler=scheduler, frequency=1)
     trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[config])
     first = optimizer_facts(trainer)
-    assert first["optimizer"].startswith("SGD of 2 parameters with dampening=0, lr=0.")
+    assert first["optimizer"].startswith('SGD of 2 parameters with {"dampening": 0, "lr": 0.')
     for number in range(5):
         optimizer.step()
         scheduler.step(*([float(number)] if name == "ReduceLROnPlateau" else []))
