@@ -6,6 +6,7 @@ implementations answer differently; :data:`METHODS` lists the answers, the paper
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -50,7 +51,9 @@ class Play:
 
     def mean(self, kind: str, vectors: Mapping[int, Array]) -> Array:
         """Return the weighted mean of the clients' vectors."""
-        return sum(p * vectors[i] for i, p in self.weights(kind, list(vectors)).items())
+        weights = self.weights(kind, list(vectors))
+        total: Array = np.sum([weights[i] * vector for i, vector in vectors.items()], axis=0)
+        return total
 
     def grad(self, x: Array, i: int, rows: slice = slice(None)) -> Array:
         """Return the gradient of client i's loss, the mean cross-entropy over the rows."""
@@ -62,6 +65,10 @@ class Play:
         for rows in self.case.batches(i):
             y = y - self.lr * direction(y, rows)
         return y
+
+    def sgd(self, x: Array, i: int, add: Array | float = 0.0, pull: float = 0.0) -> Array:
+        """Return y_i: from x, the local steps y <- y - lr (g_i(y) + add + pull (y - x))."""
+        return self.local(x, i, lambda y, rows: self.grad(y, i, rows) + add + pull * (y - x))
 
 
 def gradient(problem: Problem, x: Array, i: int, rows: slice) -> Array:
@@ -106,7 +113,8 @@ def fedavg(play: Play, weights: str, momentum: str) -> Rounds:
 
 def fedprox(play: Play, weights: str, pull: str) -> Rounds:
     """Li et al., Algorithm 2: y_i <- y_i - lr (g_i(y_i) + mu (y_i - x)); x <- sum_i p_i y_i."""
-    x, mu = play.x0, play.case.options["mu"]
+    x = play.x0
+    mu: float = play.case.options["mu"]
     for r in play.rounds:
         y = {}
         for i in play.case.cohorts[r]:
@@ -128,7 +136,7 @@ def _unit(x: Array, problem: Problem) -> Array:
     return np.concatenate([part.ravel() / max(float(np.linalg.norm(part)), 1e-300) for part in parts])
 
 
-def scaffold(play: Play, weights: str, c_weights: str, share: str, sign: str, server: str) -> Rounds:
+def scaffold(play: Play, weights: str, c_weights: str, share: str, sign: str, server: str, old: str) -> Rounds:
     """Karimireddy et al., Algorithm 1: y_i <- y_i - lr (g_i(y_i) - c_i + c).
 
     c_i+ = grad F_i(x) (option i) or c_i - c + (x - y_i) / (K_i lr) (option ii);
@@ -136,20 +144,22 @@ def scaffold(play: Play, weights: str, c_weights: str, share: str, sign: str, se
     """
     x, c = play.x0, np.zeros_like(play.x0)
     c_i = {i: np.zeros_like(x) for i in play.clients}
+    known: set[int] = set()
     for r in play.rounds:
         c = c * (not play.loses("c", r))
         c_i = {i: value * (not play.loses("c_i", r)) for i, value in c_i.items()}
         y, change = {}, {}
         cohort = play.case.cohorts[r]
         for i in cohort:
-            y[i] = play.local(x, i, lambda y_i, rows, i=i, c=c - c_i[i]: play.grad(y_i, i, rows) + c)
-            flip = 1.0 if sign == "paper" else -1.0
-            if play.case.options["option"] == "i":
-                plus = flip * play.grad(x, i)
-            else:
-                plus = c_i[i] - c + flip * (x - y[i]) / (play.steps(i) * play.lr)
-            change[i] = (plus - c_i[i]) * (server == "moves")
-            c_i[i] = plus
+            flip, is_first = 1.0 if sign == "paper" else -1.0, play.case.options["option"] == "i"
+            gradient_at_x = flip * play.grad(x, i)
+            if is_first and old == "overwritten" and i in known:
+                c_i[i] = gradient_at_x
+            known.add(i)
+            y[i] = play.sgd(x, i, add=c - c_i[i])
+            path = c_i[i] - c + flip * (x - y[i]) / (play.steps(i) * play.lr)
+            plus = gradient_at_x if is_first else path
+            change[i], c_i[i] = (plus - c_i[i]) * (server == "moves"), plus
         x = play.mean(weights, y)
         c = c + (len(cohort) / len(play.clients) if share == "|S|/N" else 1.0) * play.mean(c_weights, change)
         yield x
@@ -170,7 +180,7 @@ def fedopt(play: Play, weights: str, v0: str, correction: str, scale: str, root:
         if play.loses("m,v", r):
             m, v, t = np.zeros_like(x), np.full_like(x, first), 0
         t += 1
-        y = {i: play.local(x, i, lambda y_i, rows, i=i: play.grad(y_i, i, rows)) for i in play.case.cohorts[r]}
+        y = {i: play.sgd(x, i) for i in play.case.cohorts[r]}
         delta = (lr if scale == "lr D" else 1.0) * (play.mean(weights, y) - x)
         x = play.x0 if play.loses("x", r) else x
         m = b1 * m + (1 - b1) * delta
@@ -198,7 +208,8 @@ def mime(play: Play, weights: str, c_weights: str) -> Rounds:
     y_i <- y_i - lr ((1 - b) h + b m), h = g_i(y_i) - g_i(x) + c (Mime) or g_i(y_i) (MimeLite);
     m <- (1 - b) c + b m; x <- mean_S(y_i).
     """
-    x, m, beta = play.x0, np.zeros_like(play.x0), play.case.options["beta"]
+    x, m = play.x0, np.zeros_like(play.x0)
+    beta: float = play.case.options["beta"]
     is_lite = play.case.method == "mimelite"
     for r in play.rounds:
         m = m * (not play.loses("m", r))
@@ -209,7 +220,7 @@ def mime(play: Play, weights: str, c_weights: str) -> Rounds:
             h = play.grad(y_i, i, rows) - (0 if is_lite else play.grad(x, i, rows) - c)
             return (1 - beta) * h + beta * m
 
-        y = {i: play.local(x, i, lambda y_i, rows, i=i: direction(y_i, rows, i)) for i in cohort}
+        y = {i: play.local(x, i, partial(direction, i=i)) for i in cohort}
         m = (1 - beta) * c + beta * m
         x = play.mean(weights, y)
         yield x
@@ -232,9 +243,7 @@ def feddyn(play: Play, weights: str, share: str, alphas: str, sign: str) -> Roun
         y, cohort = {}, play.case.cohorts[r]
         for i in cohort:
             own = alpha * (mean_size / play.problem.sizes[i] if alphas == "by size" else 1.0)
-            y[i] = play.local(
-                x, i, lambda y_i, rows, i=i, x=x, old=l_i[i], own=own: play.grad(y_i, i, rows) - old + own * (y_i - x)
-            )
+            y[i] = play.sgd(x, i, add=-l_i[i], pull=own)
             l_i[i] = l_i[i] - own * (y[i] - x)
         h = h - alpha * sum(y[i] - x for i in cohort) / (len(play.clients) if share == "1/N" else len(cohort))
         x = play.mean(weights, y) - h / alpha
@@ -249,9 +258,7 @@ def _reversed_feddyn(play: Play, weights: str, alphas: str) -> Rounds:
         y, cohort = {}, play.case.cohorts[r]
         for i in cohort:
             own = play.case.options["alpha"] * (np.mean(sizes) / sizes[i] if alphas == "by size" else 1.0)
-            y[i] = play.local(
-                x, i, lambda y_i, rows, i=i, x=x, d=d_i[i], own=own: play.grad(y_i, i, rows) + own * (y_i - x + d)
-            )
+            y[i] = play.sgd(x, i, add=own * d_i[i], pull=own)
             d_i[i] = d_i[i] - own * (y[i] - x)
         x = play.mean(weights, y) + play.mean("uniform", {i: d_i[i] for i in cohort})
         yield x
@@ -261,7 +268,7 @@ def fednova(play: Play, weights: str, centre: str) -> Rounds:
     """Wang et al., normalized averaging: d_i = (x - y_i) / K_i; x <- x - (sum_i p_i K_i) sum_i p_i d_i."""
     x = play.x0
     for r in play.rounds:
-        y = {i: play.local(x, i, lambda y_i, rows, i=i: play.grad(y_i, i, rows)) for i in play.case.cohorts[r]}
+        y = {i: play.sgd(x, i) for i in play.case.cohorts[r]}
         p = play.weights(weights, play.case.cohorts[r])
         steps = sum(p[i] * play.steps(i) for i in y)
         origin = x if centre == "x" else np.zeros_like(x)
@@ -392,6 +399,7 @@ METHODS = {
             "share": Question({"|S|/N": "c moves by |S|/N", "1": "no |S|/N in c"}),
             "sign": Question({"paper": "", "reversed": "the gradients in c_i have the sign reversed"}),
             "server": Question({"moves": "", "stays": "c stays zero"}),
+            "old": Question({"kept": "", "overwritten": "a known client's c_i+ replaces c_i before its local steps"}),
         },
         {"c": "c", "c_i": "c_i"},
     ),
