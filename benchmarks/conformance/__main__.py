@@ -56,7 +56,14 @@ def _parser() -> argparse.ArgumentParser:
         "--framework", nargs="+", default=[], metavar="NAME",
         help=f"{', '.join(FRAMEWORKS)}, or the path of a file with an adapter; none to render earlier runs",
     )  # fmt: skip
-    add("--python", nargs="+", default=[], type=_interpreter, metavar="NAME=PATH", help="the interpreters that have them")
+    add(
+        "--python",
+        nargs="+",
+        default=[],
+        type=_interpreter,
+        metavar="NAME=PATH",
+        help="the interpreters that have them",
+    )
     add("--case", nargs="+", default=[], choices=[case.id for case in load()], metavar="ID", help="some cases only")
     add("--results", type=Path, help="file of JSON lines to add the runs to; the tables show all of it")
     add("--render", type=Path, metavar="PAGE", help="page to write the tables to, between its markers")

@@ -87,7 +87,8 @@ class Case:
     def batches(self, client: int) -> list[slice]:
         """Return the rows of each local step of a client, those of all local epochs."""
         size, step = self.problem.sizes[client], self.problem.batch_size
-        return [slice(first, min(first + step, size)) for first in range(0, size, step)] * self.options["local_epochs"]
+        epochs: int = self.options["local_epochs"]
+        return [slice(first, min(first + step, size)) for first in range(0, size, step)] * epochs
 
 
 def load(path: Path = CASES) -> list[Case]:

@@ -12,10 +12,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from conformance.cases import CASES, Case, load  # noqa: E402
-from conformance.reference import METHODS, rounds_of  # noqa: E402
+from conformance.cases import CASES, Case, load
+from conformance.reference import METHODS, rounds_of
 
 SIZES = (8, 6, 16, 10)  # in batches of 4: 2, 2, 4 and 3 steps an epoch, so that examples and steps weigh differently
 FEATURES, CLASSES, BATCH = 3, 3, 4
@@ -108,7 +108,7 @@ def _expected(case: Case) -> list[np.ndarray]:
 
 
 def _write(content: dict[str, Any]) -> None:
-    parts = [f'{json.dumps(name)}: {json.dumps(value)}' for name, value in content["problems"].items()]
+    parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content["problems"].items()]
     cases = [json.dumps(case) for case in content["cases"]]
     CASES.write_text(
         '{"format": 1,\n"problems": {\n' + ",\n".join(parts) + '},\n"cases": [\n' + ",\n".join(cases) + "]}\n"

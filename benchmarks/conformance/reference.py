@@ -6,6 +6,7 @@ implementations answer differently; :data:`METHODS` lists the answers, the paper
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -50,7 +51,9 @@ class Play:
 
     def mean(self, kind: str, vectors: Mapping[int, Array]) -> Array:
         """Return the weighted mean of the clients' vectors."""
-        return sum(p * vectors[i] for i, p in self.weights(kind, list(vectors)).items())
+        weights = self.weights(kind, list(vectors))
+        total: Array = np.sum([weights[i] * vector for i, vector in vectors.items()], axis=0)
+        return total
 
     def grad(self, x: Array, i: int, rows: slice = slice(None)) -> Array:
         """Return the gradient of client i's loss, the mean cross-entropy over the rows."""
@@ -62,6 +65,10 @@ class Play:
         for rows in self.case.batches(i):
             y = y - self.lr * direction(y, rows)
         return y
+
+    def sgd(self, x: Array, i: int, add: Array | float = 0.0, pull: float = 0.0) -> Array:
+        """Return y_i: from x, the local steps y <- y - lr (g_i(y) + add + pull (y - x))."""
+        return self.local(x, i, lambda y, rows: self.grad(y, i, rows) + add + pull * (y - x))
 
 
 def gradient(problem: Problem, x: Array, i: int, rows: slice) -> Array:
@@ -106,7 +113,8 @@ def fedavg(play: Play, weights: str, momentum: str) -> Rounds:
 
 def fedprox(play: Play, weights: str, pull: str) -> Rounds:
     """Li et al., Algorithm 2: y_i <- y_i - lr (g_i(y_i) + mu (y_i - x)); x <- sum_i p_i y_i."""
-    x, mu = play.x0, play.case.options["mu"]
+    x = play.x0
+    mu: float = play.case.options["mu"]
     for r in play.rounds:
         y = {}
         for i in play.case.cohorts[r]:
@@ -128,7 +136,7 @@ def _unit(x: Array, problem: Problem) -> Array:
     return np.concatenate([part.ravel() / max(float(np.linalg.norm(part)), 1e-300) for part in parts])
 
 
-def scaffold(play: Play, weights: str, c_weights: str, share: str) -> Rounds:
+def scaffold(play: Play, weights: str, c_weights: str, share: str, sign: str, server: str, old: str) -> Rounds:
     """Karimireddy et al., Algorithm 1: y_i <- y_i - lr (g_i(y_i) - c_i + c).
 
     c_i+ = grad F_i(x) (option i) or c_i - c + (x - y_i) / (K_i lr) (option ii);
@@ -136,26 +144,28 @@ def scaffold(play: Play, weights: str, c_weights: str, share: str) -> Rounds:
     """
     x, c = play.x0, np.zeros_like(play.x0)
     c_i = {i: np.zeros_like(x) for i in play.clients}
+    known: set[int] = set()
     for r in play.rounds:
         c = c * (not play.loses("c", r))
         c_i = {i: value * (not play.loses("c_i", r)) for i, value in c_i.items()}
         y, change = {}, {}
         cohort = play.case.cohorts[r]
         for i in cohort:
-            y[i] = play.local(x, i, lambda y_i, rows, i=i, c=c: play.grad(y_i, i, rows) - c_i[i] + c)
-            plus = (
-                play.grad(x, i)
-                if play.case.options["option"] == "i"
-                else c_i[i] - c + (x - y[i]) / (play.steps(i) * play.lr)
-            )
-            change[i] = plus - c_i[i]
-            c_i[i] = plus
+            flip, is_first = 1.0 if sign == "paper" else -1.0, play.case.options["option"] == "i"
+            gradient_at_x = flip * play.grad(x, i)
+            if is_first and old == "overwritten" and i in known:
+                c_i[i] = gradient_at_x
+            known.add(i)
+            y[i] = play.sgd(x, i, add=c - c_i[i])
+            path = c_i[i] - c + flip * (x - y[i]) / (play.steps(i) * play.lr)
+            plus = gradient_at_x if is_first else path
+            change[i], c_i[i] = (plus - c_i[i]) * (server == "moves"), plus
         x = play.mean(weights, y)
         c = c + (len(cohort) / len(play.clients) if share == "|S|/N" else 1.0) * play.mean(c_weights, change)
         yield x
 
 
-def fedopt(play: Play, weights: str, v0: str, correction: str, scale: str) -> Rounds:
+def fedopt(play: Play, weights: str, v0: str, correction: str, scale: str, root: str) -> Rounds:
     """Reddi et al., Algorithm 2: D = mean_S(y_i - x); m <- b1 m + (1 - b1) D; x <- x + lr m / (sqrt(v) + tau).
 
     Adagrad: v <- v + D^2; Adam: v <- b2 v + (1 - b2) D^2; Yogi: v <- v - (1 - b2) D^2 sign(v - D^2).
@@ -163,17 +173,16 @@ def fedopt(play: Play, weights: str, v0: str, correction: str, scale: str) -> Ro
     options = play.case.options
     kind, lr, tau = options["server"], options["server_lr"], options["tau"]
     b1, b2 = options["beta1"], options["beta2"]
-    first = {"tau^2": tau**2, "0": 0.0, "0.1": 0.1, "1e-6": 1e-6}[v0]
+    first = {"tau^2": tau**2, "0": 0.0, "m, v": 1e-6}[v0]
     x = play.x0
-    m, v, t = np.zeros_like(x), np.full_like(x, first), 0
+    m, v, t = np.full_like(x, -first if v0 == "m, v" else 0.0), np.full_like(x, first), 0
     for r in play.rounds:
         if play.loses("m,v", r):
             m, v, t = np.zeros_like(x), np.full_like(x, first), 0
-        if play.loses("t", r):
-            t = 0
         t += 1
-        y = {i: play.local(x, i, lambda y_i, rows, i=i: play.grad(y_i, i, rows)) for i in play.case.cohorts[r]}
+        y = {i: play.sgd(x, i) for i in play.case.cohorts[r]}
         delta = (lr if scale == "lr D" else 1.0) * (play.mean(weights, y) - x)
+        x = play.x0 if play.loses("x", r) else x
         m = b1 * m + (1 - b1) * delta
         square = delta**2
         v = {
@@ -185,7 +194,7 @@ def fedopt(play: Play, weights: str, v0: str, correction: str, scale: str) -> Ro
         if correction == "rate, t+1":
             big, second = 1 - b1 ** (t + 1), 1 - b2 ** (t + 1)
         if correction == "none" or kind == "adagrad":
-            x = x + lr * m / (np.sqrt(v) + tau)
+            x = x + lr * m / (np.sqrt(v + tau) if root == "inside" else np.sqrt(v) + tau)
         elif correction == "Adam":
             x = x + lr * (m / big) / (np.sqrt(v / second) + tau)
         else:
@@ -199,7 +208,8 @@ def mime(play: Play, weights: str, c_weights: str) -> Rounds:
     y_i <- y_i - lr ((1 - b) h + b m), h = g_i(y_i) - g_i(x) + c (Mime) or g_i(y_i) (MimeLite);
     m <- (1 - b) c + b m; x <- mean_S(y_i).
     """
-    x, m, beta = play.x0, np.zeros_like(play.x0), play.case.options["beta"]
+    x, m = play.x0, np.zeros_like(play.x0)
+    beta: float = play.case.options["beta"]
     is_lite = play.case.method == "mimelite"
     for r in play.rounds:
         m = m * (not play.loses("m", r))
@@ -210,7 +220,7 @@ def mime(play: Play, weights: str, c_weights: str) -> Rounds:
             h = play.grad(y_i, i, rows) - (0 if is_lite else play.grad(x, i, rows) - c)
             return (1 - beta) * h + beta * m
 
-        y = {i: play.local(x, i, lambda y_i, rows, i=i: direction(y_i, rows, i)) for i in cohort}
+        y = {i: play.local(x, i, partial(direction, i=i)) for i in cohort}
         m = (1 - beta) * c + beta * m
         x = play.mean(weights, y)
         yield x
@@ -233,9 +243,7 @@ def feddyn(play: Play, weights: str, share: str, alphas: str, sign: str) -> Roun
         y, cohort = {}, play.case.cohorts[r]
         for i in cohort:
             own = alpha * (mean_size / play.problem.sizes[i] if alphas == "by size" else 1.0)
-            y[i] = play.local(
-                x, i, lambda y_i, rows, i=i, x=x, own=own: play.grad(y_i, i, rows) - l_i[i] + own * (y_i - x)
-            )
+            y[i] = play.sgd(x, i, add=-l_i[i], pull=own)
             l_i[i] = l_i[i] - own * (y[i] - x)
         h = h - alpha * sum(y[i] - x for i in cohort) / (len(play.clients) if share == "1/N" else len(cohort))
         x = play.mean(weights, y) - h / alpha
@@ -250,19 +258,17 @@ def _reversed_feddyn(play: Play, weights: str, alphas: str) -> Rounds:
         y, cohort = {}, play.case.cohorts[r]
         for i in cohort:
             own = play.case.options["alpha"] * (np.mean(sizes) / sizes[i] if alphas == "by size" else 1.0)
-            y[i] = play.local(
-                x, i, lambda y_i, rows, i=i, x=x, own=own: play.grad(y_i, i, rows) + own * (y_i - x + d_i[i])
-            )
+            y[i] = play.sgd(x, i, add=own * d_i[i], pull=own)
             d_i[i] = d_i[i] - own * (y[i] - x)
         x = play.mean(weights, y) + play.mean("uniform", {i: d_i[i] for i in cohort})
         yield x
 
 
 def fednova(play: Play, weights: str, centre: str) -> Rounds:
-    """Wang et al., equation 6: d_i = (x - y_i) / K_i; x <- x - (sum_i p_i K_i) sum_i p_i d_i."""
+    """Wang et al., normalized averaging: d_i = (x - y_i) / K_i; x <- x - (sum_i p_i K_i) sum_i p_i d_i."""
     x = play.x0
     for r in play.rounds:
-        y = {i: play.local(x, i, lambda y_i, rows, i=i: play.grad(y_i, i, rows)) for i in play.case.cohorts[r]}
+        y = {i: play.sgd(x, i) for i in play.case.cohorts[r]}
         p = play.weights(weights, play.case.cohorts[r])
         steps = sum(p[i] * play.steps(i) for i in y)
         origin = x if centre == "x" else np.zeros_like(x)
@@ -303,7 +309,10 @@ class Method:
 
     def answers(self) -> list[dict[str, str]]:
         """Return all ways to answer the questions, those nearest to the paper first."""
-        ways = [dict(zip(self.questions, way, strict=True)) for way in product(*(q.answers for q in self.questions.values()))]
+        ways = [
+            dict(zip(self.questions, way, strict=True))
+            for way in product(*(q.answers for q in self.questions.values()))
+        ]
         return sorted(ways, key=lambda way: (len(self.deviations(way)), len(self.choices(way))))
 
     def choices(self, way: Mapping[str, str]) -> list[str]:
@@ -338,8 +347,7 @@ _MIME = Method(
 _FEDOPT = {
     "weights": _mean_of("x", "examples", ("uniform",)),
     "v0": Question(
-        {"tau^2": "v starts at tau²", "0": "v starts at 0", "0.1": "v starts at 0.1", "1e-6": "v starts at 1e-6"},
-        ("0.1",),
+        {"tau^2": "v starts at tau²", "0": "v starts at 0", "m, v": "m and v start at 1e-6"},
     ),
     "correction": Question(
         {
@@ -349,6 +357,7 @@ _FEDOPT = {
             "rate, t+1": "bias correction in the rate, one step ahead",
         }
     ),
+    "root": Question({"outside": "", "inside": "tau inside the square root"}),
     "scale": Question({"D": "D = mean of y - x", "lr D": "the server's rate multiplies D as well"}),
 }
 METHODS = {
@@ -388,16 +397,19 @@ METHODS = {
             "weights": _mean_of("x", "uniform"),
             "c_weights": _mean_of("c", "uniform"),
             "share": Question({"|S|/N": "c moves by |S|/N", "1": "no |S|/N in c"}),
+            "sign": Question({"paper": "", "reversed": "the gradients in c_i have the sign reversed"}),
+            "server": Question({"moves": "", "stays": "c stays zero"}),
+            "old": Question({"kept": "", "overwritten": "a known client's c_i+ replaces c_i before its local steps"}),
         },
         {"c": "c", "c_i": "c_i"},
     ),
     "fedopt": Method(
         "FedOpt",
-        "Reddi et al. (2021), Algorithm 2: no bias correction, v at the start at least tau²; its mean is uniform in the "
-        "algorithm and by examples in the experiments",
+        "Reddi et al. (2021), Algorithm 2: no bias correction, v at the start at least tau²; its mean is uniform "
+        "in the algorithm and by examples in the experiments",
         fedopt,
         _FEDOPT,
-        {"m,v": "m and v", "t": "the number of rounds"},
+        {"m,v": "m and v", "x": "x at the server's optimizer, whose next step starts from the first x"},
     ),
     "mime": _MIME,
     "mimelite": Method("MimeLite", _MIME.paper, mime, _MIME.questions, _MIME.states),
@@ -408,7 +420,9 @@ METHODS = {
         {
             "weights": _mean_of("x", "uniform"),
             "share": Question({"1/N": "h moves by 1/N", "1/|S|": "h moves by 1/|S|"}),
-            "alphas": Question({"one": "one alpha", "by size": "alpha by the client's size, as in the authors' code"}, ("by size",)),
+            "alphas": Question(
+                {"one": "one alpha", "by size": "alpha by the client's size, as in the authors' code"}, ("by size",)
+            ),
             "sign": Question(
                 {"paper": "l_i of the paper", "reversed": "the clients' terms move by -alpha (y - x), not by y - x"}
             ),
@@ -417,7 +431,7 @@ METHODS = {
     ),
     "fednova": Method(
         "FedNova",
-        "Wang et al. (2020), equation 6, with p_i = n_i / n and plain SGD at the clients",
+        "Wang et al. (2020), normalized averaging, with p_i = n_i / n and plain SGD at the clients",
         fednova,
         {
             "weights": _mean_of("x", "examples"),
@@ -450,11 +464,9 @@ def rounds_of(case: Case, way: Mapping[str, str] | None = None, lost: str = "") 
 
 COUNTS = {
     "largest": "taken from the client with the most steps",
-    "mean": "averaged by examples to {}, which is not a whole number",
-    "cut": "averaged by examples and cut to a whole number",
-    "client cut": "averaged by examples to {}, which clients cut to a whole number",
-    "steps cut": "averaged by local steps to {}, which clients cut to a whole number",
-    "uniform cut": "averaged uniformly to {}, which clients cut to a whole number",
+    "client cut": "averaged to {}, which clients cut to a whole number",
+    "cut": "averaged and cut to a whole number",
+    "mean": "averaged to {}",
     "start": "left as it was at the start",
 }
 """What becomes of ``num_batches_tracked``, which counts the batches that a BatchNorm layer has seen."""
@@ -465,7 +477,7 @@ def buffers_of(case: Case, weights: str, count: str) -> dict[str, Array]:
 
     Args:
         case: The case.
-        weights: How running means and variances are averaged; "start" if they stay as they were.
+        weights: How clients are weighed in averages; "chain" if each goes on from those of the one before it.
         count: A key of :data:`COUNTS`.
     """
     play, momentum = Play(case), 0.1
@@ -477,15 +489,17 @@ def buffers_of(case: Case, weights: str, count: str) -> dict[str, Array]:
         counts: dict[int, Any] = {}
         for i in case.cohorts[r]:
             means[i], variances[i] = mean, var
-            counts[i] = (int(seen) if count.endswith("cut") else seen) + play.steps(i)
+            counts[i] = (int(seen) if count == "client cut" else seen) + play.steps(i)
             for rows in case.batches(i):
                 batch = case.problem.x[i][rows]
                 means[i] = (1 - momentum) * means[i] + momentum * batch.mean(0)
                 variances[i] = (1 - momentum) * variances[i] + momentum * batch.var(0, ddof=1)
-        if weights != "start":
-            mean, var = play.mean(weights, means), play.mean(weights, variances)
-        kind = {"steps cut": "steps", "uniform cut": "uniform"}.get(count, "examples")
-        averaged = float(play.mean(kind, counts))
+            if weights == "chain":
+                mean, var, seen = means[i], variances[i], float(counts[i])
+        if weights == "chain":
+            continue
+        mean, var = play.mean(weights, means), play.mean(weights, variances)
+        averaged = float(play.mean(weights, counts))
         largest = float(counts[max(case.cohorts[r], key=lambda i: case.problem.sizes[i])])
         seen = {"largest": largest, "start": seen, "cut": float(int(averaged))}.get(count, averaged)
     return {"norm.running_mean": mean, "norm.running_var": var, "norm.num_batches_tracked": np.array(seen)}

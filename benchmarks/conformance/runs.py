@@ -1,10 +1,11 @@
 """Runs the cases through one adapter, in the environment of its framework, and writes what came out.
 
-    PATH/python -m conformance.runs ADAPTER FILE [CASE ...]
+PATH/python -m conformance.runs ADAPTER FILE [CASE ...]
 """
 
 import datetime
 import json
+import re
 import sys
 import tempfile
 import traceback
@@ -32,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
         for line in run(name, adapter, case):
             with Path(file).open("a") as out:
                 out.write(json.dumps(line) + "\n")
-            print(f"{name}: {case.id}{' (' + line['way'] + ')' if line.get('way') else ''}", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {case.id}{' (' + line['way'] + ')' if line.get('way') else ''}", file=sys.stderr, flush=True
+            )
     return 0
 
 
@@ -43,7 +46,9 @@ def run(name: str, adapter: Adapter, case: Case) -> list[Line]:
     ways = adapter.offers(case)
     if not ways:
         return [{**line, "offered": False}]
-    return [{**line, "offered": True, "way": way, "how": how, **_played(adapter, case, way)} for way, how in ways.items()]
+    return [
+        {**line, "offered": True, "way": way, "how": how, **_played(adapter, case, way)} for way, how in ways.items()
+    ]
 
 
 def _stem(name: str) -> str:
@@ -69,9 +74,10 @@ def _played(adapter: Adapter, case: Case, way: str) -> Line:
 
 
 def _told(error: Exception) -> str:
-    """Return the kind of an error and its first line, and print all of it."""
+    """Return the kind of an error and its first sentence, and print all of it."""
     traceback.print_exc()
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    sentence = re.split(r"[.]\s|\n", str(error), maxsplit=1)[0]
+    return f"{type(error).__name__}: {sentence}"
 
 
 def _vectors(case: Case, played: list[Values]) -> list[list[float]]:

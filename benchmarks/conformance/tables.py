@@ -40,7 +40,7 @@ def page(cases: Sequence[Case], lines: Sequence[Line]) -> str:
     known = {case.id: case for case in cases}
     judged = [(line, judge(known[line["case"]], line)) for line in lines if line["case"] in known]
     frameworks = list(dict.fromkeys(line["framework"] for line in lines))
-    parts = [_summary(cases, judged, frameworks)]
+    parts = [_summary(cases, judged, frameworks), "### What is right", _papers(cases)]
     for name in frameworks:
         own = [(line, verdict) for line, verdict in judged if line["framework"] == name]
         parts += [f"### {_heading(own)}", _details(cases, own)]
@@ -71,9 +71,19 @@ def _summary(cases: Sequence[Case], judged: Sequence[tuple[Line, Verdict]], fram
     return _table(rows)
 
 
+def _papers(cases: Sequence[Case]) -> str:
+    """Return the papers' lines, and what they leave open."""
+    rows = [["method", "the paper's line", "left open: counts as exact too"]]
+    for name in dict.fromkeys(case.method for case in cases):
+        method = METHODS[name]
+        choices = [question.answers[choice] for question in method.questions.values() for choice in question.choices]
+        rows.append([method.title, method.paper, "; ".join(choices)])
+    return _table(rows)
+
+
 def _cell(found: Sequence[Verdict]) -> str:
     if not found or not found[0].offered:
-        return "–"
+        return "-"
     texts = [_short(found[0])]
     if not found[0].exact and any(verdict.exact for verdict in found[1:]):
         texts.append("an option is exact")
@@ -92,10 +102,9 @@ def _details(cases: Sequence[Case], own: Sequence[tuple[Line, Verdict]]) -> str:
     for line, verdict in sorted(own, key=lambda pair: order[pair[0]["case"]]):
         if verdict.offered:
             rows.append([line["case"], line["how"], _short(verdict), _rule(verdict), _restart(verdict)])
-    missing = [METHODS[case.method].title for case in cases if _is_missing(case, own)]
+    missing = [case.id for case in cases if _is_missing(case, own)]
     text = _table(rows)
-    listed = list(dict.fromkeys(missing))
-    return f"{text}\n\nNot offered or not run: {', '.join(listed)}." if listed else text
+    return f"{text}\n\nNot offered or not run: {'; '.join(missing)}." if missing else text
 
 
 def _is_missing(case: Case, own: Sequence[tuple[Line, Verdict]]) -> bool:

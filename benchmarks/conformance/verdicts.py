@@ -70,16 +70,19 @@ def judge(case: Case, line: Mapping[str, Any]) -> Verdict:
     stored = [flat(values, case.problem.trained) for values in case.expected]
     ways = method.answers()
     readings = [way for way in ways if not method.deviations(way)]
-    played = {id(way): stored if way is readings[0] else rounds_of(case, way) for way in ways}
-    follows = next((way for way in ways if worst(played[id(way)]) < TOLERANCE), None)
+
+    def right_by(way: Mapping[str, str]) -> list[Array]:
+        return stored if way is readings[0] else rounds_of(case, way)
+
+    follows = next((way for way in ways if worst(right_by(way)) < TOLERANCE), None)
     restart = _restart(case, line, follows, start)
     if follows is not None and not method.deviations(follows):
-        right = played[id(follows)]
+        right = right_by(follows)
         exact = Verdict(True, True, distance(found[-1], right[-1], start), worst(right), tuple(method.choices(follows)))
         return _with(exact, **restart, buffers=_buffers(case, line))
-    nearest = min((played[id(way)] for way in readings), key=worst)
+    nearest = min((right_by(way) for way in readings), key=worst)
     rule = () if follows is None else (*method.deviations(follows), *method.choices(follows))
-    digit = 0.0 if follows is None else worst(played[id(follows)])
+    digit = 0.0 if follows is None else worst(right_by(follows))
     verdict = Verdict(True, False, distance(found[-1], nearest[-1], start), digit, rule=rule)
     return _with(verdict, **restart, buffers=_buffers(case, line))
 
@@ -119,14 +122,15 @@ def _buffers(case: Case, line: Mapping[str, Any]) -> str:
     names = ["norm.running_mean", "norm.running_var"]
     start = flat(case.problem.start, names)
     found = {name: np.array(value) for name, value in line["buffers"].items()}
-    stays = "stay as at the start" if np.allclose(flat(found, names), start) else "follow no rule known here"
-    for weights, words in {"examples": "averaged by examples", "uniform": "averaged uniformly", "steps": "by steps"}.items():
-        if distance(flat(found, names), flat(buffers_of(case, weights, "start"), names), start) < TOLERANCE:
-            stays = words
     seen = float(found["norm.num_batches_tracked"])
-    count = f"is {seen:g}"
-    for rule, words in COUNTS.items():
-        if abs(seen - float(buffers_of(case, "start", rule)["norm.num_batches_tracked"])) < 1e-4:
-            count = words.format(f"{seen:g}")
-            break
-    return f"running means and variances {stays}; num_batches_tracked {count}"
+    words = {"examples": "averaged by examples", "uniform": "averaged uniformly", "steps": "averaged by local steps"}
+    words["chain"] = "pass from client to client"
+    for weights, running in words.items():
+        if distance(flat(found, names), flat(buffers_of(case, weights, "mean"), names), start) > TOLERANCE:
+            continue
+        rules = COUNTS if weights != "chain" else {"mean": "counts the batches of all clients, {}"}
+        for rule, what in rules.items():
+            if abs(seen - float(buffers_of(case, weights, rule)["norm.num_batches_tracked"])) < 1e-4:
+                return f"running means and variances {running}; num_batches_tracked {what.format(f'{seen:g}')}"
+        return f"running means and variances {running}; num_batches_tracked is {seen:g}"
+    return f"running means and variances follow no rule known here; num_batches_tracked is {seen:g}"

@@ -62,9 +62,7 @@ class Site:
             helper.load_global_controls(weights=task.meta[AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL])
             c_global, c_local = helper.get_params()
             controls = {"c_global_para": c_global, "c_local_para": c_local}
-            train(
-                net, case, self.client, after_step=lambda: helper.model_update(model=net, curr_lr=lr, **controls)
-            )
+            train(net, case, self.client, after_step=lambda: helper.model_update(model=net, curr_lr=lr, **controls))
             helper.terms_update(model=net, curr_lr=lr, model_global=anchor, **controls)
             meta[AlgorithmConstants.SCAFFOLD_CTRL_DIFF] = helper.get_delta_controls()
         elif case.method == "fedprox":

@@ -11,17 +11,17 @@ from typing import Any
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
-from flwr.clientapp import ClientApp  # noqa: E402
-from flwr.serverapp import Grid  # noqa: E402
-from flwr.serverapp import strategy as strategies  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.serverapp import strategy as strategies
+from flwr.supercore.task_identity import TaskIdentity
 
-from conformance.adapter import Adapter  # noqa: E402
-from conformance.adapters.torch_client import network, train, values_of  # noqa: E402
-from conformance.cases import Case, Values  # noqa: E402
+from conformance.adapter import Adapter
+from conformance.adapters.torch_client import network, train
+from conformance.cases import Case, Values
 
 __all__ = ["adapter"]
 

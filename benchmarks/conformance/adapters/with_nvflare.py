@@ -74,7 +74,7 @@ class NVFlare(Adapter):
             return _job(case, way, Path(folder), range(case.rounds))[0]
 
     def resume(self, case: Case, way: str, folder: Path) -> list[Values] | None:
-        """Run a job of some rounds, and another one from the model that it saved."""
+        """Run a job of some rounds, and another one from the weights that it saved."""
         if case.id not in ("scaffold ii", "fedadam") or way == "without":
             return None  # each job takes minutes
         first, saved = _job(case, way, folder / "first", range(case.restart))
@@ -82,7 +82,9 @@ class NVFlare(Adapter):
             for values, others in zip(first, self.run(case, way), strict=False):
                 for name, value in values.items():
                     np.testing.assert_allclose(value, others[name], atol=1e-6)
-        return _job(case, way, folder / "second", range(case.restart, case.rounds), str(saved))[0]
+        # With PyTorch 2.6 and newer the saved file itself is not accepted as `initial_ckpt`, its weights are
+        torch.save(torch.load(saved, weights_only=False)["model"], folder / "weights.pt")
+        return _job(case, way, folder / "second", range(case.restart, case.rounds), str(folder / "weights.pt"))[0]
 
 
 class _InProcess:
@@ -175,7 +177,10 @@ def _recipe(case: Case, common: dict[str, Any]) -> Any:
         return FedAvgRecipe(**common)
     if options["server"] == "adam":
         betas = [options["beta1"], options["beta2"]]
-        server = {"path": "torch.optim.Adam", "args": {"lr": options["server_lr"], "betas": betas, "eps": options["tau"]}}
+        server = {
+            "path": "torch.optim.Adam",
+            "args": {"lr": options["server_lr"], "betas": betas, "eps": options["tau"]},
+        }
     else:
         more = {"initial_accumulator_value": options["tau"] ** 2, "eps": options["tau"]}
         server = {"path": "torch.optim.Adagrad", "args": {"lr": options["server_lr"], **more}}
