@@ -192,7 +192,9 @@ def assert_left_no_trace(dropped: tuple[Any, Record], never: tuple[Any, Record],
             a.pop(name, None), b.pop(name, None)
         assert_plain_agree(a, b, rel=1e-6)
     algorithm, ended = dropped[0].fit_loop.settings.algorithm, [[], [BAD] * 2]
-    if algorithm.full_grad_at and algorithm.full_grad_readers(1) == "nobody":  # it fails before its work in round 0 alone
+    if (
+        algorithm.full_grad_at and algorithm.full_grad_readers(1) == "nobody"
+    ):  # it fails before its work in round 0 alone
         ended.append([BAD])
     assert [i for what, i in dropped[1].order if what == "end" and i == BAD] in ended
 
