@@ -4,6 +4,7 @@ Tested with Lightning 2.6.6; a missing name fails here, at import, and names the
 beside this file says what each private name is for, of other packages too, and what would take its place.
 """
 
+import logging
 import warnings
 
 from lightning_fed.compat.package import SERIES, install_command, pl
@@ -42,3 +43,8 @@ except AttributeError as error:
 
 # Lightning 2.6 asks PyTorch's tree specs in a way that newer releases call deprecated: nothing a user could change
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+# a resumed run writes to a new folder, and the scores that Lightning then leaves out are restored here
+warnings.filterwarnings("ignore", message="The dirpath has changed from")
+logging.getLogger(f"{pl.__name__}.utilities.rank_zero").addFilter(  # advertisements
+    lambda record: not str(record.msg).startswith("\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud")
+)
