@@ -110,7 +110,7 @@ class RoundLines(FederatedCallback):
     terminal, or with ``enable_progress_bar=False``. A line has the metrics logged with ``prog_bar=True``, or else the
     cohort's training loss, and the mean time of a round since the last line, validation included. The first process
     prints. No lines are printed if Lightning's logger shows no information
-    (``logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)``), which is what ``lightning-fed fit -q`` does.
+    (``logging.getLogger(pl.__name__).setLevel(logging.WARNING)``), which is what ``lightning-fed fit -q`` does.
 
     Args:
         seconds: Print after a round that ends this many seconds after the last line, or after the first round.

@@ -54,7 +54,7 @@ class RoundLogger(FederatedCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the settings in TensorBoard, which reads only the first hyper-parameters of a log: all go in here."""
-        for board in boards(trainer):
+        for board in boards(trainer) if trainer.loggers else ():
             given = [one.hparams_initial for one in (pl_module, trainer.datamodule) if one and one._log_hyperparams]
             board.log_hyperparams({name: value for part in given for name, value in part.items()} | _settings(trainer))
 
