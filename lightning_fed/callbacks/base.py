@@ -6,7 +6,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "call_round_hook", "hears", "reads_reports", "uses_hook"]
+__all__ = ["FederatedCallback", "boards", "call_round_hook", "hears", "reads_reports", "uses_hook"]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -125,3 +125,8 @@ def call_round_hook(trainer: pl.Trainer, hook: str, *args: Any) -> None:
             with trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}"):
                 getattr(callback, hook)(trainer, module, *args)
             module._current_fx_name = previous
+
+
+def boards(trainer: pl.Trainer) -> list[pl.loggers.TensorBoardLogger]:
+    """Return the trainer's TensorBoard loggers."""
+    return [logger for logger in trainer.loggers if isinstance(logger, pl.loggers.TensorBoardLogger)]

@@ -110,10 +110,10 @@ class RoundLines(FederatedCallback):
     terminal, or with ``enable_progress_bar=False``. A line has the metrics logged with ``prog_bar=True``, or else the
     cohort's training loss, and the mean time of a round since the last line, validation included. The first process
     prints. No lines are printed if Lightning's logger shows no information
-    (``logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)``), which is what ``lightning-fed fit -q`` does.
+    (``logging.getLogger(pl.__name__).setLevel(logging.WARNING)``), which is what ``lightning-fed fit -q`` does.
 
     Args:
-        seconds: Print after a round that ends this many seconds after the last line.
+        seconds: Print after a round that ends this many seconds after the last line, or after the first round.
         every_n_rounds: Print after every n rounds as well; by default after each tenth of ``max_rounds``.
 
     Raises:
@@ -129,16 +129,20 @@ class RoundLines(FederatedCallback):
         if every_n_rounds is not None:
             check_count("RoundLines", "every_n_rounds", every_n_rounds, least=1)
         self.every_n_rounds = every_n_rounds
+        self._last: tuple[int, float] | None = None  # the round and time of the last line, or of the first round
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
-        self._round, self._time = trainer.fit_loop.round, time.monotonic()
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock."""
+        self._last = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print a line if one is due."""
         now, done, limit = time.monotonic(), trainer.fit_loop.round, trainer.max_epochs or 0
-        every = self.every_n_rounds or -(-limit // 10)
-        is_due = now - self._time >= self.seconds or (every > 0 and done % every == 0)
+        if self._last is None:
+            self._last = done, now
+            return
+        every, (last, then) = self.every_n_rounds or -(-limit // 10), self._last
+        is_due = now - then >= self.seconds or (every > 0 and done % every == 0)
         bar = trainer.progress_bar_callback
         has_bar = getattr(bar, "is_enabled", bar is not None)
         if has_bar or not (is_due and trainer.is_global_zero and shows_information()):
@@ -147,6 +151,6 @@ class RoundLines(FederatedCallback):
             name: value for name, value in trainer.callback_metrics.items() if name == "client/loss"
         }
         metrics = [f"{name} {float(value):.4g}" for name, value in shown.items()]
-        rate = f"{(now - self._time) / (done - self._round):.2g} s/round"
+        rate = f"{(now - then) / (done - last):.2g} s/round"
         print("  ".join([f"round {done}/{limit}" if limit > 0 else f"round {done}", *metrics, rate]), flush=True)
-        self._round, self._time = done, now
+        self._last = done, now

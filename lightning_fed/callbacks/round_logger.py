@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
-from lightning_fed.callbacks.base import FederatedCallback
+import numpy as np
+
+from lightning_fed.callbacks.base import FederatedCallback, boards
 from lightning_fed.callbacks.monitors import warn_of_misspelt
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
@@ -12,6 +14,7 @@ from lightning_fed.server.asynchronous.client_clock import ClientClock
 
 __all__ = ["RoundLogger", "SimulatedTime"]
 
+_SHOWN = ("clients_per_round", "local_epochs", "local_steps", "engine", "seed")
 _RELEASED = ("server/update_norm", "round/seconds")  # follow from the models, or say nothing of clients' data
 
 
@@ -39,6 +42,9 @@ class RoundLogger(FederatedCallback):
     With differential privacy, whose guarantee is about the models, only ``server/update_norm``, ``round/seconds`` and
     ``privacy/epsilon`` are written: the others are made of what clients did.
 
+    TensorBoard also shows a histogram of the training losses of the cohort's clients, ``client/losses``, after each
+    twentieth of the rounds, and the settings of the run beside the hyper-parameters of the module.
+
     The values can be monitored by ``ModelCheckpoint`` and ``EarlyStopping`` under the same names.
     """
 
@@ -46,12 +52,17 @@ class RoundLogger(FederatedCallback):
         """Look at the names of the validation's metrics, which are known now."""
         warn_of_misspelt(trainer)
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the settings in TensorBoard, which reads only the first hyper-parameters of a log: all go in here."""
+        for board in boards(trainer) if trainer.loggers else ():
+            given = [one.hparams_initial for one in (pl_module, trainer.datamodule) if one and one._log_hyperparams]
+            board.log_hyperparams({name: value for part in given for name, value in part.items()} | _settings(trainer))
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remove from TensorBoard what an interrupted run wrote about rounds that now run again."""
         done = trainer.fit_loop.round
-        for logger in trainer.loggers if done and trainer.is_global_zero else ():
-            if isinstance(logger, pl.loggers.TensorBoardLogger):
-                _forget(logger.experiment, done + 1)
+        for board in boards(trainer) if done and trainer.is_global_zero else ():
+            _forget(board.experiment, done + 1)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Write the report."""
@@ -75,6 +86,21 @@ class RoundLogger(FederatedCallback):
         if trainer.fit_loop.settings.drops_failed:
             values["round/failed"] = float(len(r.failed))
         trainer.fit_loop.log_round({name: value for name, value in values.items() if not math.isnan(value)})
+        if epsilon is None and trainer.is_global_zero and trainer.fit_loop.round % _every(trainer) == 0:
+            losses = [client.loss for client in r.clients.values() if math.isfinite(client.loss)]
+            for board in boards(trainer) if losses else ():
+                board.experiment.add_histogram("client/losses", np.asarray(losses), trainer.fit_loop.round)
+
+
+def _every(trainer: pl.Trainer) -> int:
+    return max(1, (trainer.max_epochs or 0) // 20)
+
+
+def _settings(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what tells runs apart: the method with its parameters, and how much work who does on what."""
+    settings, partition = trainer.fit_loop.settings, getattr(trainer.datamodule, "partition", None)
+    values = {name: getattr(settings, name) for name in _SHOWN}
+    return {"method": repr(settings.algorithm), **values, "partition": None if partition is None else repr(partition)}
 
 
 def _forget(writer: Any, step: int) -> None:

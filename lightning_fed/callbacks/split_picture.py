@@ -1,6 +1,6 @@
 """The picture of how the data are dealt out, in TensorBoard."""
 
-from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.callbacks.base import FederatedCallback, boards
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
@@ -31,7 +31,7 @@ class SplitPicture(FederatedCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse loggers that cannot show a figure; ``fast_dev_run``, which takes all loggers away, is let pass."""
-        if stage == "fit" and not trainer.fast_dev_run and not _boards(trainer):
+        if stage == "fit" and not trainer.fast_dev_run and not boards(trainer):
             found = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "none"
             raise FederatedError(
                 f"SplitPicture draws for TensorBoard, and the trainer's loggers are: {found}. Give"
@@ -40,17 +40,13 @@ class SplitPicture(FederatedCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw, on the first rank."""
-        boards = _boards(trainer)
-        if not trainer.is_global_zero or not boards:
+        shown_on = boards(trainer)
+        if not trainer.is_global_zero or not shown_on:
             return
         data, step = trainer.datamodule, trainer.fit_loop.round
         with preserved_random_state(pl_module.device):  # clients built on demand may draw random numbers
             table = "\n".join(f"    {line}" for line in str(skew_table(data)).splitlines())
             figure = split_figure(data, self.max_clients)
-            for board in boards:
+            for board in shown_on:
                 board.experiment.add_figure("split", figure, step, close=False)  # it is not pyplot's to close
                 board.experiment.add_text("split", table, step)
-
-
-def _boards(trainer: pl.Trainer) -> list[pl.loggers.TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, pl.loggers.TensorBoardLogger)]

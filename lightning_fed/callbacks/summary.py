@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.callbacks.base import FederatedCallback, boards
 from lightning_fed.callbacks.progress import shows_information
 from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
@@ -18,7 +18,8 @@ _SHOWN = 5  # clients that failed, those that did so most often
 class RunSummary(FederatedCallback):
     """Print a short summary when a fit ends.
 
-    It is information, as the lines of :class:`RoundLines` are: where Lightning's logger shows none, it is not printed.
+    It is information, as the lines of :class:`RoundLines` are: it is not printed if Lightning's logger shows none.
+    TensorBoard shows it as the text ``summary``.
 
     Attributes:
         resume_with: How to resume, with places for ``path``, ``logs`` and ``rounds``; the command line sets its own.
@@ -61,8 +62,7 @@ class RunSummary(FederatedCallback):
         """Print the summary on the first rank."""
         loop = trainer.fit_loop
         log_dir = trainer.log_dir  # which all processes must ask for
-        is_shown = trainer.is_global_zero and shows_information()
-        if not is_shown or loop.round == 0 or not loop.run_state.has_server:
+        if not trainer.is_global_zero or loop.round == 0 or not loop.run_state.has_server:
             return
         state = loop.state
         rows = [(name, self._metric(trainer, name)) for name in sorted(self._last)]
@@ -79,7 +79,11 @@ class RunSummary(FederatedCallback):
             rows.append(("privacy", f"epsilon {epsilon:.4g} at delta {loop.settings.aggregator.delta:g}"))
         rows += self._places(trainer, log_dir)
         width = max(len(name) for name, _ in rows)
-        trainer.print("\n".join(["", "Federated run finished", *(f"  {name:<{width}}  {text}" for name, text in rows)]))
+        lines = [f"  {name:<{width}}  {text}" for name, text in rows]
+        if shows_information():
+            trainer.print("\n".join(["", "Federated run finished", *lines]))
+        for board in boards(trainer):
+            board.experiment.add_text("summary", "\n".join(f"  {line}" for line in lines), loop.round)
 
     def _failures(self) -> list[tuple[str, str]]:
         if not self._failed:
@@ -113,8 +117,7 @@ class RunSummary(FederatedCallback):
                 rounds = 2 * trainer.fit_loop.round
                 command = self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)
                 rows.append((f"resume{held}", command))
-        boards = [logger for logger in trainer.loggers if isinstance(logger, pl.loggers.TensorBoardLogger)]
-        return [*rows, *(("watch", f"tensorboard --logdir {_relative(board.root_dir)}") for board in boards)]
+        return [*rows, *(("watch", f"tensorboard --logdir {_relative(one.root_dir)}") for one in boards(trainer))]
 
 
 def _relative(path: str) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed._version import __version__
+from lightning_fed.cli.commands import OWN, STAGES
 from lightning_fed.core.errors import ClientError, FederatedError, refusal_in
 
-__all__ = ["OWN", "STAGES", "main"]
+__all__ = ["main"]
 
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
@@ -21,24 +22,6 @@ _ABOUT = (
     " says why it does not converge; `lightning-fed deploy` runs it on real clients; `lightning-fed reproduce`,"
     " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
-STAGES = {
-    "fit": "Train: run the rounds.",
-    "validate": "Evaluate a checkpoint on the validation set.",
-    "test": "Evaluate a checkpoint on the test set.",
-    "predict": "Predict with the model of a checkpoint.",
-}
-"""Lightning's commands, and what each does here."""
-
-OWN = {
-    "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
-    "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
-    "diagnose": ("lightning_fed.lab.diagnosis.command:diagnose", "Find out why a configuration does not converge."),
-    "deploy": ("lightning_fed.deploy.command:deploy", "Run a configuration over Flower or NVFlare, on this machine."),
-    "reproduce": ("lightning_fed.lab.reproducing:reproduce", "Run an experiment of a paper."),
-    "sweep": ("lightning_fed.lab.sweeping:sweep", "Run a grid over a configuration."),
-    "compare": ("lightning_fed.lab.comparing:compare", "Compare runs side by side."),
-}
-"""The other commands: the function of each, imported when it runs, and what it does."""
 
 
 def __getattr__(name: str) -> Any:

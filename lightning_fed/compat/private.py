@@ -4,6 +4,7 @@ Tested with Lightning 2.6.6; a missing name raises here, at import, with the ver
 this folder gives the purpose of each private name, of other packages too, and its possible replacement.
 """
 
+import logging
 import warnings
 
 from lightning_fed.compat.package import SERIES, install_command, pl
@@ -42,3 +43,8 @@ except AttributeError as error:
 
 # Lightning 2.6 uses PyTorch's tree specs in a way that newer releases deprecate, which users cannot change
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+# a resumed run writes to a new folder, and the scores that Lightning then leaves out are restored here
+warnings.filterwarnings("ignore", message="The dirpath has changed from")
+logging.getLogger(f"{pl.__name__}.utilities.rank_zero").addFilter(  # advertisements
+    lambda record: not str(record.msg).startswith("\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud")
+)

@@ -1,6 +1,7 @@
 """Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
 from collections.abc import Mapping
+from shutil import rmtree
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +32,7 @@ from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
 from lightning_fed.trainer.evaluation import SharedEvaluationLoop
 
-__all__ = ["RoundCheckpointConnector", "RoundLoggerConnector"]
+__all__ = ["RoundCheckpointConnector", "RoundLoggerConnector", "install", "remove_refused_logs"]
 
 
 class RoundCheckpointConnector(_CheckpointConnector):
@@ -239,3 +240,13 @@ def install(trainer: pl.Trainer) -> None:
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loop.__class__ = SharedEvaluationLoop
         loop._results = EvaluationResults(training=False)
+
+
+def remove_refused_logs(trainer: pl.Trainer) -> None:
+    """Remove the folders that loggers have made for a run that was refused before its first round ended."""
+    if trainer.fit_loop.has_run or not trainer.is_global_zero:
+        return
+    for logger in trainer._checkpoint_connector.unnumbered:  # such a logger has taken a number that was free
+        if isinstance(logger, pl.loggers.TensorBoardLogger | pl.loggers.CSVLogger) and logger._version is not None:
+            rmtree(logger.log_dir, ignore_errors=True)
+            logger._version = None

@@ -72,6 +72,7 @@ class FederatedLoop(_FitLoop):
         monitors: The metrics that callbacks and schedules follow.
         runs_several: Whether a training step is that of several clients.
         is_closing: Whether a round is between the server's step and the end of its hooks.
+        has_run: Whether a round has ended in this trainer.
         precision_at_start: The state of the precision plugin at the start of the current round, if it has one.
         corrected_clip: Value and algorithm of gradient clipping after the correction, if asked for.
     """
@@ -85,7 +86,7 @@ class FederatedLoop(_FitLoop):
         self.run_state = RunState(trainer, settings)
         self.measurements = Measurements(self.run_state)
         self.monitors = Monitors()
-        self.runs_several = self.is_closing = False
+        self.runs_several = self.is_closing = self.has_run = False
         self.precision_at_start: dict[str, Any] | None = None
         self.corrected_clip: tuple[float, Any] | None = None
         self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
@@ -229,7 +230,7 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector.on_epoch_end()
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_progress.increment_completed()
-        self.is_closing = False
+        self.is_closing, self.has_run = False, True
         if trainer.world_size == 1:
             self._stop = max(self._stop, trainer._signal_connector.asked)
         if self._stop:

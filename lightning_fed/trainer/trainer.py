@@ -34,7 +34,7 @@ from lightning_fed.settings.trainer_checks import check_local_options, check_str
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
-from lightning_fed.trainer.connectors import RoundCheckpointConnector, install
+from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.threads import threads_for
 
@@ -280,9 +280,13 @@ class FederatedTrainer(pl.Trainer):
         check_trainer(self)
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+        except FederatedError:
+            remove_refused_logs(self)
+            raise
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
+            remove_refused_logs(self)
             raise FederatedError(  # Lightning's own remedy, manual optimization, is none here
                 f"{type(model).__name__}.configure_optimizers() returned several optimizers; federated training needs"
                 " exactly one. Use parameter groups for different settings."

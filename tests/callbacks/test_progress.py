@@ -60,12 +60,12 @@ def test_a_line_is_printed_when_the_last_one_is_long_ago(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = RoundLines(every_n_rounds=100)
-    clock = itertools.count(0, 10)  # it is read at the start and after each round
+    clock = itertools.count(0, 10)  # it is read after each round
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     trainer(max_rounds=7, limit_val_batches=0, callbacks=lines).fit(seeded(), data())
     shown = capsys.readouterr().out.partition("\nFederated")[0]
     line = r"round {}/7  client/loss \S+  10 s/round\n"
-    assert re.fullmatch(line.format(3) + line.format(6), shown)
+    assert re.fullmatch(line.format(4) + line.format(7), shown)
 
 
 def test_a_run_is_quiet_where_lightning_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from lightning_fed.algorithms import FedDyn, Mime, Scaffold, SGDm
+from lightning_fed.algorithms import FedDyn, FedProx, Mime, Scaffold, SGDm
 from tests.helpers.training import fit, seeded
 
 
@@ -43,3 +44,19 @@ def test_bytes_are_those_of_the_messages(tmp_path: Path) -> None:
     fit(seeded(), logger=logger, max_rounds=1, algorithm=FedDyn(alpha=0.1))
     assert column(logger, "comm/bytes_up") == {1: 3 * vector}  # two messages, one tensor
     assert column(logger, "comm/bytes_down") == {1: 3 * vector}  # d stays on the server
+
+
+def test_tensorboard_tells_methods_apart_and_shows_losses_and_summary(tmp_path: Path) -> None:
+    for number, mu in enumerate((0.1, 0.5)):
+        logger = TensorBoardLogger(tmp_path, name="", version=number)
+        fit(algorithm=FedProx(mu=mu), logger=logger, max_rounds=40, clients_per_round=3)
+        events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0, "histograms": 0})
+        events.Reload()
+        assert [event.step for event in events.Histograms("client/losses")] == list(range(2, 41, 2))
+        assert events.Histograms("client/losses")[0].histogram_value.num == 3
+        (card,) = events.Tensors("summary/text_summary")
+        assert f"FedProx(mu={mu}" in card.tensor_proto.string_val[0].decode()
+        plugin = events.SummaryMetadata("_hparams_/session_start_info").plugin_data
+        started = HParamsPluginData.FromString(plugin.content).session_start_info.hparams
+        assert started["method"].string_value.startswith(f"FedProx(mu={mu}")
+        assert {"lr", "dropout", "clients_per_round", "local_epochs", "partition"} <= set(started)

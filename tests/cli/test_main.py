@@ -316,6 +316,30 @@ def test_a_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert not capfd.readouterr().out
 
 
+def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
+    with pytest.raises(SystemExit, match="clients_per_round=31"):
+        fit("--trainer.clients_per_round", "31")
+    assert not list(Path().rglob("version_*"))
+    fit("--trainer.max_rounds", "1")
+    with pytest.raises(SystemExit, match="more than max_rounds=0"):
+        fit("--trainer.max_rounds", "0", "--ckpt_path", last(0))
+    assert [path.name for path in Path("lightning_logs").iterdir()] == ["version_0"]
+
+
+RESUMED = """
+from lightning_fed.cli.main import main
+for args in ([], ["--ckpt_path", "lightning_logs/version_0/checkpoints/last.ckpt", "--trainer.max_rounds", "2"]):
+    main(["fit", "--config", CONFIG, "--trainer.max_rounds", "1", "--trainer.accelerator", "cpu", *args])
+"""
+
+
+def test_lightning_shows_no_advertisement_and_no_changed_dirpath() -> None:
+    code = RESUMED.replace("CONFIG", repr(QUICKSTART))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert "GPU available" in done.stderr
+    assert not re.search("Tip|dirpath has changed", done.stderr + done.stdout)
+
+
 def test_an_option_may_be_written_with_hyphens() -> None:
     fit("--trainer.max-rounds", "1", "--trainer.logger=false", "--trainer.default-root-dir=hyphened-folder")
     assert list(Path("hyphened-folder").rglob("*.ckpt"))

@@ -58,7 +58,7 @@ def test_child_processes_are_told() -> None:
 def test_a_package_that_is_asked_for_and_not_installed_is_named(tmp_path: Path) -> None:
     path = Path(lightning_fed.__file__).with_name("compat") / "package.py"
     probe = f"import runpy; runpy.run_path({str(path)!r})"  # alone, without PyTorch: 0.1 s
-    environment = {**os.environ, VARIABLE: OTHER, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, VARIABLE: OTHER, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(path.parents[2])])}
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{OTHER!r}] = None")
     done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, timeout=60)
     assert f"is to use the package {OTHER}, since the environment variable {VARIABLE}" in done.stderr

@@ -84,12 +84,19 @@ def verdicts(findings: Findings) -> list[Verdict]:
         *_noise(findings),
         *_imbalance(findings),
     ]
+    here, best = _here_and_best(findings)
+    better = (
+        f" Of the step sizes tried, {best.rate:.3g} did a little better: the loss {_course(best)} there, and"
+        f" {_course(here)} at the configured {here.rate:.3g}."
+        if best.change < here.change
+        else ""
+    )
     nothing = Verdict(
         "possible",
         "nothing stands out",
         "None of the causes looked for shows at this model: the loss falls at the configured step size, and nothing"
         " else is out of proportion. Let it run on, and look again at a checkpoint where it has stopped falling"
-        " (--ckpt_path).",
+        f" (--ckpt_path).{better}",
     )
     return sorted(found, key=lambda verdict: _EVIDENCE.index(verdict.evidence)) or [nothing]
 
@@ -114,8 +121,7 @@ def _faults(f: Findings) -> Iterator[Verdict]:
 
 
 def _step_size(f: Findings) -> Iterator[Verdict]:
-    here = next(trial for trial in f.trials if trial.factor == 1)
-    best = min(f.trials, key=lambda trial: trial.change)
+    here, best = _here_and_best(f)
     rounds = plural(len(best.losses) - 1, "round")
     does = f"at {here.rate:.3g} the loss {_course(here)}, at {best.rate:.3g} it {_course(best)} ({rounds})"
     if best.change >= 0:
@@ -140,6 +146,11 @@ def _step_size(f: Findings) -> Iterator[Verdict]:
         size = "large" if best.factor < 1 else "small"
         note = " A few rounds favour large steps; drift and noise show later." if best.factor > 1 else ""
         yield Verdict("possible", f"the step size is rather {size}", f"{does[0].upper()}{does[1:]}.{note}")
+
+
+def _here_and_best(f: Findings) -> tuple[Trial, Trial]:
+    """Return the trial at the configured step size, and the one in which the loss fell most."""
+    return next(trial for trial in f.trials if trial.factor == 1), min(f.trials, key=lambda trial: trial.change)
 
 
 def _course(trial: Trial) -> str:

@@ -87,6 +87,14 @@ def found(algorithm: Algorithm | None = None, **changes: Any) -> dict[str, str]:
     return {verdict.cause: verdict.evidence for verdict in verdicts(findings(algorithm, **changes))}
 
 
+def test_nothing_stands_out_names_the_step_size_that_did_better() -> None:
+    (verdict,) = verdicts(findings(trials={10.0: [2.0, 0.8]}))
+    assert verdict.cause == "nothing stands out"
+    assert "1 did a little better: the loss goes from 2 to 0.8 there, and goes from 2 to 1" in verdict.text
+    (verdict,) = verdicts(findings())
+    assert "better" not in verdict.text
+
+
 def test_each_cause_is_told_by_its_numbers() -> None:
     assert found() == {"nothing stands out": "possible"}
     assert found(check=SelfCheck("differs", "Its own correct.")) == {"there is a fault": "certain"}
