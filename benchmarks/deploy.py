@@ -32,7 +32,7 @@ import torch
 
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.deploy.flower.local import LocalFlower
-from lightning_fed.deploy.flower.resident import log_of
+from lightning_fed.deploy.resident import log_of
 from on_demand import Network, Population
 from systems.measure import machine, positive
 from systems.with_lightning_fed import make_method
@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         watch, run = Watch(flower, sites, marks), flower.submit(app)
         watch.wait_for(max(2, args.rounds // 5), run)
         before = watch.standing()
-        watch.wait_for(args.rounds, run)
+        watch.wait_for(args.rounds - 1, run)  # after the last one the ServerApp may be gone
         after = watch.standing()
         while not (found := flower.described(run))["status"].startswith("finished"):
             time.sleep(1)

@@ -135,12 +135,12 @@ def _row(row: Mapping[str, str], pages: Mapping[str, Page]) -> str:
         experiment = read_experiment(PAPERS / f"{name}.yaml")
         scale = " --scale part" if "part" in experiment.scales else ""
         why = row.get("why", "not run at this version yet")
-        result = f"{why}: `lightning-fed reproduce {name}{scale} --data-root DATA`"
+        result = f"{why}: `lightning-fed reproduce {name}{scale} --data_root DATA`"
         return f"| {row['item']} | {result} |" + " - |" * 5 + f" {_data(experiment, 'full')} | {definition} |"
     page = pages[name]
     result = f"[{name}]({name}.md)"
     if "without" in row:
-        result += f"; without {row['without']}: `lightning-fed reproduce {name} --data-root DATA`"
+        result += f"; without {row['without']}: `lightning-fed reproduce {name} --data_root DATA`"
     told = ", ".join(f"{page.counts[kind]} {kind}" for kind in KINDS.values() if page.counts[kind])
     data = _data(page.experiment, page.scale)
     cells = [row["item"], result, page.main, told, page.size, page.seeds, f"{page.hours:.1f}", data, definition]

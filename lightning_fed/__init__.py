@@ -1,8 +1,8 @@
 """Federated optimization of ordinary LightningModules.
 
-Importing the package imports no Lightning yet: a program may import either package after it. The first
-class of lightning_fed that is used goes by the one that is there by then. Nor does it import PyTorch: what is light
-here, such as the app of a Flower client, stays light.
+Importing the package does not import Lightning, so a program may still import either of its packages. The first use of
+a class of lightning_fed selects the one imported by then. PyTorch is not imported either, so that light programs, such
+as the app of a Flower client, stay light.
 """
 
 import importlib
@@ -47,7 +47,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def _prepare() -> None:
-    """Note PyTorch's number of threads before a user sets one; make torchvision importable before anybody does."""
+    """Record PyTorch's number of threads before a user sets it, and make torchvision importable."""
     import lightning_fed.trainer.threads  # noqa: F401
     from lightning_fed.compat.torchvision import declare_missing_operators
 
@@ -58,7 +58,7 @@ after_torch(_prepare)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class, or a module of the package, when it is first used."""
+    """Import a class, or a module of the package, on first use."""
     if name in _HOME_OF:
         value = getattr(importlib.import_module(f"lightning_fed.{_HOME_OF[name]}"), name)
         globals()[name] = value

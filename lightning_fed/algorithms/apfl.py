@@ -1,4 +1,4 @@
-"""APFL: every client mixes the averaged model with one of its own."""
+"""APFL: every client mixes the averaged model with its personal model."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ __all__ = ["APFL"]
 
 
 class APFL(Algorithm):
-    r"""Adaptive personalized federated learning, with a mixing weight that is given.
+    r"""Adaptive personalized federated learning, with a fixed mixing weight.
 
     Deng, Kamani and Mahdavi, *Adaptive Personalized Federated Learning*, 2020 (https://arxiv.org/abs/2003.13461),
     Algorithm 1.
@@ -21,13 +21,13 @@ class APFL(Algorithm):
         y_i \leftarrow y_i - \eta_l\, g_i(y_i), \quad y_i = x \text{ at first}, \qquad
         x \leftarrow \sum_i p_i y_i
 
-    Both gradients are taken on the same batch, before either moves. :math:`v_i` begins at :math:`x^0`, is never sent,
-    and moves by plain steps of the local rate, whatever the local optimizer. A client's own model is
-    :math:`\alpha v_i + (1 - \alpha) x`. Clients count alike unless the run's ``weighting`` says otherwise.
+    Both gradients use the same batch, before either model moves. :math:`v_i` begins at :math:`x^0`, is never sent, and
+    takes plain gradient steps of the local rate with any local optimizer. A client's personal model is
+    :math:`\alpha v_i + (1 - \alpha) x`. All clients have equal weight by default.
 
     Args:
         alpha: :math:`\alpha` in [0, 1], the same for all clients and rounds; 0 is FedAvg. The paper's rule that adapts
-            it client by client is not offered.
+            it per client is not implemented.
 
     Raises:
         FederatedError: If it is out of range.
@@ -45,11 +45,11 @@ class APFL(Algorithm):
         self.alpha = number(self, "alpha", alpha, "[0, 1]")
 
     def init_client(self, x: Vector) -> State:
-        """Return v_i = x^0."""
+        """Return the initial v_i = x^0."""
         return {"v": x.clone()}
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return the v_i that moves with y_i."""
+        """Return v_i, which is trained along with y_i."""
         return {"v": client["v"]}
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
@@ -57,11 +57,11 @@ class APFL(Algorithm):
         return self._mixed(step.local["v"], y)
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
-        """Move v_i."""
+        """Return v_i after its step."""
         return {"v": step.local["v"] - step.lr * self.alpha * step.anchor_grad}
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of y_i, and keep v_i."""
+        """Send the change of y_i, and save v_i."""
         return Update({"delta": run.delta}, {"v": run.local["v"].clone()})
 
     def evaluate_client_at(self, x: Vector, server: State, client: State) -> Vector:

@@ -1,4 +1,4 @@
-"""The interface of a method: a few hooks, each FedAvg by default."""
+"""The interface of a method: a few hooks, each with FedAvg as the default."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ __all__ = ["Algorithm"]
 class Algorithm(ArgumentsRepr):
     """A federated method as pure functions of flat vectors; every hook defaults to FedAvg.
 
-    A method declares what it needs (a second gradient per batch, full-batch gradients, how its messages are averaged)
-    and states its formula in the hooks. All state is handed in and handed back by name, so that checkpoints, resume
-    and every engine come for free: a method keeps hyper-parameters in attributes and nothing else.
+    A method declares its requirements (a second gradient per batch, full-batch gradients, the averaging of its
+    messages), and implements its formula in the hooks. Hooks receive and return all state by name, so that checkpoints,
+    resuming and every engine work with any method. Attributes must only hold hyper-parameters.
 
-    ``correct`` and ``advance`` are called on whole vectors [P], on one parameter's view or on a cohort [S, P]: they
-    must be elementwise, without ``.item()`` and without in-place changes. ``second_gradient_at`` gets whole vectors.
+    ``correct`` and ``advance`` are called on whole vectors [P], on one parameter's view or on a cohort [S, P]. They
+    must be elementwise, without ``.item()`` or in-place changes. ``second_gradient_at`` gets whole vectors.
 
     Example:
         >>> import torch
@@ -34,112 +34,123 @@ class Algorithm(ArgumentsRepr):
     """
 
     reduces: Mapping[str, str] = {"delta": "weighting"}
-    """How each message is averaged over the cohort: "weighting" (the run's choice), "examples", "uniform", or
+    """The average of each message over the cohort: "weighting" (the run's choice), "examples", "uniform", or
     "population" (the sum over the cohort divided by N, which is |S|/N times the mean)."""
 
     uncompressed: tuple[str, ...] = ()
-    """Messages that the run's ``compression`` leaves as they are, such as a factor by which the method multiplies."""
+    """Messages that the run's ``compression`` does not change, such as a factor that the method multiplies by."""
 
     aside: tuple[str, ...] = ()
-    """Messages that are not averaged: :meth:`implied` reads them."""
+    """Messages that are not averaged; :meth:`implied` reads them."""
 
     default_weighting: str = "examples"
-    """The run's weighting when the user sets none."""
+    """The run's weighting if the user sets none."""
 
     local_work: bool = True
     """Whether clients take local steps. If not, ``local_epochs`` and ``local_steps`` stay unset."""
 
     anchor_at: str | None = None
-    """Take a second gradient on every batch, at "x" or at the server vector of this name. A point that moves from step
-    to step is for :meth:`second_gradient_at`, which is not asked if this is set."""
+    """Take a second gradient on every batch, at "x" or at the server vector of this name. Override
+    :meth:`second_gradient_at` instead if the point changes from step to step."""
 
     full_grad_at: tuple[str, ...] = ()
     """Take full-batch client gradients before local work, at "x" and/or at server vectors of these names."""
 
     full_grad_for: str = "both"
-    """Who reads them: everybody the average of the "cohort", each "client" its own, or "both". What nobody reads is not
-    kept, so that the memory of a round does not grow with the cohort."""
+    """The readers of these gradients: the "cohort" reads their average, each "client" its own, or "both". Other
+    gradients are not stored, so that a round's memory does not grow with the cohort."""
+
+    full_grad_mean: str = "weighting"
+    """The average of these gradients over the cohort, with the values of :attr:`reduces`."""
 
     grad_cohort: str = "same"
-    """Who takes the full-batch gradients that are averaged: the training cohort ("same") or its "own" cohort."""
+    """The clients whose full-batch gradients are averaged: the training cohort ("same") or a separate one ("own")."""
 
     needs_everyone: bool = False
-    """Whether all clients must take part in every round, with the same number of local steps."""
+    """Whether all clients must participate in every round, with the same number of local steps."""
 
     population_loss: bool = False
-    """Whether :attr:`Cohort.loss` is wanted: the mean loss over all clients at x, in eval mode."""
+    """Whether the method reads :attr:`Cohort.loss`, the mean loss over all clients at x, in eval mode."""
 
     uses_path_gradient: bool | None = None
-    """Whether ``finish`` reads :attr:`Run.path_gradient`, which any local optimizer but plain SGD has to add up step by
-    step. None stands for: if ``finish`` is overridden."""
+    """Whether ``finish`` reads :attr:`Run.path_gradient`, which any local optimizer except plain SGD has to sum step by
+    step. None means that ``finish`` reads it if overridden."""
 
     uses_mean_examples: bool = False
-    """Whether ``mean_examples`` is read. It costs a pass over a population whose clients are built on demand."""
+    """Whether the method reads ``mean_examples``, which builds every client that is built on demand."""
 
     uses_solver_state: bool = False
-    """Whether the method mimics the user's own optimizer through :meth:`solver_state`."""
+    """Whether the method mimics the user's optimizer with :meth:`solver_state`."""
 
     init_client_at_start: bool = False
-    """Whether ``init_client`` is given x^0 whenever a client comes for the first time, not the x of that round."""
+    """Whether ``init_client`` gets x^0 when a client first participates, rather than the current x."""
 
     steps_per_batch: int = 1
-    """Local steps on every batch, one after the other."""
+    """The number of consecutive local steps on every batch."""
 
     own_solve: "Algorithm | None" = None
-    """A local solve that every client does before its work, by hooks of its own: it has the server's state and the
-    client's, sends nothing, and what its ``finish`` keeps is among the client's state when the work begins."""
+    """An inner solve that every client runs before its local work, as another method. It reads the server's and the
+    client's state and sends nothing. The state that its ``finish`` returns is client state when the work begins."""
 
     own_epochs: int | None = None
-    """Of an own solve: its passes over the client's data; None for as much as the client's work in the round."""
+    """For an inner solve: the passes over the client's data; None for the length of the client's local work."""
 
     own_batches: bool = False
-    """Of an own solve: whether its batches and random layers are drawn apart from those of the client's work."""
+    """For an inner solve: whether it draws its own batches and random layers, apart from the client's local work."""
 
     trains: Literal["all", "shared", "personal"] = "all"
-    """Which parameters local steps move; the others stay where they are."""
+    """The parameters that local steps train; the others stay fixed."""
 
     def personal_names(self, module: nn.Module) -> Sequence[str]:
-        """Return patterns of the names of parameters and buffers that stay with each client, such as ``"head.*"``.
+        """Return name patterns of parameters and buffers that stay on each client, such as ``"head.*"``.
 
-        A method never sees these parameters: they are trained along with the others, by the user's optimizer alone.
+        The method never sees these parameters. The user's optimizer trains them with the others, without correction.
         """
         return ()
 
     def init_server(self, x: Vector) -> State:
-        """Return the server state at x^0; it is carried from round to round and checkpointed."""
+        """Return the server state at x^0, which is kept from round to round and checkpointed."""
         return {}
 
     def init_client(self, x: Vector) -> State:
-        """Return the state of a client that has not taken part yet; it is kept between its rounds."""
+        """Return the state of a client that has not participated yet; clients keep it between rounds."""
         return {}
 
+    def full_grad_readers(self, round: int) -> str:
+        """Return the readers of a round's full-batch gradients, as in :attr:`full_grad_for`, or "nobody"."""
+        return self.full_grad_for
+
+    def begin_client(self, client: State, full_grad: State) -> State:
+        """Return the client's state for the round, given its full-batch gradients by point, if "both" read them."""
+        return client
+
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
-        """Return the server state to use in this round, given the cohort's gradients and loss."""
+        """Return the server state for this round, given the cohort's gradients and loss."""
         return server
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return state that lives for one client's round."""
+        """Return state that exists for one round of a client."""
         return {}
 
     def start(self, x: Vector, step: Step) -> Vector:
-        """Return where a client's local work starts; its change stays ``y - x``.
+        """Return the starting point of a client's local work; its change is still ``y - x``.
 
         Args:
             x: The server parameters [P].
-            step: What ``correct`` will read in the first step, as whole vectors; there is no second gradient yet.
+            step: The input of ``correct`` in the first step, as whole vectors, without the second gradient.
         """
         return x
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
-        """Return where to take a second gradient on the batch of a local step; a method that overrides it gets one.
+        """Return the point of a second gradient on the same batch; overriding it requests that gradient.
 
-        It is taken in every step anew, with the same dropout masks, and is :attr:`Step.anchor_grad` in ``correct`` and
-        ``advance``. Norms over the whole vector are allowed here.
+        Every step computes it, with the same dropout masks, as :attr:`Step.anchor_grad` of ``correct`` and ``advance``.
+        Norms over the whole vector are allowed here.
 
         Args:
             g: The client's gradient [P] at ``y``, coupled weight decay included.
-            y: Its parameters [P].
-            step: What ``correct`` will read, as whole vectors; there is no second gradient yet.
+            y: The client's parameters [P].
+            step: The input of ``correct``, as whole vectors, without the second gradient.
         """
         return y
 
@@ -148,43 +159,43 @@ class Algorithm(ArgumentsRepr):
         return g
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
-        """Return the local state after a step, given what ``correct`` saw: the raw gradient, and ``y`` before the step.
+        """Return the local state after a step, from the inputs of ``correct``: the raw gradient, and ``y`` before it.
 
-        The step moves ``y`` in place: a state that is to hold it keeps ``y.clone()``.
+        The step changes ``y`` in place, so use ``y.clone()`` to store it.
         """
         return step.local
 
     def solver_state(self, server: State, local: State) -> State:
-        """Return optimizer statistics to load before every local step; they are dropped after it."""
+        """Return optimizer statistics to load before every local step, and to discard after it."""
         return {}
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Return a client's messages and its new kept state after the last local step."""
+        """Return a client's messages and its new client state after the last local step."""
         return Update(send={"delta": run.delta})
 
     def implied(self, send: State, server: State) -> State:
-        """Return the messages of :attr:`Update.implied`, with the bits that the client has.
+        """Return the messages of :attr:`Update.implied`, bit for bit as on the client.
 
         Args:
-            send: The messages of a client that have travelled; of several clients stacked [S, ...].
+            send: The messages that a client sent, or those of several clients stacked [S, ...].
             server: The server state that clients read in the round.
         """
         return {}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Return a direction for the server optimizer, which sees its negative as the gradient, and the new state."""
+        """Return the new state and a direction; the server optimizer gets the negative direction as gradient."""
         return mean["delta"], server
 
     def evaluate_at(self, x: Vector, server: State) -> Vector:
-        """Return the parameters that validation and checkpoints show."""
+        """Return the parameters used for validation and checkpoints."""
         return x
 
     def evaluate_client_at(self, x: Vector, server: State, client: State) -> Vector:
-        """Return the parameters [P] of a client's own model, given what it keeps."""
+        """Return the parameters [P] of a client's personal model, given its client state."""
         return self.evaluate_at(x, server)
 
     def overrides(self, hook: str) -> bool:
-        """Return whether the method has its own version of a hook.
+        """Return whether the method overrides a hook.
 
         Args:
             hook: The hook's name, such as "correct".
@@ -193,17 +204,17 @@ class Algorithm(ArgumentsRepr):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether every local step takes a second gradient at a point computed in that step."""
+        """True if every local step takes a second gradient at a point computed in that step."""
         return self.anchor_at is None and self.overrides("second_gradient_at")
 
     @property
     def reads_path_gradient(self) -> bool:
-        """Whether ``finish`` reads the mean corrected direction along a client's path."""
+        """True if ``finish`` reads the mean corrected direction along a client's path."""
         return self.overrides("finish") if self.uses_path_gradient is None else self.uses_path_gradient
 
     def options(self) -> dict[str, Any]:
-        """Return the hyper-parameters by name; a checkpoint of another method or other options is refused."""
-        arguments = inspect.signature(type(self)).parameters  # which may be declarations, as ``grad_cohort`` is
+        """Return the hyper-parameters by name; resuming with other options raises."""
+        arguments = inspect.signature(type(self)).parameters  # also declarations, such as ``grad_cohort``
         public = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         own = {k: v for k, v in public.items() if k in arguments or not hasattr(Algorithm, k)}
         return {k: v.options() if isinstance(v, BaseOptimizer) else v for k, v in own.items()}

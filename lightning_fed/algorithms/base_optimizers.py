@@ -1,7 +1,7 @@
 """Base optimizers as two pure formulas: a direction U(g, s) and statistics V(g, s).
 
-A server optimizer takes the direction and advances the statistics with the same gradient. Mime freezes the statistics
-during local steps and advances them once a round, which is why the two are apart.
+A server optimizer uses the direction and advances the statistics with the same gradient. Mime needs the two separately:
+it freezes the statistics during local steps and advances them once a round.
 """
 
 from typing import Any, Literal
@@ -17,14 +17,13 @@ __all__ = ["SGD", "Adagrad", "Adam", "BaseOptimizer", "RMSProp", "SGDm", "Yogi"]
 
 
 class BaseOptimizer(ArgumentsRepr):
-    r"""An optimizer as pure elementwise formulas, here those of plain SGD.
+    r"""An optimizer as pure elementwise formulas; by default those of plain SGD.
 
     .. math::
         x \leftarrow x - \eta\, U(g, s), \qquad s \leftarrow V(g, s)
 
-    No formula changes anything in place or leaves the device, so it runs unchanged on a vector [P], on one parameter's
-    view of it and on a cohort [S, P], where a statistic of each client is [S, 1]. A subclass keeps hyper-parameters in
-    attributes and nothing else.
+    Formulas change nothing in place and stay on the device, so they work on a vector [P], on a parameter's view of it
+    and on a cohort [S, P], with scalar statistics [S, 1]. The attributes of a subclass must only hold hyper-parameters.
     """
 
     def init(self, x: Vector) -> State:
@@ -32,11 +31,11 @@ class BaseOptimizer(ArgumentsRepr):
         return {}
 
     def warm_start(self, g: Vector, s: State) -> State:
-        """Return the statistics to begin with, now that the first gradient is known; later they stay as they are."""
+        """Return the initial statistics, given the first gradient; later statistics are unchanged."""
         return s
 
     def direction(self, g: Tensor, s: State) -> Tensor:
-        """Return U(g, s), the direction in which ``x`` descends."""
+        """Return U(g, s), the direction of descent."""
         return g
 
     def track(self, g: Tensor, s: State) -> State:
@@ -66,7 +65,7 @@ class SGDm(BaseOptimizer):
     Args:
         beta: The momentum :math:`\beta` in [0, 1).
         momentum_form: "ema" as in Table 4 of Mime (https://arxiv.org/abs/2008.03606), or "heavy_ball" as in
-            ``torch.optim.SGD``, whose steps are :math:`1 / (1 - \beta)` times as long in the long run.
+            ``torch.optim.SGD``, with :math:`1 / (1 - \beta)` times longer steps in the long run.
             (``torch.optim.SGD(dampening=beta)`` is neither: its first step is undamped.)
 
     Raises:
@@ -97,10 +96,10 @@ class SGDm(BaseOptimizer):
 
 
 class _Adaptive(BaseOptimizer):
-    """What the adaptive optimizers share: a numerator over ``eps + sqrt(v*)``.
+    """The base of adaptive optimizers: a numerator over ``eps + sqrt(v*)``.
 
-    ``step`` counts the gradients seen, t - 1 of the formulas; under this name ``torch.optim`` keeps its dtype when it
-    loads a state.
+    ``step`` counts the gradients so far, t - 1 in the formulas. ``torch.optim`` keeps the dtype of a state with this
+    name.
     """
 
     def __init__(self, eps: float, v0: float | Literal["grad"], stats: str) -> None:
@@ -116,7 +115,7 @@ class _Adaptive(BaseOptimizer):
         return {"v": v, "step": torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)}
 
     def warm_start(self, g: Vector, s: State) -> State:
-        """Return the statistics with v = g^2 if that was asked for and no gradient has been seen yet."""
+        """Return the statistics with v = g^2 before the first gradient if ``v0`` is "grad"."""
         if self.v0 != "grad":
             return s
         return {**s, "v": torch.where((s["step"] == 0).to(g.device), g * g, s["v"])}
@@ -150,11 +149,11 @@ class RMSProp(_Adaptive):
     Args:
         beta: The decay :math:`\beta` of v, in [0, 1).
         eps: :math:`\epsilon`, positive.
-        v0: The start of v: a number, or "grad" for the square of the first gradient (a warm start).
-        stats: Which :math:`v^*` divides: "new", V's new v computed with this same g, or "old", the stored one. "old"
-            is Table 4 of Mime (https://arxiv.org/abs/2008.03606) read literally: with ``v0=0`` it divides by eps
-            alone in the first round, so give it a ``v0``.
-        bias_correction: Without effect; taken so that one set of options fits every adaptive optimizer.
+        v0: The initial v: a number, or "grad" for the square of the first gradient (a warm start).
+        stats: The divisor :math:`v^*`: "new" is V's v after this g, "old" the stored one. "old" follows Table 4 of Mime
+            (https://arxiv.org/abs/2008.03606) literally: with ``v0=0`` it divides by eps alone in the first round, so
+            set ``v0``.
+        bias_correction: Has no effect; all adaptive optimizers accept the same options.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range.
@@ -194,15 +193,15 @@ class Adam(_Adaptive):
         beta1: The decay :math:`\beta_1` of m, in [0, 1).
         beta2: The decay :math:`\beta_2` of v, in [0, 1).
         eps: :math:`\epsilon`, positive.
-        v0: The start of v: a number, or "grad" for the square of the first gradient (a warm start).
-        stats: Which :math:`v^*` divides: "new", V's new v computed with this same g, or "old", the stored one. "old"
-            is Table 4 of Mime (https://arxiv.org/abs/2008.03606) read literally: with ``v0=0`` it divides by eps
-            alone in the first round, so give it a ``v0``.
-        bias_correction: Whether to undo the pull of m and v towards zero. By default wherever that has a meaning: with
+        v0: The initial v: a number, or "grad" for the square of the first gradient (a warm start).
+        stats: The divisor :math:`v^*`: "new" is V's v after this g, "old" the stored one. "old" follows Table 4 of Mime
+            (https://arxiv.org/abs/2008.03606) literally: with ``v0=0`` it divides by eps alone in the first round, so
+            set ``v0``.
+        bias_correction: Whether to correct the bias of m and v towards zero. By default whenever it is defined: with
             ``stats="new"`` and without a warm start.
 
     Raises:
-        FederatedError: If a hyper-parameter is out of range, or bias correction is asked for where it has no meaning.
+        FederatedError: If a hyper-parameter is out of range, or bias correction is set but not defined.
 
     Example:
         >>> Adam(stats="old", v0=1e-4)
@@ -251,24 +250,24 @@ class Adam(_Adaptive):
     def _unbiased(self, m: Tensor, v: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         if not self.bias_correction:
             return m, v
-        # the casts keep half-precision vectors as they are where t is one count per client [S, 1]
+        # the casts preserve half precision if t is a count per client [S, 1]
         return m / (1.0 - self.beta1**t).to(m.dtype), v / (1.0 - self.beta2**t).to(v.dtype)
 
 
 class Adagrad(Adam):
-    r"""Adagrad with momentum: Adam's formulas, but v is the sum of all squares.
+    r"""Adagrad with momentum: Adam's formulas, but v is the sum of all squared gradients.
 
     .. math::
         U = \frac{(1 - \beta_1) g + \beta_1 m}{\epsilon + \sqrt{v^*}}, \qquad
         V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = v + g^2
 
     Args:
-        beta1: The decay :math:`\beta_1` of m, in [0, 1); 0 is Adagrad proper.
-        beta2: Without effect, since v is a sum; taken so that one set of options fits every adaptive optimizer.
+        beta1: The decay :math:`\beta_1` of m, in [0, 1). 0 is Adagrad.
+        beta2: Has no effect, since v is a sum; all adaptive optimizers accept the same options.
         eps: :math:`\epsilon`, positive.
-        v0: The start of v: a number, or "grad" for the square of the first gradient.
+        v0: The initial v: a number, or "grad" for the square of the first gradient.
         stats: As in :class:`Adam`.
-        bias_correction: Must be False: a sum is not biased towards its start.
+        bias_correction: Must be False: a sum is not biased towards its initial value.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or ``bias_correction`` is set.
@@ -302,16 +301,16 @@ class Yogi(Adam):
         U = \frac{(1 - \beta_1) g + \beta_1 m}{\epsilon + \sqrt{v^*}}, \qquad
         V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = v - (1 - \beta_2) g^2 \operatorname{sign}(v - g^2)
 
-    The sign is 0, and v stays as it is, where v and :math:`g^2` differ by no more than rounding: by a share of
-    :math:`u^{2/3}` of v, with the machine epsilon u of its dtype.
+    If v and :math:`g^2` differ only by rounding, that is by at most :math:`u^{2/3} v` with the machine epsilon u of the
+    dtype, the sign is 0 and v does not change.
 
     Args:
         beta1: The decay :math:`\beta_1` of m, in [0, 1).
         beta2: :math:`\beta_2` in [0, 1).
         eps: :math:`\epsilon`, positive.
-        v0: The start of v: a number, or "grad" for the square of the first gradient.
+        v0: The initial v: a number, or "grad" for the square of the first gradient.
         stats: As in :class:`Adam`.
-        bias_correction: As in :class:`Adam`; off by default, since v is no moving average.
+        bias_correction: As in :class:`Adam`; off by default, since v is not a moving average.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range.
@@ -334,9 +333,9 @@ class Yogi(Adam):
         super().__init__(beta1, beta2, eps, v0, stats, bias_correction)
 
     def _second(self, g: Tensor, v: Tensor) -> Tensor:
-        # After a warm start v = c^2, and Mime's first local gradient is c up to rounding: the sign of the difference
-        # would be that of noise, another one with every order of summation. The bound, a share of v of 2e-5 in float32
-        # and 4e-11 in float64, leaves room for what Mime adds to c and takes off again: it may be much longer than c.
+        # After a warm start v = c^2, and Mime's first local gradient is c up to rounding, so the sign of the difference
+        # would be noise that depends on the order of summation. The bound, a share of v of 2e-5 in float32 and 4e-11 in
+        # float64, also covers what Mime adds to c and subtracts again, which may be much longer than c.
         gap = v - g * g
         is_noise = gap.abs() <= torch.finfo(v.dtype).eps ** (2 / 3) * v
         return v - (1.0 - self.beta2) * g * g * torch.sign(gap).masked_fill(is_noise, 0.0)

@@ -1,4 +1,4 @@
-"""Ditto: beside the averaged model every client trains one of its own, which is held near it."""
+"""Ditto: every client also trains a personal model, regularized towards the averaged model."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -14,7 +14,7 @@ __all__ = ["Ditto"]
 
 
 class Ditto(Algorithm):
-    r"""Federated averaging, and a regularised model of each client's own.
+    r"""Federated averaging, and a regularized personal model per client.
 
     Li, Hu, Beirami and Smith, *Ditto: Fair and Robust Federated Learning Through Personalization*, ICML 2021
     (https://arxiv.org/abs/2012.04221), Algorithm 1.
@@ -24,15 +24,15 @@ class Ditto(Algorithm):
         y_i \leftarrow y_i - \eta_l\, g_i(y_i), \quad y_i = x \text{ at first}, \qquad
         x \leftarrow \sum_i p_i y_i
 
-    :math:`v_i` begins at :math:`x^0` and goes on from where the client's last round ended; it is never sent, and it is
-    the client's own model.
+    :math:`v_i` is the client's personal model. It begins at :math:`x^0`, continues from the client's last round, and is
+    never sent.
 
     Args:
-        lam: :math:`\lambda`, not negative: 0 is training alone, and a large one pulls every :math:`v_i` to x.
-        personal_rate: :math:`\eta_v / \eta_l`, positive: the directions of :math:`v_i` are multiplied by it.
-        personal_epochs: The passes over a client's data that train :math:`v_i`; by default as many steps as
-            :math:`y_i` takes.
-        batches: Whether :math:`v_i` sees the "same" batches as :math:`y_i`, as in the authors' code, or its "own".
+        lam: :math:`\lambda`, not negative: 0 trains each :math:`v_i` alone, large values pull it to x.
+        personal_rate: :math:`\eta_v / \eta_l`, positive: the factor of the directions of :math:`v_i`.
+        personal_epochs: The passes over a client's data that train :math:`v_i`; by default, :math:`v_i` takes as many
+            steps as :math:`y_i`.
+        batches: The batches of :math:`v_i`: the "same" as of :math:`y_i`, as in the authors' code, or its "own".
 
     Raises:
         FederatedError: If an argument is out of range.
@@ -60,7 +60,7 @@ class Ditto(Algorithm):
         self.own_solve = _OwnModel(self)
 
     def init_client(self, x: Vector) -> State:
-        """Return v_i = x^0."""
+        """Return the initial v_i = x^0."""
         return {"v": x.clone()}
 
     def evaluate_client_at(self, x: Vector, server: State, client: State) -> Vector:
@@ -69,7 +69,7 @@ class Ditto(Algorithm):
 
 
 class _OwnModel(Algorithm):
-    """The steps of v_i."""
+    """The inner solve that trains v_i."""
 
     reduces: Mapping[str, str] = {}
     uses_path_gradient = False
@@ -83,9 +83,9 @@ class _OwnModel(Algorithm):
         return step.client["v"]
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
-        """Return the gradient of F_i and of the pull to x, both at v_i."""
+        """Return the gradient of F_i plus the pull to x, both at v_i."""
         return self.rate * (g + self.lam * (y - step.x))
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Keep v_i, and send nothing."""
+        """Save v_i, and send nothing."""
         return Update({}, {"v": y.clone()})

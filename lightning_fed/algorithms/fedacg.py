@@ -1,4 +1,4 @@
-"""FedACG: clients start where the server's momentum leads, and are held there."""
+"""FedACG: clients start from the server's look-ahead point and are pulled to it."""
 
 import torch
 from torch import Tensor
@@ -15,16 +15,16 @@ class FedACG(Algorithm):
     r"""Federated averaging with an accelerated client gradient.
 
     Kim, Kim and Han, *Communication-Efficient Federated Learning with Accelerated Client Gradient*, CVPR 2024
-    (https://arxiv.org/abs/2201.03172), Algorithm 1, in terms of the point :math:`z = x + \lambda m` that is sent.
+    (https://arxiv.org/abs/2201.03172), Algorithm 1, in terms of the point :math:`z = x + \lambda m` sent to clients.
 
     .. math::
         y_i &\leftarrow y_i - \eta_l \left( g_i(y_i) + \beta (y_i - z) \right), \quad y_i = z \text{ at first} \\
         m &\leftarrow \lambda m + \sum_i p_i (y_i - z), \qquad x \leftarrow x + m
 
     Note:
-        The run's x is the paper's z, from which clients start; validation and checkpoints show the paper's x, which is
-        :math:`z - \lambda m`. A step in the direction assumes the server optimizer SGD(lr=1). Clients count alike
-        unless the run's ``weighting`` says otherwise.
+        The run's x is the paper's z, the clients' starting point. Validation and checkpoints use the paper's x, which
+        is :math:`z - \lambda m`. The formulas assume the server optimizer SGD(lr=1). All clients have equal weight by
+        default.
 
     Args:
         lam: The momentum :math:`\lambda`, in [0, 1); 0 is FedProx with :math:`\mu = \beta`.
@@ -45,7 +45,7 @@ class FedACG(Algorithm):
         self.beta = number(self, "beta", beta, "[0, inf)")
 
     def init_server(self, x: Vector) -> State:
-        """Return m = 0."""
+        """Return the initial m = 0."""
         return {"m": torch.zeros_like(x)}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
@@ -53,7 +53,7 @@ class FedACG(Algorithm):
         return g + self.beta * (y - step.x)
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Renew m, and step from z to the next z."""
+        """Update m, and step from z to the next z."""
         if self.lam == 0:
             return mean["delta"], {"m": mean["delta"].clone()}
         m = self.lam * server["m"] + mean["delta"]

@@ -1,4 +1,4 @@
-"""FedAvg: local steps, then the mean."""
+"""FedAvg: local steps, then the average."""
 
 from typing import Literal
 
@@ -14,22 +14,21 @@ class FedAvg(Algorithm):
     r"""Federated averaging.
 
     McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data*, AISTATS 2017
-    (https://arxiv.org/abs/1602.05629), Algorithm 1. With another server optimizer than SGD(lr=1) it is FedOpt: Reddi et
-    al., *Adaptive Federated Optimization*, ICLR 2021 (https://arxiv.org/abs/2003.00295), Algorithm 1.
+    (https://arxiv.org/abs/1602.05629), Algorithm 1. With any server optimizer other than SGD(lr=1), it is FedOpt: Reddi
+    et al., *Adaptive Federated Optimization*, ICLR 2021 (https://arxiv.org/abs/2003.00295), Algorithm 1.
 
     .. math::
         y_i \leftarrow y_i - \eta_l\, g_i(y_i), \qquad
         x \leftarrow x - \eta_g\, U(\Delta), \qquad
         \Delta = \sum_i p_i (x - y_i)
 
-    Clients are averaged with :math:`p_i` proportional to their number of examples :math:`n_i` unless the run's
-    ``weighting`` says otherwise.
+    By default, :math:`p_i` is proportional to the client's number of examples :math:`n_i` (see ``weighting``).
 
     Args:
-        pseudo_grad: The client's part of :math:`\Delta`, which the server optimizer takes as a gradient. "raw" is
-            :math:`x - y_i`; "normalized" is :math:`(x - y_i) / (\eta_l K_i)`, the mean gradient along the client's
-            path, whose scale does not depend on the local rate and the number of local steps (so SGD(lr=1) is then
-            seldom the right server optimizer).
+        pseudo_grad: The client's part of :math:`\Delta`, the server optimizer's gradient. "raw" is :math:`x - y_i`.
+            "normalized" is :math:`(x - y_i) / (\eta_l K_i)`, the mean gradient along the client's path, whose scale
+            does not depend on the local rate and the number of local steps (so SGD(lr=1) is rarely a good server
+            optimizer for it).
 
     Raises:
         FederatedError: If ``pseudo_grad`` is unknown.
@@ -44,5 +43,5 @@ class FedAvg(Algorithm):
         self.uses_path_gradient = pseudo_grad == "normalized"
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model, or minus the mean gradient along its path."""
+        """Send the model's change, or minus the mean gradient along its path."""
         return Update(send={"delta": run.delta if self.pseudo_grad == "raw" else -run.path_gradient})

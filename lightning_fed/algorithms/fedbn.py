@@ -1,4 +1,4 @@
-"""FedBN: batch normalisation stays with each client."""
+"""FedBN: batch normalization stays on each client."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ __all__ = ["FedBN"]
 
 
 class FedBN(Algorithm):
-    r"""Federated averaging of everything but the layers that normalise batches.
+    r"""Federated averaging of all layers except batch normalization.
 
     Li, Jiang, Zhang, Kamp and Dou, *FedBN: Federated Learning on Non-IID Features via Local Batch Normalization*, ICLR
     2021 (https://arxiv.org/abs/2102.07623), Algorithm 1.
@@ -21,11 +21,11 @@ class FedBN(Algorithm):
         (u_i, b_i) \leftarrow (u_i, b_i) - \eta_l\, g_i(u_i, b_i), \quad u_i = x \text{ at first}, \qquad
         x \leftarrow \sum_i p_i u_i
 
-    :math:`b_i` are scales and shifts of the module's BatchNorm layers, and their running statistics, which are neither
-    sent nor averaged. The server's model has those of :math:`x^0`: what is to be looked at are clients' own models.
+    :math:`b_i` are the scales, shifts and running statistics of the module's BatchNorm layers, which are neither sent
+    nor averaged. The server model keeps those of :math:`x^0`, so evaluate the clients' personal models.
 
     Raises:
-        FederatedError: When the fit starts, if the module has no such layer.
+        FederatedError: When the fit starts, if the module has no BatchNorm layer.
 
     Example:
         >>> FedBN()

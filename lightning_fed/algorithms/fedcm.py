@@ -1,4 +1,4 @@
-"""FedCM: the server's momentum is mixed into every local step."""
+"""FedCM: every local step mixes in the server's momentum."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -27,17 +27,16 @@ class FedCM(Algorithm):
         x + \eta_g \sum_i p_i (y_i - x) \;\text{(relative)}
 
     Note:
-        The first :math:`\Delta` is zero. A client divides by the sum of the rates of its own steps, :math:`\eta_l K_i`
-        at a constant rate. With plain SGD the server divides instead, and a client sends one vector and that sum.
-        Weight decay belongs to g and is hence scaled by :math:`\alpha`. Clients count alike unless
-        the run's ``weighting`` says otherwise.
+        The initial :math:`\Delta` is zero. A client divides by the sum of the rates of its steps, :math:`\eta_l K_i` at
+        a constant rate. With plain SGD the server divides instead, and a client sends one vector and that sum. Weight
+        decay is part of g, so :math:`\alpha` scales it. All clients have equal weight by default.
 
     Args:
         alpha: The weight :math:`\alpha` of the client's own gradient, in (0, 1]; 1 is FedAvg.
         eta_g: The server's step :math:`\eta_g`, positive.
-        eta_g_mode: What :math:`\eta_g` multiplies: "paper", :math:`\Delta` itself; "relative", the mean change of the
-            clients, so that 1 lands on their mean (this scales :math:`\eta_g` by :math:`\eta_l K`, as the paper's
-            experiments do).
+        eta_g_mode: With "paper", :math:`\eta_g` multiplies :math:`\Delta`. With "relative", it multiplies the mean
+            change of the clients, so that 1 moves x to their mean (this scales :math:`\eta_g` by :math:`\eta_l K`, as
+            in the paper's experiments).
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown.
@@ -57,7 +56,7 @@ class FedCM(Algorithm):
         self.eta_g_mode = choice(self, "eta_g_mode", eta_g_mode, "relative", "paper")
 
     def init_server(self, x: Vector) -> State:
-        """Return Delta = 0."""
+        """Return the initial Delta = 0."""
         return {"delta": torch.zeros_like(x)}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
@@ -65,7 +64,7 @@ class FedCM(Algorithm):
         return self.alpha * g + (1 - self.alpha) * step.server["delta"]
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model, and the mean direction along its path or what that is divided by."""
+        """Send the model's change, and the mean direction along its path or its divisor."""
         send = {"delta": run.delta, "gradient": run.path_gradient}
         if not run.path_follows:
             return Update(send)
@@ -77,9 +76,9 @@ class FedCM(Algorithm):
         return {"gradient": send["delta"] / -send["lr_sum"][..., None]}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Step by eta_g and renew Delta."""
+        """Step by eta_g, and update Delta."""
         if self.eta_g_mode == "paper":
             direction = -self.eta_g * mean["gradient"]
-        else:  # untouched where eta_g = 1: the server then lands on the clients' mean without rounding
+        else:  # unscaled if eta_g = 1: x then becomes the clients' mean without rounding
             direction = mean["delta"] if self.eta_g == 1 else self.eta_g * mean["delta"]
         return direction, {"delta": mean["gradient"]}

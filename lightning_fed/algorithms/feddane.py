@@ -14,8 +14,8 @@ __all__ = ["FedDane"]
 class FedDane(Algorithm):
     r"""FedDANE, a federated Newton-type method.
 
-    Li et al., *FedDANE: A Federated Newton-Type Method*, Asilomar 2019 (https://arxiv.org/abs/2001.01920); compared
-    against in Appendix B of FedProx (https://arxiv.org/abs/1812.06127).
+    Li et al., *FedDANE: A Federated Newton-Type Method*, Asilomar 2019 (https://arxiv.org/abs/2001.01920); also
+    compared in Appendix B of FedProx (https://arxiv.org/abs/1812.06127).
 
     .. math::
         g = \sum_{k \in S'} p_k \nabla F_k(x), \qquad
@@ -23,12 +23,12 @@ class FedDane(Algorithm):
         x \leftarrow \sum_{i \in S} p_i y_i
 
     Note:
-        Gradients of the first phase are full-batch and cover every trainable parameter. A training client that is not
-        in the gradient cohort still takes its own :math:`\nabla F_i(x)`.
+        The first phase uses full-batch gradients of all trainable parameters. A training client outside the gradient
+        cohort also computes its :math:`\nabla F_i(x)`.
 
     Args:
         mu: The proximal coefficient :math:`\mu \ge 0`.
-        grad_cohort: "own" draws a second cohort S' for the gradient phase, as the paper does; "same" takes the training
+        grad_cohort: "own" draws a second cohort S' for the gradient phase, as in the paper; "same" uses the training
             cohort, which saves a communication.
 
     Raises:
@@ -46,5 +46,5 @@ class FedDane(Algorithm):
         self.grad_cohort = choice(self, "grad_cohort", grad_cohort, "own", "same")
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
-        """Return the gradient with the cohort's in place of the client's own at x, and the proximal term."""
+        """Return g with the client's gradient at x replaced by the cohort's, plus the proximal term."""
         return g + step.cohort_grad["x"] - step.full_grad["x"] + self.mu * (y - step.x)

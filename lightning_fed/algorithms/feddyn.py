@@ -1,4 +1,4 @@
-"""FedDyn: a dynamic regularizer per client makes local optima agree with the joint one."""
+"""FedDyn: a dynamic regularizer per client aligns local optima with the joint one."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -26,17 +26,15 @@ class FedDyn(Algorithm):
         x \leftarrow \tfrac{1}{|S|} \sum_{i \in S} y_i + d
 
     Note:
-        The exact local minimizer of the paper is the run's local steps. There is no weighted form: clients count alike
-        whatever the run's ``weighting``. The paper's :math:`\theta` is x, and a step in its direction assumes the
-        server optimizer SGD(lr=1).
+        Local steps replace the paper's exact local minimization. There is no weighted form: all clients have equal
+        weight. The paper's :math:`\theta` is x. The formulas assume the server optimizer SGD(lr=1).
 
     Args:
         alpha: The coefficient :math:`\alpha > 0` of the regularizer.
-        alpha_scaling: "none" is the paper's one :math:`\alpha` for everybody; "inverse_size" is
-            :math:`\alpha_i = \alpha \bar n / n_i` with the mean number of examples :math:`\bar n`, as in the authors'
-            code.
-        evaluate: What is validated and kept as the model: "theta", the server's x; or "mean", the mean of the last
-            cohort's :math:`y_i`, that is x without d.
+        alpha_scaling: "none" is one :math:`\alpha` for all clients, as in the paper. "inverse_size" is
+            :math:`\alpha_i = \alpha \bar n / n_i` with the mean number of examples :math:`\bar n` (the authors' code).
+        evaluate: The model to validate and save: "theta", the server's x; or "mean", the mean of the last cohort's
+            :math:`y_i`, that is x without d.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown.
@@ -61,25 +59,25 @@ class FedDyn(Algorithm):
         self.uses_mean_examples = self.alpha_scaling == "inverse_size"
 
     def init_server(self, x: Vector) -> State:
-        """Return d = 0, and the mean to evaluate (x^0 as yet) if it was asked for."""
+        """Return the initial d = 0, and the mean to evaluate (at first x^0) if requested."""
         return {"d": torch.zeros_like(x), **({"mean": x.clone()} if self.evaluate == "mean" else {})}
 
     def init_client(self, x: Vector) -> State:
-        """Return d_i = 0."""
+        """Return the initial d_i = 0."""
         return {"d_i": torch.zeros_like(x)}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return g + alpha_i (y - x + d_i)."""
         scale = step.mean_examples / step.num_examples if self.alpha_scaling == "inverse_size" else 1.0
         pull: Tensor = self.alpha * scale * (y - step.x + step.client["d_i"])
-        return g + pull.to(g.dtype)  # sizes [S, 1] may come in a wider dtype
+        return g + pull.to(g.dtype)  # sizes [S, 1] may have a wider dtype
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model, for the mean and for d, and keep the new d_i."""
+        """Send the model's change, for the mean and for d, and save the new d_i."""
         return Update(send={"delta": run.delta, "drift": run.delta}, keep={"d_i": run.client["d_i"] + run.delta})
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Renew d and step to the cohort's mean plus d."""
+        """Update d, and step to the cohort's mean plus d."""
         d = server["d"] + mean["drift"]
         return mean["delta"] + d, {"d": d, **({"mean": x + mean["delta"]} if self.evaluate == "mean" else {})}
 

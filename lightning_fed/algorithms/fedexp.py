@@ -1,4 +1,4 @@
-"""FedExP: the server extrapolates along the clients' mean, the further the less they agree."""
+"""FedExP: the server extrapolates along the clients' mean, further if they disagree more."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -25,16 +25,15 @@ class FedExP(Algorithm):
         {2 (\lVert \bar\Delta \rVert^2 + \epsilon)}\right), \qquad x \leftarrow x - \eta_g \bar\Delta
 
     Note:
-        Norms are over all parameters. The iterates oscillate, so that the mean of the last two is validated and kept as
-        the model, as in the paper's experiments; training goes on from x. A step in the direction assumes the server
-        optimizer SGD(lr=1). Clients count alike unless the run's ``weighting`` says otherwise.
+        Norms are over all parameters. Since the iterates oscillate, the mean of the last two is validated and saved, as
+        in the paper's experiments; training continues from x. The formulas assume the server optimizer SGD(lr=1). All
+        clients have equal weight by default.
 
     Args:
         eps: :math:`\epsilon`, positive.
-        eps_scaling: "paper" is :math:`\epsilon` itself; "cohort" is :math:`\lvert S \rvert \epsilon`, as in the
-            authors' code.
-        eps_decay: What :math:`\epsilon` is multiplied with after every round, in (0, 1]; the square of the rates' decay
-            in the authors' code.
+        eps_scaling: "paper" is :math:`\epsilon`, "cohort" is :math:`\lvert S \rvert \epsilon`, as in the authors' code.
+        eps_decay: The factor of :math:`\epsilon` after every round, in (0, 1]; in the authors' code, the square of the
+            rates' decay.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown.
@@ -57,18 +56,18 @@ class FedExP(Algorithm):
         self.eps_decay = number(self, "eps_decay", eps_decay, "(0, 1]")
 
     def init_server(self, x: Vector) -> State:
-        """Return what is shown beside x, which is x^0 alone, and the step of no round yet."""
+        """Return the other iterate to average with, x^0, the weight of x (1 at first), and eta_g = 1."""
         return {"previous": x.clone(), "shown": x.new_ones(1), "eta_g": x.new_ones(1)}
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model, and the square of its norm."""
+        """Send the model's change, and its squared norm."""
         return Update({"delta": run.delta, "square": run.delta.square().sum(-1, keepdim=True)})
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Step by eta_g along the mean change; the first iterate is shown by itself."""
+        """Step by eta_g along the mean change; the first iterate is evaluated alone."""
         eps = self.eps * self.eps_decay**cohort.round * (cohort.size if self.eps_scaling == "cohort" else 1)
         eta_g = (mean["square"] / (2 * (mean["delta"].square().sum() + eps))).clamp(min=1.0)
-        # untouched where eta_g = 1: the server then lands on the clients' mean without rounding
+        # unscaled if eta_g = 1: x then becomes the clients' mean without rounding
         direction = mean["delta"] if float(eta_g) == 1 else eta_g * mean["delta"]
         share = torch.ones_like(eta_g) if cohort.round == 0 else torch.full_like(eta_g, 0.5)
         return direction, {"previous": x, "shown": share, "eta_g": eta_g}

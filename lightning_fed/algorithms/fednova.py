@@ -1,4 +1,4 @@
-"""FedNova: normalized averaging when clients take unequal numbers of steps."""
+"""FedNova: normalized averaging for clients with unequal numbers of steps."""
 
 from collections.abc import Mapping
 
@@ -15,8 +15,8 @@ class FedNova(Algorithm):
     r"""Federated normalized averaging.
 
     Wang et al., *Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization*, NeurIPS 2020
-    (https://arxiv.org/abs/2007.07481), for a plain SGD client, whose accumulation vector :math:`a_i` is the rates of
-    its :math:`K_i` steps.
+    (https://arxiv.org/abs/2007.07481), for plain SGD clients, whose accumulation vector :math:`a_i` is the rates of
+    their :math:`K_i` steps.
 
     .. math::
         d_i = \frac{x - y_i}{\sum_k \eta_{i,k}}, \qquad
@@ -24,12 +24,12 @@ class FedNova(Algorithm):
         \tau_{\text{eff}} = \sum_i p_i \sum_k \eta_{i,k}
 
     At a constant rate :math:`\eta` this is the paper's :math:`x - \bar\tau\, \eta \sum_i p_i d_i` with
-    :math:`\bar\tau = \sum_i p_i K_i`. A client that steps more often no longer pulls the model towards its own optimum;
-    where all take as many steps, it is FedAvg.
+    :math:`\bar\tau = \sum_i p_i K_i`. A client with more steps no longer pulls the model towards its optimum. If all
+    clients take equally many steps, this is FedAvg.
 
     Note:
-        With another local solver than SGD, :math:`d_i` is the mean gradient along the client's path, weighted by the
-        rates: solver momentum and preconditioning act locally but are not sent.
+        With any local optimizer other than SGD, :math:`d_i` is the mean gradient along the client's path, weighted by
+        the rates: its momentum and preconditioning act locally but are not sent.
 
     Example:
         >>> FedNova()
@@ -37,7 +37,7 @@ class FedNova(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"gradient": "weighting", "lr_sum": "weighting"}
-    uncompressed = ("lr_sum",)  # [P] where parameter groups differ: an entry left out would be a step of zero
+    uncompressed = ("lr_sum",)  # [P] if parameter groups differ: an omitted entry would be a zero step
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send d_i and the sum of the rates."""
@@ -45,5 +45,5 @@ class FedNova(Algorithm):
         return Update(send={"gradient": run.path_gradient, "lr_sum": lr_sum})
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Step by the mean sum of rates along the mean of the normalized gradients."""
+        """Step by the mean sum of rates along the mean normalized gradient."""
         return -mean["lr_sum"] * mean["gradient"], server

@@ -1,4 +1,4 @@
-"""FedPer and LG-FedAvg: a part of the model is averaged, the rest stays with each client."""
+"""FedPer and LG-FedAvg: a part of the model is averaged, the rest stays on each client."""
 
 from collections.abc import Sequence
 
@@ -20,14 +20,14 @@ class FedPer(Algorithm):
         (u_i, h_i) \leftarrow (u_i, h_i) - \eta_l\, g_i(u_i, h_i), \quad u_i = x \text{ at first}, \qquad
         x \leftarrow \sum_i p_i u_i
 
-    Both parts are trained together; a client's :math:`h_i` goes on from where its last round ended. The trainer's
-    argument ``personal`` does the same for any method: this one is FedAvg.
+    Both parts are trained together; a client's :math:`h_i` continues from its last round. This is FedAvg with the
+    trainer's argument ``personal``, which works with any method.
 
     Args:
-        personal: Names, or patterns of names, of the parameters and buffers that stay with the client: ``["head.*"]``.
+        personal: Names, or patterns of names, of the parameters and buffers that stay on the client: ``["head.*"]``.
 
     Raises:
-        FederatedError: If they are no list of texts; when the fit starts, if one fits nothing in the module.
+        FederatedError: If it is not a list of strings; when the fit starts, if a pattern matches nothing in the module.
 
     Example:
         >>> FedPer(["head.*"])
@@ -38,23 +38,23 @@ class FedPer(Algorithm):
         self.personal = list(check_patterns(type(self).__name__, personal, least=1))
 
     def personal_names(self, module: nn.Module) -> Sequence[str]:
-        """Return the patterns as they were given."""
+        """Return the given patterns."""
         return self.personal
 
 
 class LGFedAvg(FedPer):
-    r"""Federated averaging of the last layers; the layers that make the representation are personal.
+    r"""Federated averaging of the last layers; the layers of the representation are personal.
 
     Liang, Liu, Ziyin, Salakhutdinov and Morency, *Think Locally, Act Globally: Federated Learning with Local and Global
-    Representations*, 2020 (https://arxiv.org/abs/2001.01523), Algorithm 1. It is :class:`FedPer` with the other part of
-    the model at home: name the representation in ``personal``. The losses by which the paper trains representations
-    beside the task's (unsupervised, adversarial) are ``training_step``'s affair.
+    Representations*, 2020 (https://arxiv.org/abs/2001.01523), Algorithm 1. It is :class:`FedPer` with the
+    representation as the ``personal`` part. Implement the paper's extra losses for representations (unsupervised,
+    adversarial) in ``training_step``.
 
     Args:
-        personal: Names, or patterns of names, of the parameters and buffers that stay with the client: ``["body.*"]``.
+        personal: Names, or patterns of names, of the parameters and buffers that stay on the client: ``["body.*"]``.
 
     Raises:
-        FederatedError: As :class:`FedPer`.
+        FederatedError: Like :class:`FedPer`.
 
     Example:
         >>> LGFedAvg(["body.*"])

@@ -1,4 +1,4 @@
-"""FedProx: a proximal term holds the clients near the server model."""
+"""FedProx: a proximal term keeps the clients near the server model."""
 
 from collections.abc import Mapping
 
@@ -24,18 +24,18 @@ class FedProx(Algorithm):
         y_i \leftarrow y_i - \eta_l \left( g_i(y_i) + \mu (y_i - x) \right), \qquad x \leftarrow \sum_i p_i y_i
 
     Note:
-        The inexact local solver is the run's own: ``local_steps`` or ``local_epochs`` of the user's optimizer, fewer
-        for stragglers. Algorithm 2 samples clients in proportion to :math:`n_i` and averages uniformly, the experiments
-        sample uniformly and weight by :math:`n_i`; the second is the default, the first a choice of sampler and
-        ``weighting``. The adaptive rule is the heuristic of the paper's appendix: the population's training loss f is
-        taken at :math:`x^0` and after every round. Where it rose, :math:`\mu` grows by ``step``; where it fell
-        ``patience`` times running, :math:`\mu` shrinks by ``step``, never below zero. The new :math:`\mu` holds from
+        The inexact local solver is ``local_steps`` or ``local_epochs`` of the user's optimizer, with fewer for
+        stragglers. Algorithm 2 samples clients in proportion to :math:`n_i` and averages uniformly; the experiments
+        sample uniformly and weight by :math:`n_i`. The latter is the default, the former a choice of sampler and
+        ``weighting``. The adaptive rule is the heuristic of the paper's appendix. It evaluates the population's
+        training loss f at :math:`x^0` and after every round. If f rises, :math:`\mu` grows by ``step``; if f falls
+        ``patience`` times in a row, :math:`\mu` shrinks by ``step``, never below zero. The new :math:`\mu` applies from
         the next round on.
 
     Args:
-        mu: :math:`\mu \ge 0`; with ``adaptive`` its start. 0 is FedAvg.
-        adaptive: ``{"step": 0.1, "patience": 5}``, or True for these values, adapts :math:`\mu`; it costs one pass over
-            all clients' data a round. None keeps it.
+        mu: :math:`\mu \ge 0`; with ``adaptive``, the initial value. 0 is FedAvg.
+        adaptive: ``{"step": 0.1, "patience": 5}``, or True for these values, adapts :math:`\mu`, at the cost of a pass
+            over all clients' data per round. None keeps it fixed.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown.
@@ -51,7 +51,7 @@ class FedProx(Algorithm):
         self.population_loss = self.adaptive is not None
 
     def init_server(self, x: Vector) -> State:
-        """Return mu; if it adapts, also the falls in a row and the last loss (none yet)."""
+        """Return mu; if it adapts, also the number of falls in a row and the last loss (none yet)."""
         mu = torch.tensor(self.mu, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         if self.adaptive is None:
             return {"mu": mu}

@@ -26,10 +26,9 @@ class FedProxVR(Algorithm):
         g_i(y_i) - g_i(y_i^-) + v \;\text{(sarah)}, \qquad y_i \leftarrow \operatorname{prox}(y_i - \eta_l v)
 
     Note:
-        The first step, along the full-batch gradient, comes before the run's local steps and is none of them.
-        :math:`y_i^-` is the iterate before; both gradients are of the same batch, with the same dropout masks. The
-        local optimizer is given :math:`(v + \mu (y_i - x)) / (1 + \eta_l \mu)`, with which plain SGD takes the proximal
-        step exactly.
+        The first step, along the full-batch gradient, comes before the run's local steps and is not counted.
+        :math:`y_i^-` is the previous iterate; both gradients use the same batch and dropout masks. The local optimizer
+        gets :math:`(v + \mu (y_i - x)) / (1 + \eta_l \mu)`, so that plain SGD takes the exact proximal step.
 
     Args:
         mu: The coefficient :math:`\mu` of the proximal term, not negative.
@@ -52,15 +51,15 @@ class FedProxVR(Algorithm):
         self.anchor_at = "x" if self.estimator == "svrg" else None
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return SARAH's iterate before the first, and how far its v is from the full-batch gradient."""
+        """Return SARAH's previous iterate, and its v minus the full-batch gradient."""
         return {} if self.estimator == "svrg" else {"before": x, "v": torch.zeros_like(x)}
 
     def start(self, x: Vector, step: Step) -> Vector:
-        """Return where the full-batch step leads."""
+        """Return the point after the full-batch step."""
         return x - step.lr * step.full_grad["x"] / (1 + step.lr * self.mu)
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
-        """Return SARAH's iterate before."""
+        """Return SARAH's previous iterate."""
         before: Vector = step.local["before"]
         return before
 
@@ -70,7 +69,7 @@ class FedProxVR(Algorithm):
         return (v + self.mu * (y - step.x)) / (1 + step.lr * self.mu)
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
-        """Keep SARAH's iterate and v."""
+        """Update SARAH's iterate and v."""
         return {} if self.estimator == "svrg" else {"before": y.clone(), "v": self._estimate(g, step)}
 
     def _estimate(self, g: Tensor, step: Step) -> Tensor:

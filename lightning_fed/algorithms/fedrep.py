@@ -1,4 +1,4 @@
-"""FedRep: every client first trains its own head on the shared representation, then the representation."""
+"""FedRep: every client first trains its head on the shared representation, then the representation."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ __all__ = ["FedRep"]
 
 
 class FedRep(FedPer):
-    r"""Federated averaging of a representation under heads that clients train first.
+    r"""Federated averaging of a representation, after clients train their heads.
 
     Collins, Hassani, Mokhtari and Shakkottai, *Exploiting Shared Representations for Personalized Federated Learning*,
     ICML 2021 (https://arxiv.org/abs/2102.07078), Algorithm 1.
@@ -22,15 +22,15 @@ class FedRep(FedPer):
         u_i \leftarrow u_i - \eta_l\, \nabla_u F_i(u_i, h_i; B), \quad u_i = x \text{ at first}, \qquad
         x \leftarrow \sum_i p_i u_i
 
-    The run's ``local_epochs`` or ``local_steps`` are those of the representation. The local optimizer starts afresh
-    between the two. Clients count alike unless the run's ``weighting`` says otherwise.
+    ``local_epochs`` or ``local_steps`` count the steps of the representation. The local optimizer is reset between the
+    two. All clients have equal weight by default.
 
     Args:
         personal: Names, or patterns of names, of the parameters and buffers of the head: ``["head.*"]``.
-        head_epochs: The passes over a client's data that train the head; ten in the paper's experiments.
+        head_epochs: The passes over a client's data that train the head; 10 in the paper's experiments.
 
     Raises:
-        FederatedError: As :class:`FedPer`, or if the number of epochs is not positive.
+        FederatedError: Like :class:`FedPer`, or if the number of epochs is not positive.
 
     Example:
         >>> FedRep(["head.*"], head_epochs=2)
@@ -47,7 +47,7 @@ class FedRep(FedPer):
 
 
 class _Head(Algorithm):
-    """The steps of the head, from which nothing is sent: personal parameters are kept anyhow."""
+    """The steps of the head, which send nothing, since personal parameters are always saved."""
 
     trains = "personal"
     own_batches = True

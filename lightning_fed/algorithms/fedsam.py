@@ -1,4 +1,4 @@
-"""FedSAM and MoFedSAM: local steps along the gradient where the loss is highest nearby."""
+"""FedSAM and MoFedSAM: local steps along the gradient at a nearby point of high loss."""
 
 from typing import Literal
 
@@ -15,13 +15,13 @@ __all__ = ["FedSAM", "MoFedSAM", "unit"]
 
 
 def unit(g: Vector, eps: float) -> Vector:
-    """Return g / (|g| + eps), with the norm of the whole vector [P]; zero if g is."""
+    """Return g / (|g| + eps), with the norm of the whole vector [P]; zero if g is zero."""
     norm = torch.linalg.vector_norm(g)
     return torch.where(norm > 0, g / (norm + eps), torch.zeros_like(g))
 
 
 class FedSAM(Algorithm):
-    r"""Federated averaging of sharpness-aware local steps.
+    r"""Federated averaging with sharpness-aware local steps.
 
     Qu et al., *Generalized Federated Learning via Sharpness Aware Minimization*, ICML 2022
     (https://arxiv.org/abs/2206.02618), Algorithm 1; also Caldarola, Caputo and Ciccone, *Improving Generalization in
@@ -32,14 +32,13 @@ class FedSAM(Algorithm):
         \qquad x \leftarrow \sum_i p_i y_i
 
     Note:
-        Both gradients are of the same batch, with the same dropout masks, and the norm is over all parameters. Where
-        the gradient is zero nothing is perturbed. Coupled weight decay belongs to both gradients, each at its own
-        point. The paper's server step is the rate of the server optimizer. Clients count alike unless the run's
-        ``weighting`` says otherwise.
+        Both gradients use the same batch and dropout masks, and the norm is over all parameters. A zero gradient gives
+        no perturbation. Coupled weight decay is part of both gradients, each at its point. The paper's server step is
+        the rate of the server optimizer. All clients have equal weight by default.
 
     Args:
         rho: The radius :math:`\rho`, not negative; 0 is FedAvg.
-        eps: What is added to the norm, not negative.
+        eps: A constant added to the norm, not negative.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range.
@@ -56,17 +55,17 @@ class FedSAM(Algorithm):
         self.eps = number(self, "eps", eps, "[0, inf)")
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
-        """Return the highest point within rho, to first order."""
+        """Return the point of highest loss within rho, to first order."""
         return y + self.rho * unit(g, self.eps)
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
-        """Return the gradient there."""
+        """Return the gradient at that point."""
         second: Tensor = step.anchor_grad
         return second
 
 
 class MoFedSAM(FedCM):
-    r"""FedCM with FedSAM's gradient in place of the client's own.
+    r"""FedCM with FedSAM's gradient instead of the client's gradient.
 
     Qu et al., *Generalized Federated Learning via Sharpness Aware Minimization*, ICML 2022
     (https://arxiv.org/abs/2206.02618), Algorithm 2.
@@ -79,15 +78,15 @@ class MoFedSAM(FedCM):
         x + \eta_g \sum_i p_i (y_i - x) \;\text{(relative)}
 
     Note:
-        The perturbation is made of the client's own gradient, without :math:`\Delta`. The rest is as in :class:`FedCM`
-        and :class:`FedSAM`.
+        The perturbation uses the client's gradient, without :math:`\Delta`. The rest is as in :class:`FedCM` and
+        :class:`FedSAM`.
 
     Args:
-        rho: The radius :math:`\rho`, not negative; 0 is FedCM.
-        alpha: The weight :math:`\alpha` of the client's gradient, in (0, 1]; 1 is FedSAM.
+        rho: The radius :math:`\rho`, not negative. 0 is FedCM.
+        alpha: The weight :math:`\alpha` of the client's gradient, in (0, 1]. 1 is FedSAM.
         eta_g: The server's step :math:`\eta_g`, positive.
-        eta_g_mode: What :math:`\eta_g` multiplies, "relative" or "paper"; see :class:`FedCM`.
-        eps: What is added to the norm, not negative.
+        eta_g_mode: The scale of :math:`\eta_g`, "relative" or "paper"; see :class:`FedCM`.
+        eps: A constant added to the norm, not negative.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown.
@@ -110,9 +109,9 @@ class MoFedSAM(FedCM):
         self.eps = number(self, "eps", eps, "[0, inf)")
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
-        """Return the highest point within rho, to first order."""
+        """Return the point of highest loss within rho, to first order."""
         return y + self.rho * unit(g, self.eps)
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
-        """Return alpha times the gradient there, plus (1 - alpha) Delta."""
+        """Return alpha times the gradient at that point, plus (1 - alpha) Delta."""
         return super().correct(step.anchor_grad, y, step)

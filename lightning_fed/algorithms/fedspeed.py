@@ -1,4 +1,4 @@
-"""FedSpeed: a proximal pull with a dual correction, and local steps that look along the gradient."""
+"""FedSpeed: a proximal term with a dual correction, and a second gradient at an ascent point."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -17,7 +17,7 @@ __all__ = ["FedSpeed"]
 
 
 class FedSpeed(Algorithm):
-    r"""Federated learning with a prox-correction and a second gradient uphill.
+    r"""Federated learning with a prox-correction and a second gradient at an ascent point.
 
     Sun, Shen, Huang, Ding and Tao, *FedSpeed: Larger Local Interval, Less Communication Round, and Higher
     Generalization Accuracy*, ICLR 2023 (https://arxiv.org/abs/2302.10429), Algorithm 1, in terms of
@@ -30,19 +30,19 @@ class FedSpeed(Algorithm):
         x \leftarrow \tfrac{1}{|S|} \sum_{i \in S} y_i + \tfrac{1}{|S|} \sum_{i \in S} d_i
 
     Note:
-        There is no weighted form: clients count alike whatever the run's ``weighting``. A step in the direction assumes
-        the server optimizer SGD(lr=1). :math:`d_i` begins at zero. Without a perturbation, and with
-        ``dual_average="all"``, this is FedDyn with :math:`\alpha = 1 / \lambda`.
+        There is no weighted form: all clients have equal weight. The formulas assume the server optimizer SGD(lr=1).
+        :math:`d_i` begins at zero. Without perturbation and with ``dual_average="all"``, this is FedDyn with
+        :math:`\alpha = 1 / \lambda`.
 
     Args:
         lam: The inverse :math:`\lambda` of the pull's coefficient, positive.
-        rho: How far :math:`\rho` the second gradient is taken uphill, not negative.
+        rho: The length :math:`\rho` of the ascent step to the second gradient's point, not negative.
         alpha: The weight :math:`\alpha` of the second gradient, in [0, 1].
-        perturb: Uphill of what: "plain", the gradient itself, as in the paper; "unit", the gradient divided by its norm
-            over all parameters plus ``eps``, as in the authors' code.
-        eps: What is added to the norm, not negative; with ``perturb="unit"`` only.
-        dual_average: Whose :math:`d_i` are averaged: "cohort", as in the paper; "all", those of all N clients, as in
-            the authors' code.
+        perturb: The ascent direction: "plain" is the gradient, as in the paper. "unit" is the gradient divided by its
+            norm over all parameters plus ``eps``, as in the authors' code.
+        eps: A constant added to the norm, not negative; with ``perturb="unit"`` only.
+        dual_average: The clients whose :math:`d_i` are averaged: the "cohort", as in the paper, or "all" N clients, as
+            in the authors' code.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown, or has no effect.
@@ -76,32 +76,32 @@ class FedSpeed(Algorithm):
             self.reduces = {"delta": "uniform", "drift": "population"}
 
     def init_server(self, x: Vector) -> State:
-        """Return d = 0, the mean over all clients, if it is wanted."""
+        """Return the initial d = 0, the mean over all clients, if it is used."""
         return {"d": torch.zeros_like(x)} if self.dual_average == "all" else {}
 
     def init_client(self, x: Vector) -> State:
-        """Return d_i = 0."""
+        """Return the initial d_i = 0."""
         return {"d_i": torch.zeros_like(x)}
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
-        """Return the point uphill."""
+        """Return the ascent point."""
         return y + self.rho * (g if self.perturb == "plain" else unit(g, self.eps))
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
-        """Return the mix of both gradients, and the pull to x - d_i."""
+        """Return the mix of both gradients, plus the pull to x - d_i."""
         pull = (y - step.x + step.client["d_i"]) / self.lam
         mixed: Tensor = (1 - self.alpha) * g + self.alpha * step.anchor_grad
         return mixed + pull
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model with the new d_i in it, or for both means apart."""
+        """Send the model's change including the new d_i, or separately for both means."""
         d_i = run.client["d_i"] + run.delta
         if self.dual_average == "cohort":
             return Update({"delta": run.delta + d_i}, {"d_i": d_i})
         return Update({"delta": run.delta, "drift": run.delta}, {"d_i": d_i})
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Step to the cohort's mean plus that of the d_i."""
+        """Step to the cohort's mean plus the mean d_i."""
         if self.dual_average == "cohort":
             return mean["delta"], server
         d = server["d"] + mean["drift"]

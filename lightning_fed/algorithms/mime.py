@@ -22,22 +22,22 @@ class MimeLite(Algorithm):
         s \leftarrow V\left( \sum_i p_i \nabla F_i(x), s \right), \qquad
         x \leftarrow \sum_i p_i y_i
 
-    U and V are the direction and the statistics of the base optimizer; s stays frozen during the local steps and
-    advances once a round, with the cohort's full-batch gradient at the old x.
+    U and V are the direction and the statistics of the base optimizer. s is frozen during local steps and advances once
+    a round, with the cohort's full-batch gradient at the old x.
 
     Note:
         All averages use the run's ``weighting``, :math:`n_i` by default. The server's step size is its optimizer's, 1
-        by default. The paper's table of base optimizers divides by the stored second moment without bias correction;
-        that is ``base=Adam(stats="old")``.
+        by default. The paper's table of base optimizers divides by the stored second moment without bias correction, as
+        ``base=Adam(stats="old")`` does.
 
     Args:
         base: The optimizer to mimic, such as ``SGDm()`` or ``Adam()`` of this package; the local optimizer must then be
-            SGD without momentum, which gives the learning rate :math:`\eta`. None mimics the very optimizer that
-            ``configure_optimizers`` returns: its statistics are loaded before every local step and dropped after it,
+            SGD without momentum, which gives the learning rate :math:`\eta`. None mimics the optimizer that
+            ``configure_optimizers`` returns: its statistics are loaded before every local step and discarded after it,
             and the server keeps them as ``solver.<parameter>.<name>``.
 
     Raises:
-        FederatedError: If ``base`` is no base optimizer.
+        FederatedError: If ``base`` is not a base optimizer.
 
     Example:
         >>> from lightning_fed.algorithms import SGDm
@@ -57,14 +57,14 @@ class MimeLite(Algorithm):
             )
         self.base = base
         self.uses_solver_state = base is None
-        self._rule = SGD() if base is None else base  # the user's own optimizer takes the plain gradient
+        self._rule = SGD() if base is None else base  # the user's optimizer gets the plain gradient
 
     def init_server(self, x: Vector) -> State:
-        """Return the statistics s before the first gradient; none yet for the user's own optimizer."""
+        """Return the statistics s before the first gradient; none yet for the user's optimizer."""
         return self._rule.init(x)
 
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
-        """Warm-start the statistics if the base optimizer asks for it."""
+        """Warm-start the statistics if the base optimizer does so."""
         return self._rule.warm_start(cohort.grad["x"], server)
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
@@ -72,7 +72,7 @@ class MimeLite(Algorithm):
         return self._rule.direction(g, step.server)
 
     def solver_state(self, server: State, local: State) -> State:
-        """Return the frozen statistics of the user's own optimizer."""
+        """Return the frozen statistics of the user's optimizer."""
         return server if self.uses_solver_state else {}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
@@ -98,13 +98,13 @@ class Mime(MimeLite):
         c = \sum_i p_i \nabla F_i(x), \qquad y_i \leftarrow y_i - \eta\, U(g_i(y_i) - g_i(x) + c,\, s)
 
     Note:
-        Both gradients :math:`g_i` are taken on the same batch, with the same augmentation and the same dropout masks.
+        Both gradients :math:`g_i` use the same batch, augmentation and dropout masks.
 
     Args:
         base: The optimizer to mimic; see :class:`MimeLite`.
 
     Raises:
-        FederatedError: If ``base`` is no base optimizer.
+        FederatedError: If ``base`` is not a base optimizer.
 
     Example:
         >>> Mime()
@@ -118,13 +118,13 @@ class Mime(MimeLite):
         return self._rule.direction(self._svrg(g, step), step.server)
 
     def _svrg(self, g: Tensor, step: Step) -> Tensor:
-        """The gradient with the same batch's gradient at x replaced by the cohort's."""
+        """Return g with the batch's gradient at x replaced by the cohort's."""
         corrected: Tensor = g - step.anchor_grad + step.cohort_grad["x"]
         return corrected
 
 
 class CMime(Mime):
-    r"""C-Mime: Mime whose clients advance a copy of the statistics after every local step.
+    r"""C-Mime: Mime with clients that advance a copy of the statistics after every local step.
 
     Karimireddy et al., *Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning*, 2020
     (https://arxiv.org/abs/2008.03606), Appendix B.1. The rest is as in :class:`Mime`.
@@ -132,7 +132,7 @@ class CMime(Mime):
     .. math::
         g = g_i(y_i) - g_i(x) + c, \qquad y_i \leftarrow y_i - \eta\, U(g, s_i), \qquad s_i \leftarrow V(g, s_i)
 
-    Each client starts from :math:`s_i = s` and discards its copy at the end; the server's s advances as in Mime.
+    Each client starts with :math:`s_i = s` and discards its copy at the end; the server's s advances as in Mime.
 
     Note:
         The local statistics advance with the corrected gradient g.
@@ -141,7 +141,7 @@ class CMime(Mime):
         base: The optimizer to mimic, such as ``SGDm()`` or ``Adam()`` of this package.
 
     Raises:
-        FederatedError: If ``base`` is no base optimizer.
+        FederatedError: If ``base`` is not a base optimizer.
 
     Example:
         >>> from lightning_fed.algorithms import SGDm

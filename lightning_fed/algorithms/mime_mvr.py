@@ -13,7 +13,7 @@ from lightning_fed.core.types import State, Vector
 __all__ = ["MimeMVR"]
 
 _POINTS = {"eq15": ("x", "x_prev"), "lemma9": ("x_prev", "x_prev"), "current": ("x", "x")}
-"""Where the batch gradient A and the cohort gradient C of a local step are taken."""
+"""The points of the batch gradient A and the cohort gradient C of a local step."""
 
 
 class MimeMVR(Algorithm):
@@ -27,12 +27,12 @@ class MimeMVR(Algorithm):
         m &\leftarrow a\, \bar g(x) + (1 - a)\, m + (1 - a) \left( \bar g(x) - \bar g(x^-) \right), \qquad
         x \leftarrow \sum_i p_i y_i
 
-    :math:`\bar g(z) = \sum_i p_i \nabla F_i(z)` over this round's cohort with full batches; :math:`x^-` is the server
-    model one round ago, and x itself in the first round.
+    :math:`\bar g(z) = \sum_i p_i \nabla F_i(z)` over this round's cohort with full batches. :math:`x^-` is the server
+    model one round ago, and x in the first round.
 
     Note:
-        Equations 14 and 15 mix x and :math:`x^-`, while the paper's Lemma 9 needs :math:`x^-` in both places; and the
-        first m is undefined. Both are named options.
+        Equations 14 and 15 mix x and :math:`x^-`, but the paper's Lemma 9 needs :math:`x^-` in both places. The first m
+        is undefined. ``anchor`` and ``m0`` choose.
 
         The paper's theorem IV takes :math:`\eta \le \min(\frac{1}{15 K} (F S / (T \delta^2 G^2))^{1/3}, \frac1L,
         \frac{1}{40 \delta K})` and :math:`a = 1536\, \eta^2 \delta^2 K^2`, with :math:`F = f(x^0) - f^*`, S clients
@@ -41,9 +41,9 @@ class MimeMVR(Algorithm):
 
     Args:
         a: The weight of the new gradient, :math:`a` in [0, 1].
-        anchor: Where A and C lie: "eq15", A = x and C = :math:`x^-`; "lemma9", both at :math:`x^-`; "current", both at
-            x, which for ``a=1`` is Mime over SGD.
-        m0: The first m: "grad", the first cohort's gradient at :math:`x^0`; "zeros", nothing.
+        anchor: The points A and C. "eq15": A = x and C = :math:`x^-`. "lemma9": both are :math:`x^-`. "current": both
+            are x, which for ``a=1`` is Mime over SGD.
+        m0: The first m: "grad" for the first cohort's gradient at :math:`x^0`, or "zeros".
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown.
@@ -68,12 +68,12 @@ class MimeMVR(Algorithm):
         self.anchor_at, self._center_at = _POINTS[self.anchor]
 
     def init_server(self, x: Vector) -> State:
-        """Return m = 0 (and whether that is its start or only stands for one to come) and x^- = x^0."""
+        """Return m = 0, whether that is the first m or a placeholder, and x^- = x^0."""
         has_m = torch.full((), float(self.m0 == "zeros"), dtype=x.dtype, device=x.device)
         return {"m": torch.zeros_like(x), "has_m": has_m, "x_prev": x.clone()}
 
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
-        """Start m at the first cohort's gradient if that was asked for."""
+        """Set the first m to the first cohort's gradient if requested."""
         return {**server, "m": torch.where(server["has_m"] > 0, server["m"], cohort.grad["x"])}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
@@ -82,7 +82,7 @@ class MimeMVR(Algorithm):
         return v
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Renew m with gradients at x and at x^-, and remember x."""
+        """Update m with gradients at x and at x^-, and save x."""
         g, g_prev = cohort.grad["x"], cohort.grad["x_prev"]
         m = self.a * g + (1 - self.a) * server["m"] + (1 - self.a) * (g - g_prev)
         return mean["delta"], {"m": m, "has_m": torch.ones_like(server["has_m"]), "x_prev": x.clone()}

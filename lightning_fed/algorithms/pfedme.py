@@ -1,4 +1,4 @@
-"""pFedMe: clients approximate their own models on every batch, and send what these pull along."""
+"""pFedMe: clients approximate personal models on every batch, and send the points that these pull."""
 
 import torch
 from torch import Tensor
@@ -22,15 +22,15 @@ class PFedMe(Algorithm):
         w_i \leftarrow w_i - \eta_l \lambda (w_i - \theta_i), \qquad
         x \leftarrow \sum_i p_i w_i
 
-    Both begin at x. :math:`\theta_i` is what the local optimizer steps, and goes on from batch to batch. It is the
-    client's own model after its last round, and :math:`x^0` before its first. The paper's
-    :math:`(1 - \beta) x + \beta \sum_i p_i w_i` is the server optimizer SGD(lr=beta). Clients count alike unless the
-    run's ``weighting`` says otherwise.
+    Both begin at x. The local optimizer trains :math:`\theta_i`, which continues from batch to batch. It is the
+    client's personal model after its last round, and :math:`x^0` before its first. The paper's
+    :math:`(1 - \beta) x + \beta \sum_i p_i w_i` is the server optimizer SGD(lr=beta). Default weights are equal.
 
     Args:
-        lam: :math:`\lambda`, positive; :math:`\eta_l \lambda` must stay below 1. The paper has 15, and rates near 0.01.
-        inner_steps: The steps of :math:`\theta_i` on every batch, each a local step: ``local_steps`` counts them.
-        personal_rate: :math:`\eta_\theta / \eta_l`, positive: the directions of :math:`\theta_i` are multiplied by it.
+        lam: :math:`\lambda`, positive; :math:`\eta_l \lambda` must stay below 1. The paper uses 15, and rates near
+            0.01.
+        inner_steps: The steps of :math:`\theta_i` on every batch; ``local_steps`` counts each of them.
+        personal_rate: :math:`\eta_\theta / \eta_l`, positive: the factor of the directions of :math:`\theta_i`.
 
     Raises:
         FederatedError: If an argument is out of range.
@@ -51,23 +51,23 @@ class PFedMe(Algorithm):
         self.steps_per_batch = self.inner_steps
 
     def init_client(self, x: Vector) -> State:
-        """Return theta_i = x^0, for those who look at it before the client's first round."""
+        """Return theta_i = x^0, the personal model before the client's first round."""
         return {"theta": x.clone()}
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return w_i = x, and the number of steps so far."""
+        """Return the initial w_i = x, and a step count of zero."""
         return {"w": x, "k": torch.zeros((), dtype=x.dtype, device=x.device)}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
-        """Return the gradient of F_i and of the pull to w_i, both at theta_i."""
+        """Return the gradient of F_i plus the pull to w_i, both at theta_i."""
         return self.personal_rate * (g + self.lam * (y - self._w(y, step)))
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
-        """Count the step."""
+        """Update w_i, and count the step."""
         return {"w": self._w(y, step), "k": step.local["k"] + 1}
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of w_i, and keep theta_i."""
+        """Send the change of w_i, and save theta_i."""
         lr = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device) / run.num_steps
         return Update({"delta": self._pulled(run.local["w"], y, lr) - run.x}, {"theta": y.clone()})
 
@@ -76,7 +76,7 @@ class PFedMe(Algorithm):
         return client["theta"]
 
     def _w(self, theta: Tensor, step: Step) -> Tensor:
-        """Return w_i, which the theta_i of the last batch pulls as a new one begins."""
+        """Return w_i, which moves towards the last batch's theta_i when a new batch begins."""
         k, w = step.local["k"], step.local["w"]
         begins = (k > 0) & (k % self.inner_steps == 0)
         return torch.where(begins, self._pulled(w, theta, step.lr), w)

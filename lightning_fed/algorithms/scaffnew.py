@@ -1,4 +1,4 @@
-"""Scaffnew: proximal skipping, in which everybody takes the same number of corrected steps between two means."""
+"""Scaffnew: proximal skipping, in which all clients take equally many corrected steps between averages."""
 
 from collections.abc import Mapping
 
@@ -25,11 +25,11 @@ class Scaffnew(Algorithm):
         h_i \leftarrow h_i + \tfrac{p}{\eta_l} (x - y_i)
 
     Note:
-        In the paper a coin that shows heads with probability p, the same for everybody, ends the local steps; a run has
-        the ``local_steps`` that it is given, of which :math:`1 / p` is the expected number. Everybody takes part in
-        every round, with the same number of steps: all else is refused. :math:`h_i` begins at zero, and a client renews
-        it when it gets the next x. :math:`\eta_l` is the mean of the rates of the client's own steps. There is no
-        weighted form. A step in the direction assumes the server optimizer SGD(lr=1).
+        In the paper, a shared coin with probability p ends the local steps; here, ``local_steps`` fixes their number,
+        whose expectation in the paper is :math:`1 / p`. All clients must participate in every round, with the same
+        number of steps; other settings raise. :math:`h_i` begins at zero, and a client updates it when it gets the next
+        x. :math:`\eta_l` is the mean of the rates of the client's steps. There is no weighted form. The formulas assume
+        the server optimizer SGD(lr=1).
 
     Args:
         prob: p, in (0, 1].
@@ -50,11 +50,11 @@ class Scaffnew(Algorithm):
         self.prob = number(self, "prob", prob, "(0, 1]")
 
     def init_client(self, x: Vector) -> State:
-        """Return h_i = 0, which nothing is to be added to."""
+        """Return the initial h_i = 0, without an update to add."""
         return {"h_i": torch.zeros_like(x), "y_i": x.clone(), "scale": torch.zeros_like(x)}
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return the h_i of the round, now that the mean of the last one is known."""
+        """Return this round's h_i, given the mean of the last round."""
         return {"h_i": client["h_i"] + client["scale"] * (x - client["y_i"])}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
@@ -62,7 +62,7 @@ class Scaffnew(Algorithm):
         return g - step.local["h_i"]
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model, and keep what the next h_i is made of."""
+        """Send the model's change, and save the parts of the next h_i."""
         scale = self.prob * run.num_steps / torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
         kept = {"h_i": run.local["h_i"], "y_i": y.clone(), "scale": scale.expand_as(y).clone()}
         return Update({"delta": run.delta}, kept)

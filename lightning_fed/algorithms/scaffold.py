@@ -1,7 +1,7 @@
 """SCAFFOLD: control variates take the client drift out of the local steps."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,10 @@ class Scaffold(Algorithm):
         c \leftarrow c + \tfrac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
     Note:
-        The paper leaves :math:`c^0` and :math:`c_i^0` open: zero. The gradient of option i is full-batch. Option ii
+        Algorithm 1 leaves :math:`c^0` and :math:`c_i^0` open. With ``initial="gradient"`` they are
+        :math:`c_i^0 = \nabla F_i(x^0)` for the clients of the first round, and
+        :math:`c^0 = \tfrac{1}{N} \sum_{i \in S} c_i^0`. Clients that come later start at zero, so that :math:`c` is the
+        mean of all :math:`c_i` with either start. The gradient of option i is full-batch. Option ii
         divides by the sum of the rates of the client's own steps, which is :math:`K_i \eta_l` at a constant rate; with
         another local solver than SGD it takes the mean corrected gradient along the path. With plain SGD one vector and
         that sum travel: :math:`c_i^+ - c_i = (x - y_i) / (K_i \eta_l) - c`. There is no weighted form: clients count
@@ -37,9 +40,11 @@ class Scaffold(Algorithm):
     Args:
         option: How the client's control variate is renewed: "ii" costs nothing more, "i" one pass over the client's
             data a round.
+        initial: What the clients of the first round begin with: "zero", or "gradient", their full-batch gradients, for
+            one more pass over their data and one more exchange of vectors in that round.
 
     Raises:
-        FederatedError: If ``option`` is unknown.
+        FederatedError: If ``option`` or ``initial`` is unknown.
 
     Example:
         >>> Scaffold(option="i").full_grad_at
@@ -49,12 +54,24 @@ class Scaffold(Algorithm):
     reduces: Mapping[str, str] = {"delta": "uniform", "delta_c": "population"}
 
     aside = ("lr_sum",)
-    full_grad_for = "client"
+    full_grad_mean = "population"
 
-    def __init__(self, option: Literal["ii", "i"] = "ii") -> None:
+    def __init__(self, option: Literal["ii", "i"] = "ii", initial: Literal["zero", "gradient"] = "zero") -> None:
         self.option = choice(self, "option", option, "ii", "i")
-        self.full_grad_at = ("x",) if option == "i" else ()
+        self.initial = choice(self, "initial", initial, "zero", "gradient")
+        self.full_grad_at = ("x",) if option == "i" or initial == "gradient" else ()
+        self.full_grad_for = "both" if initial == "gradient" else "client"
         self.uses_path_gradient = option == "ii"
+
+    def options(self) -> dict[str, Any]:
+        """Return the hyper-parameters; "zero" is left out, as checkpoints from before there was a choice have none."""
+        return {name: value for name, value in super().options().items() if (name, value) != ("initial", "zero")}
+
+    def full_grad_readers(self, round: int) -> str:
+        """Return "both" where control variates begin with gradients; later, the client if option i needs its own."""
+        if self.initial == "gradient" and round == 0:
+            return "both"
+        return "client" if self.option == "i" else "nobody"
 
     def init_server(self, x: Vector) -> State:
         """Return c = 0."""
@@ -63,6 +80,14 @@ class Scaffold(Algorithm):
     def init_client(self, x: Vector) -> State:
         """Return c_i = 0."""
         return {"c_i": torch.zeros_like(x)}
+
+    def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
+        """Begin with the sum of the cohort's first c_i, divided by N, where these are gradients."""
+        return {"c": cohort.grad["x"]} if self.initial == "gradient" and cohort.round == 0 else server
+
+    def begin_client(self, client: State, full_grad: State) -> State:
+        """Return c_i = the client's full-batch gradient; asked in the first round only."""
+        return {"c_i": full_grad["x"]}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return g - c_i + c."""

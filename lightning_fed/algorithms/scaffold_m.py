@@ -18,8 +18,8 @@ class ScaffoldM(Algorithm):
     r"""Stochastic controlled averaging with client-level momentum.
 
     Cheng, Huang, Wu and Yuan, *Momentum Benefits Non-IID Federated Learning Simply and Provably*, ICLR 2024
-    (https://arxiv.org/abs/2306.16504), Algorithm 2. The same with FedAvg, their FedAvg-M, is
-    :class:`lightning_fed.algorithms.FedCM` with :math:`\alpha = \beta`.
+    (https://arxiv.org/abs/2306.16504), Algorithm 2. Their FedAvg-M is :class:`lightning_fed.algorithms.FedCM` with
+    :math:`\alpha = \beta`.
 
     .. math::
         y_i &\leftarrow y_i - \eta_l \left( \beta (g_i(y_i) - c_i + c) + (1 - \beta) g \right) \\
@@ -30,14 +30,14 @@ class ScaffoldM(Algorithm):
         c \leftarrow c + \tfrac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
     Note:
-        c, :math:`c_i` and g begin at zero. :math:`c_i^+` is the mean of the client's own gradients, without correction.
-        There is no weighted form: clients count alike whatever the run's ``weighting``.
+        c, :math:`c_i` and g begin at zero. :math:`c_i^+` is the mean of the client's gradients, without correction.
+        There is no weighted form: all clients have equal weight.
 
     Args:
         beta: The weight :math:`\beta` of the corrected gradient, in (0, 1]; 1 is SCAFFOLD with these :math:`c_i`.
         gamma: The server's step :math:`\gamma`, positive.
-        gamma_mode: What :math:`\gamma` multiplies: "paper", g itself; "relative", the mean change of the clients, so
-            that 1 lands on their mean.
+        gamma_mode: With "paper", :math:`\gamma` multiplies g. With "relative", it multiplies the mean change of the
+            clients, so that 1 moves x to their mean.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range or unknown.
@@ -56,15 +56,15 @@ class ScaffoldM(Algorithm):
         self.gamma_mode = choice(self, "gamma_mode", gamma_mode, "relative", "paper")
 
     def init_server(self, x: Vector) -> State:
-        """Return c = 0 and g = 0."""
+        """Return the initial c = 0 and g = 0."""
         return {"c": torch.zeros_like(x), "g": torch.zeros_like(x)}
 
     def init_client(self, x: Vector) -> State:
-        """Return c_i = 0."""
+        """Return the initial c_i = 0."""
         return {"c_i": torch.zeros_like(x)}
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return the sum of no gradient yet."""
+        """Return the initial sum of gradients, zero."""
         return {"sum": torch.zeros_like(x)}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
@@ -73,11 +73,11 @@ class ScaffoldM(Algorithm):
         return self.beta * corrected + (1 - self.beta) * step.server["g"]
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
-        """Add the client's own gradient."""
+        """Add the client's gradient."""
         return {"sum": step.local["sum"] + g}
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the change of the model, its mean direction and the change of c_i, and keep the new c_i."""
+        """Send the model's change, its mean direction and the change of c_i, and save the new c_i."""
         new = run.local["sum"] / run.num_steps
         send = {"delta": run.delta, "gradient": run.path_gradient, "delta_c": new - run.client["c_i"]}
         if not run.path_follows:
@@ -90,7 +90,7 @@ class ScaffoldM(Algorithm):
         return {"gradient": send["delta"] / -send["lr_sum"][..., None]}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Step by gamma, renew g, and move c by |S|/N times the cohort's mean change of c_i."""
+        """Step by gamma, update g, and move c by |S|/N times the cohort's mean change of c_i."""
         if self.gamma_mode == "paper":
             direction = -self.gamma * mean["gradient"]
         else:

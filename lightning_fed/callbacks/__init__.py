@@ -12,7 +12,7 @@ from lightning_fed.callbacks.measures import (
     Measure,
     TrainingLoss,
 )
-from lightning_fed.callbacks.progress import RoundProgressBar
+from lightning_fed.callbacks.progress import RoundLines, RoundProgressBar
 from lightning_fed.callbacks.round_logger import RoundLogger, SimulatedTime
 from lightning_fed.callbacks.split_picture import SplitPicture
 from lightning_fed.callbacks.summary import RunSummary
@@ -30,6 +30,7 @@ __all__ = [
     "LocalIterates",
     "Measure",
     "PersonalizedAccuracy",
+    "RoundLines",
     "RoundLogger",
     "RoundProgressBar",
     "RunSummary",

@@ -96,9 +96,13 @@ def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Cal
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
-def hears(trainer: pl.Trainer, hook: str) -> bool:
-    """Whether any :class:`FederatedCallback` overrides a hook."""
-    return any(isinstance(c, FederatedCallback) and uses_hook(c, hook, FederatedCallback) for c in trainer.callbacks)
+def hears(trainer: pl.Trainer, *hooks: str) -> bool:
+    """Whether any :class:`FederatedCallback` overrides one of some hooks."""
+    return any(
+        isinstance(callback, FederatedCallback) and uses_hook(callback, hook, FederatedCallback)
+        for callback in trainer.callbacks
+        for hook in hooks
+    )
 
 
 def reads_reports(trainer: pl.Trainer) -> bool:

@@ -1,21 +1,29 @@
-"""One progress bar over rounds."""
+"""The progress of a run: one bar over rounds on a terminal, lines elsewhere."""
 
+import logging
 import sys
+import time
 from typing import Any
 
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import Tqdm, TrainerFn
-from lightning_fed.core.arguments import check_count, check_flags
+from lightning_fed.core.arguments import check_count, check_flags, check_number
 from lightning_fed.core.rounds import ClientReport, RoundReport
 
-__all__ = ["RoundProgressBar"]
+__all__ = ["RoundLines", "RoundProgressBar", "shows_information"]
+
+
+def shows_information() -> bool:
+    """Whether Lightning's logger shows information: a run prints its lines and its summary only then."""
+    return logging.getLogger(pl.__name__).isEnabledFor(logging.INFO)
 
 
 class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     """Show one bar whose unit is the round, with the metrics logged with ``prog_bar=True``.
 
-    ``validate``, ``test`` and ``predict`` show Lightning's own bars.
+    ``validate``, ``test`` and ``predict`` show Lightning's own bars. Bars are drawn on a terminal and in notebooks,
+    since a file would keep every update. :class:`RoundLines` prints lines there.
 
     Args:
         refresh_rate: Redraw the metrics every so many rounds; 0 hides the bar.
@@ -31,6 +39,11 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
         check_count("RoundProgressBar", "process_position", process_position, least=0)
         check_flags("RoundProgressBar", leave=leave)
         super().__init__(refresh_rate, process_position, leave)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are drawn: only where a carriage return overwrites the line."""
+        return super().is_enabled and (sys.stdout.isatty() or hasattr(sys, "ps1"))  # a notebook has the latter
 
     # nothing to do per batch, and Lightning skips what is not there
     on_train_batch_start = pl.Callback.on_train_batch_start
@@ -88,3 +101,52 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
+
+
+class RoundLines(FederatedCallback):
+    """Print a line such as ``round 10/50  val_acc 0.83  3.2 s/round`` now and then, where no progress bar is drawn.
+
+    Every trainer has one, except with ``barebones=True``. It is for batch jobs: it prints where the output is not a
+    terminal, or with ``enable_progress_bar=False``. A line has the metrics logged with ``prog_bar=True``, or else the
+    cohort's training loss, and the mean time of a round since the last line, validation included. The first process
+    prints. No lines are printed if Lightning's logger shows no information
+    (``logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)``), which is what ``lightning-fed fit -q`` does.
+
+    Args:
+        seconds: Print after a round that ends this many seconds after the last line.
+        every_n_rounds: Print after every n rounds as well; by default after each tenth of ``max_rounds``.
+
+    Raises:
+        FederatedError: If an argument is not allowed.
+
+    Example:
+        >>> RoundLines(every_n_rounds=10).seconds
+        30.0
+    """
+
+    def __init__(self, seconds: float = 30.0, every_n_rounds: int | None = None) -> None:
+        self.seconds = check_number("RoundLines", "seconds", seconds, least=0)
+        if every_n_rounds is not None:
+            check_count("RoundLines", "every_n_rounds", every_n_rounds, least=1)
+        self.every_n_rounds = every_n_rounds
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._round, self._time = trainer.fit_loop.round, time.monotonic()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print a line if one is due."""
+        now, done, limit = time.monotonic(), trainer.fit_loop.round, trainer.max_epochs or 0
+        every = self.every_n_rounds or -(-limit // 10)
+        is_due = now - self._time >= self.seconds or (every > 0 and done % every == 0)
+        bar = trainer.progress_bar_callback
+        has_bar = getattr(bar, "is_enabled", bar is not None)
+        if has_bar or not (is_due and trainer.is_global_zero and shows_information()):
+            return
+        shown = trainer.progress_bar_metrics or {
+            name: value for name, value in trainer.callback_metrics.items() if name == "client/loss"
+        }
+        metrics = [f"{name} {float(value):.4g}" for name, value in shown.items()]
+        rate = f"{(now - self._time) / (done - self._round):.2g} s/round"
+        print("  ".join([f"round {done}/{limit}" if limit > 0 else f"round {done}", *metrics, rate]), flush=True)
+        self._round, self._time = done, now

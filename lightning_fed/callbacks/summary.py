@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.callbacks.progress import shows_information
 from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
@@ -16,6 +17,8 @@ _SHOWN = 5  # clients that failed, those that did so most often
 
 class RunSummary(FederatedCallback):
     """Print a short summary when a fit ends.
+
+    It is information, as the lines of :class:`RoundLines` are: where Lightning's logger shows none, it is not printed.
 
     Attributes:
         resume_with: How to resume, with places for ``path``, ``logs`` and ``rounds``; the command line sets its own.
@@ -58,7 +61,8 @@ class RunSummary(FederatedCallback):
         """Print the summary on the first rank."""
         loop = trainer.fit_loop
         log_dir = trainer.log_dir  # which all processes must ask for
-        if not trainer.is_global_zero or loop.round == 0 or not loop.run_state.has_server:
+        is_shown = trainer.is_global_zero and shows_information()
+        if not is_shown or loop.round == 0 or not loop.run_state.has_server:
             return
         state = loop.state
         rows = [(name, self._metric(trainer, name)) for name in sorted(self._last)]

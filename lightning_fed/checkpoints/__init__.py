@@ -1,1 +1,1 @@
-"""Checkpoints: files, folders, search, what they hold, and how a run is restored from one."""
+"""Checkpoints: files, folders, search, contents, and restoring a run."""

@@ -1,4 +1,4 @@
-"""Where a run keeps its clients' states, how checkpoints refer to them, and when they are deleted."""
+"""The storage of a run's client states, checkpoints' references to them, and their deletion."""
 
 import os
 import re
@@ -25,29 +25,29 @@ from lightning_fed.strategies.processes import Ranks
 
 __all__ = ["MEMORY_LIMIT", "ClientStatesPlace", "StoreFolder", "is_reference", "shards_of"]
 
-MEMORY_LIMIT = 2**30  # bytes of all clients' states from which on client_states="auto" keeps them on disk
+MEMORY_LIMIT = 2**30  # from this size of all clients' states on, client_states="auto" uses the disk
 FOLDER = "client_states"
-_FORMAT = 2  # of the store on disk
-_GARBAGE = 8  # at most one in so many versions is garbage when a checkpoint has been saved
+_FORMAT = 2  # the disk store's format
+_GARBAGE = 8  # at most one in this many versions is garbage after a checkpoint is saved
 _SHARD = re.compile(r"[0-9a-f]{16}-\d{4,}")  # run and rank
-_RUNS: set[str] = set()  # whose shards this process or its peers clean up
+_RUNS: set[str] = set()  # runs whose shards this process or its peers clean up
 Result = TypeVar("Result")
 Reference = Mapping[str, Any]
 
 
 class StoreFolder:
-    """A folder of shards that one run at a time uses."""
+    """A folder of shards; one run at a time uses it."""
 
-    patience = 10.0  # seconds to wait for another run; a killed one may leave data loaders that hold the lock that long
+    patience = 10.0  # seconds to wait for another run; data loaders of a killed one may hold the lock that long
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = FileLock(path / "lock", thread_local=False)
-        self.newest = ""  # the last version, whose checkpoint may still be to come
-        self.written = self._kept = 0  # versions since the garbage was collected, and that were left then
+        self.newest = ""  # the last version, whose checkpoint may not exist yet
+        self.written = self._kept = 0  # versions since the last garbage collection, and versions left then
 
     def acquire(self) -> None:
-        """Make the folder if it is missing, and keep other runs out; a folder of the old format is refused."""
+        """Create the folder if it is missing, and lock it; raise for the old format."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=self.patience)
@@ -65,7 +65,7 @@ class StoreFolder:
             raise _old_format(self.path)
 
     def register(self, reference: Reference, checkpoint: Path) -> None:
-        """Note where a version's checkpoint is, if it is a copy, or if it or the folder was moved."""
+        """Record the path of a version's checkpoint, which may be a copy, or moved."""
         found = relative(checkpoint, self.path)
         for shard in shards_of(reference):
             row = (reference["version"], found, shard.number)
@@ -73,18 +73,18 @@ class StoreFolder:
                 db.execute("INSERT OR IGNORE INTO versions VALUES (?, ?, ?)", row)
 
     def collect_if_due(self, rank: int) -> None:
-        """Call :meth:`collect` if many of the versions may have become garbage since it was last called.
+        """Call :meth:`collect` if many versions may have become garbage since its last call.
 
-        It looks at all versions and checkpoints there are. A run that keeps thousands of checkpoints would spend more
-        time there with every one that it adds.
+        It checks all versions and checkpoints, which would take a run with thousands of checkpoints longer and longer
+        for each one added.
         """
         if self.written and _GARBAGE * self.written >= self._kept:
             self.collect(rank)
 
     def collect(self, rank: int) -> None:
-        """Delete what neither checkpoints nor stores of this process need of the shards that it cleans up.
+        """Delete data in shards that neither checkpoints nor this process's stores need.
 
-        These are the process's own. The first process also cleans up those of other runs, which may have been killed.
+        Each process cleans its shards. The first one also cleans those of other runs, which may have been killed.
         """
         found: dict[Index, set[tuple[str, str]]] = {}
         with ExitStack() as opened:
@@ -92,7 +92,7 @@ class StoreFolder:
                 if not _SHARD.fullmatch(path.name) or not _is_cleaned_here(path.name, rank):
                     continue
                 index = _index(path)
-                # a shard that is damaged, in use after its fit, or gone is left alone
+                # skip a shard that is damaged, in use after its fit, or gone
                 with suppress(sqlite3.Error, FederatedError):
                     if index.path.exists():
                         opened.enter_context(index.opened())
@@ -108,9 +108,9 @@ class StoreFolder:
                     shutil.rmtree(index.folder, ignore_errors=True)
 
     def _wanted(self, versions: set[tuple[str, str]]) -> set[str]:
-        """Return which versions, each with a checkpoint that referred to it, a checkpoint refers to or may refer to.
+        """Return the versions that a checkpoint may refer to, given each version's known checkpoint.
 
-        Checkpoints are asked themselves: one may have been renamed, or replaced by another of the same name.
+        It reads the checkpoints, since they may have been renamed, or replaced by others of the same name.
         """
         known = {(name, os.path.normpath(self.path / checkpoint)) for name, checkpoint in versions}
         files = {path for _, path in known}
@@ -124,7 +124,7 @@ class StoreFolder:
 
 
 def _index(shard: Path) -> Index:
-    """Return the index of a shard: that of the store which uses it in this process, if there is one."""
+    """Return the index of a shard: that of this process's store, if there is one."""
     return INDICES.get(shard) or Index(shard)
 
 
@@ -134,12 +134,12 @@ def _is_cleaned_here(shard: str, rank: int) -> bool:
 
 
 def _clean_after(store: DiskClientStore, rank: int, is_shared: bool) -> None:
-    """Collect garbage when a store is gone, unless a run is at work in the folder; of a shared one after a wait."""
+    """Collect garbage when a store is gone, unless a run uses the folder; after a wait if it is shared."""
     weakref.finalize(store, _clean, store.folder, store.index, rank, 1.0 if is_shared else 0.0, os.getpid())
 
 
 def _clean(path: Path, index: Index, rank: int, patience: float, process: int) -> None:
-    if process != os.getpid():  # a forked child drops its copy of the store: the parent's may live on
+    if process != os.getpid():  # a forked child drops its copy of the store, but the parent's may be in use
         return
     index.close()
     index.is_used = False
@@ -153,12 +153,12 @@ def _clean(path: Path, index: Index, rank: int, patience: float, process: int) -
 
 
 def is_reference(client_states: Any) -> bool:
-    """Whether a checkpoint's client states are in a store beside it, and not in the checkpoint."""
+    """Return whether a checkpoint refers to client states in a store, instead of containing them."""
     return isinstance(client_states, Mapping) and "version" in client_states
 
 
 def shards_of(reference: Reference) -> list[Shard]:
-    """Return the shards that a checkpoint refers to; anything else is refused."""
+    """Return the shards that a checkpoint refers to; raise if they are invalid."""
     saved: Any = reference.get("shards")
     for shard in saved if isinstance(saved, list) else [saved]:
         kinds = [type(part) for part in shard] if isinstance(shard, list) else []
@@ -168,7 +168,7 @@ def shards_of(reference: Reference) -> list[Shard]:
 
 
 def _find_store(reference: Reference, checkpoint: Path) -> Path:
-    """Return the folder that a checkpoint refers to; name what to copy along if it is missing."""
+    """Return the folder that a checkpoint refers to; if missing, the error names the folder to copy."""
     path = Path(str(reference.get("path")))
     beside = [checkpoint.parent / path, checkpoint.parent / path.name]
     linked = [folder.resolve() for folder in (*beside, checkpoint.resolve().parent / path)]
@@ -176,7 +176,7 @@ def _find_store(reference: Reference, checkpoint: Path) -> Path:
     if reference.get("format") != _FORMAT:
         raise _old_format(next(iter(folders), path))
     names = [shard.name for shard in shards_of(reference)]
-    if folders:  # the first one that has all, or the first one
+    if folders:  # the first one that has all, or else the first one
         return max(folders, key=lambda folder: all((folder / name).is_dir() for name in names))
     raise FederatedError(
         f"{checkpoint} keeps its client states in the folder {str(path)!r} beside it, and there is none. Copy that"
@@ -193,10 +193,10 @@ def _old_format(folder: Path) -> FederatedError:
 
 
 def _referred_version(checkpoint: str) -> str | None:
-    """Return the version that a checkpoint refers to, "" if to none, None if it cannot be read."""
+    """Return the version that a checkpoint refers to, "" if none, None if it cannot be read."""
     try:
         saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
-    except Exception:  # whatever a damaged file leads to
+    except Exception:  # any error that a damaged file causes
         return None
     try:
         states = saved["loops"]["fit_loop"]["state_dict"]["client_states"]
@@ -206,30 +206,30 @@ def _referred_version(checkpoint: str) -> str | None:
 
 
 def relative(path: Path, folder: Path) -> str:
-    """Return a path as it is seen from a folder."""
+    """Return a path relative to a folder."""
     return Path(os.path.relpath(path.absolute(), folder.absolute())).as_posix()
 
 
 class ClientStatesPlace:
-    """The place of a run's client states: memory, or files beside its checkpoints.
+    """The storage of a run's client states: memory, or files next to its checkpoints.
 
-    With files, a checkpoint holds the name of a version and where the folder is, relative to the checkpoint.
+    With files, a checkpoint contains the name of a version and the folder's path relative to the checkpoint.
     """
 
     def __init__(self, trainer: pl.Trainer, where: str, folder: str | None) -> None:
         self.trainer, self.where, self.wanted_folder = trainer, where, folder
-        self.checkpoint: Path | None = None  # that is being written
+        self.checkpoint: Path | None = None  # being written
         self._folder: StoreFolder | None = None
-        self._held = ExitStack()  # folders, while a checkpoint is written
-        self._run, self._versions = "", 0  # the name of this run, and the number of versions it has written
-        self._is_copy = False  # of a fitted trainer's place, whose states are in memory until a fit
+        self._held = ExitStack()  # folder locks, while a checkpoint is written
+        self._run, self._versions = "", 0  # this run's name, and its number of written versions
+        self._is_copy = False  # of a fitted trainer's storage; its states are in memory until a fit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a place of its own for a copy of the trainer, which may use no file of this one."""
+        """Return the state for a trainer's copy, which must not use this one's files."""
         return {**self.__dict__, "_folder": None, "_held": ExitStack(), "_is_copy": True}
 
     def open(self, server: Server, kept: ClientStore | None, settings: Settings) -> None:
-        """Give the server a store: the previous fit's if there was one, else an empty one."""
+        """Give the server the previous fit's store, or an empty one."""
         if kept is None or self._is_copy:
             on_disk = self._choose(server, settings) == "disk"
             self._folder = StoreFolder(self._choose_folder()) if on_disk else None
@@ -244,12 +244,12 @@ class ClientStatesPlace:
         self._is_copy = False
 
     def _choose(self, server: Server, settings: Settings) -> str:
-        """Return "memory" or "disk", by what the states of all clients that may take part come to."""
+        """Return "memory" or "disk", depending on the total size of the states of all eligible clients."""
         if self.where != "auto":
             return self.where
         kept = [*server.new_client().values(), *(server.buffers[name] for name in server.kept_buffers)]
         size = sum(value.nbytes for value in kept)
-        size += 2 * (server.x.nbytes + server.personal.nbytes) if settings.keeps_solver else 0  # as Adam keeps
+        size += 2 * (server.x.nbytes + server.personal.nbytes) if settings.keeps_solver else 0  # as for Adam
         if settings.compression is not None and settings.compression.error_feedback:
             size += server.x.nbytes * len(server.algorithm.reduces)
         most, rounds, count = len(server.ids), self.trainer.max_epochs, getattr(settings.sampler, "count", None)
@@ -264,10 +264,10 @@ class ClientStatesPlace:
         return chosen
 
     def _choose_folder(self) -> Path:
-        """Return the folder, the same in all processes."""
+        """Return the folder, identical in all processes."""
         trainer = self.trainer
         beside = next((path for c in trainer.checkpoint_callbacks if (path := getattr(c, "dirpath", None))), None)
-        parent = beside or trainer.log_dir or trainer.default_root_dir  # log_dir is exchanged: all processes ask for it
+        parent = beside or trainer.log_dir or trainer.default_root_dir  # log_dir is exchanged: all processes read it
         chosen = str(self.wanted_folder or os.path.join(parent, FOLDER))
         if "://" in chosen:
             raise FederatedError(
@@ -290,7 +290,7 @@ class ClientStatesPlace:
         return store
 
     def _from_rank_zero(self, work: Callable[[], Result]) -> Result:
-        """Do something in one process, and return what it came to, or raise what went wrong, in all."""
+        """Run a function on rank zero; return its result, or raise its error, in all processes."""
         strategy, result, failure = self.trainer.strategy, None, None
         if self.trainer.is_global_zero:
             try:
@@ -303,7 +303,7 @@ class ClientStatesPlace:
         return result  # type: ignore[return-value]
 
     def load(self, server: Server, saved: Mapping[Any, Any], ranks: Ranks) -> None:
-        """Take a checkpoint's client states, wherever they are and wherever they go."""
+        """Load a checkpoint's client states from the checkpoint or its store into the server's store."""
         clients = server.clients
         if not is_reference(saved):
             clients.load_state_dict(saved, ranks.owns)
@@ -319,14 +319,14 @@ class ClientStatesPlace:
         clients.load_version(source, shards, ranks.rank, ranks.size)
 
     def resolved(self, saved: Any) -> Any:
-        """Return a checkpoint's client states, or where they are whatever is the working directory."""
+        """Return a checkpoint's client states, or their absolute path."""
         if not is_reference(saved):
             return saved
         path = Path(os.path.abspath(str(self.trainer.ckpt_path)))
         return {**saved, "path": str(_find_store(saved, path)), "checkpoint": str(path)}
 
     def record(self, server: Server, ranks: Ranks) -> Any:
-        """Return what a checkpoint holds of the client states, on rank zero: a reference, or all of them."""
+        """Return a checkpoint's entry for client states, on rank zero: a reference, or all states."""
         clients, folder = server.clients, self._folder
         if not isinstance(clients, DiskClientStore) or self.checkpoint is None:
             parts = ranks.gather_at_zero(clients.state_dict())
@@ -335,7 +335,7 @@ class ClientStatesPlace:
             return {}  # all processes have the same states, and the first one writes
         assert folder is not None
         self._versions += 1
-        name = folder.newest = f"{self._run}-{self._versions:06d}"  # the same in all processes
+        name = folder.newest = f"{self._run}-{self._versions:06d}"  # identical in all processes
         folder.written += 1
         shards = ranks.gather_at_zero(clients.record(name, relative(self.checkpoint, folder.path)))
         if not self.trainer.is_global_zero:
@@ -343,7 +343,7 @@ class ClientStatesPlace:
         return self._refer_to(folder, {"version": name, "shards": [list(shard) for shard in shards]})
 
     def copied(self, saved: Mapping[str, Any]) -> Any:
-        """Return for another checkpoint of the same round what a loaded one holds of the client states."""
+        """Return a loaded checkpoint's entry for client states, for another checkpoint of the same round."""
         states = saved["client_states"]
         if not is_reference(states) or not self.trainer.is_global_zero:
             return states
@@ -355,14 +355,14 @@ class ClientStatesPlace:
         return self._refer_to(folder, states)
 
     def _refer_to(self, folder: StoreFolder, version: Reference) -> Reference:
-        """Return the reference to a version for the checkpoint that is being written."""
+        """Return the reference to a version, for the checkpoint being written."""
         assert self.checkpoint is not None
         path = relative(folder.path, self.checkpoint.parent)
         return {"format": _FORMAT, "path": path, "version": version["version"], "shards": version["shards"]}
 
     @contextmanager
     def writing(self, checkpoint: str | os.PathLike[str]) -> Iterator[None]:
-        """Let a checkpoint that is written inside refer to its states, and afterwards let go what none needs."""
+        """Let a checkpoint written inside refer to its states, and collect garbage afterwards."""
         folder, path = self._folder, os.fspath(checkpoint)
         self.checkpoint = None if "://" in path else Path(os.path.abspath(path))
         try:
@@ -376,12 +376,12 @@ class ClientStatesPlace:
             self.checkpoint = None
 
     def _hold(self, folder: StoreFolder) -> None:
-        """Keep others out of a folder until the checkpoint is there: a version without one would be removed."""
+        """Lock a folder until the checkpoint exists, since a version without one would be deleted."""
         folder.acquire()
         self._held.callback(folder.lock.release)
 
     def close(self, clients: ClientStore | None) -> None:
-        """End a fit: forget a round that is not complete, remove what is needed no longer, and let other runs in."""
+        """End a fit: discard an incomplete round, delete unneeded data, and unlock the folder."""
         folder = self._folder
         if clients is not None:
             clients.discard()

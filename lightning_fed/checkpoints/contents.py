@@ -1,4 +1,4 @@
-"""What a checkpoint holds: only what loads without running code. Whatever else it would hold is left out, by name."""
+"""The contents of a checkpoint: only values that load without running code; others are left out by name."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -12,8 +12,8 @@ from lightning_fed.compat.private import call, rank_zero_warn
 
 __all__ = ["SafeContents", "fill_in"]
 
-_LEFT_OUT = "left_out"  # the key under which a checkpoint lists the entries that it does not hold
-_OURS = ("state_dict", "loops", "optimizer_states")  # tensors and numbers, whatever the module is
+_LEFT_OUT = "left_out"  # key of the list of entries left out of a checkpoint
+_OURS = ("state_dict", "loops", "optimizer_states")  # tensors and numbers for any module
 _PARTS = {
     "hyper_parameters": "hyper-parameters",
     "datamodule_hyper_parameters": "hyper-parameters of the data module",
@@ -25,17 +25,17 @@ _Path = tuple[str, ...]
 
 
 class SafeContents:
-    """Leave out of a run's checkpoints what could not be loaded without running code, and name it once."""
+    """Removes values that do not load without running code from a run's checkpoints, and warns once of each."""
 
     def __init__(self) -> None:
-        self._unsafe: dict[_Path, Any] = {}  # found so far: the same object need not be tried again
+        self._unsafe: dict[_Path, Any] = {}  # found so far, to skip testing the same object again
         self._told: set[_Path] = set()
 
     def of(self, checkpoint: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
         """Return a checkpoint that loads with ``weights_only=True``.
 
-        Of a hyper-parameter, of an entry in the state of a schedule or a data module, and of an entry that a hook adds,
-        the whole entry is left out; of a callback its state. Numbers of NumPy become Python's.
+        It leaves out whole entries: a hyper-parameter, an entry of a schedule's or data module's state or one that a
+        hook adds, or a callback's state. NumPy numbers become Python numbers.
         """
         safe = {key: value if key == "state_dict" else _without_numpy(value) for key, value in checkpoint.items()}
         entries = list(_entries(safe))
@@ -48,7 +48,7 @@ class SafeContents:
             for path, parent, name in rest:
                 if not _loads(parent[name]):
                     left_out[path] = parent.pop(name)
-        for kind in ("", "datamodule_"):  # or an empty configuration would be passed under the name of this one
+        for kind in ("", "datamodule_"):  # otherwise an empty configuration would be passed under the argument's name
             if (f"{kind}hyper_parameters",) in left_out:
                 safe.pop(f"{kind}hparams_name", None)
         if left_out:
@@ -86,9 +86,9 @@ class SafeContents:
 
 
 def fill_in(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Add what a checkpoint left out, as the trainer's module and data module would save it now.
+    """Add the entries left out of a checkpoint, as the trainer's module and data module would save them now.
 
-    Hooks that load the checkpoint then find every entry that they saved.
+    So hooks that load the checkpoint find every entry that they saved.
     """
     claims = checkpoint.get(_LEFT_OUT)
     if not isinstance(claims, list) or not claims:
@@ -112,7 +112,7 @@ def fill_in(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
 
 
 def _entries(checkpoint: dict[str, Any]) -> Iterator[tuple[_Path, dict[str, Any], str]]:
-    """Yield what may be left out by itself: its path, the dict that it is in, and its name there."""
+    """Yield entries that may be left out: the path, the containing dict, and the key."""
     for key, value in checkpoint.items():
         if key == "lr_schedulers":
             for number, state in enumerate(value):
@@ -127,26 +127,26 @@ def _entries(checkpoint: dict[str, Any]) -> Iterator[tuple[_Path, dict[str, Any]
 
 
 def _loads(value: Any) -> bool:
-    """Whether a value can be saved, and loaded again without running code."""
+    """Return whether a value can be saved, and loaded without running code."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception:  # pickling runs the user's code, which may raise anything
+    except Exception:  # pickling runs user code, which may raise anything
         return False
     return True
 
 
 def _kinds(value: Any) -> list[str]:
-    """Return the names of the types that keep a value from being loaded."""
+    """Return the names of the types that prevent a value from loading."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     found = [kind for part in parts if not _loads(part) for kind in _kinds(part)]
     return list(dict.fromkeys(found)) or [type(value).__name__]
 
 
 def _without_numpy(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which NumPy's numbers are Python's, of the same value."""
+    """Return a copy of nested dicts, lists and tuples with NumPy numbers converted to Python's."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:

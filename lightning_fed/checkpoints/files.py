@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there, and are read only when they are what was written."""
+"""Atomic checkpoint files, whose checksums are verified on reading."""
 
 import os
 import pickle
@@ -42,14 +42,14 @@ _UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, 
 
 
 class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
-    """Write a checkpoint beside its place, flush it to the disk, and rename it; check every byte of one that is read.
+    """Writes a checkpoint to a temporary file, flushes and renames it; verifies every byte on reading.
 
-    Whenever the process or the machine dies, a checkpoint is the old one or the new one, and a link such as ``last``
-    leads to a whole one. Remote paths are left to fsspec, which uploads a file as a whole.
+    If the process or the machine dies at any time, a checkpoint is the old one or the new one, and a link such as
+    ``last`` leads to a complete one. fsspec handles remote paths, and uploads complete files.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint; if a local file cannot be written, what was at its place stays."""
+        """Save a checkpoint; if a local file cannot be written, the existing file stays."""
         file = local_path(path)
         if file is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -77,7 +77,7 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint whose parts have their checksums; the newest sound one beside a damaged one is named."""
+        """Load a checkpoint with valid checksums; the error for a damaged one names the newest valid one."""
         file = local_path(path)
         if file is not None and file.exists() and (fault := fault_of(file)):
             raise FederatedError(f"The checkpoint {file} is damaged: {fault}. {_way_out(file)}")
@@ -96,7 +96,7 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
             raise FederatedError(f"The checkpoint {path} cannot be read: {reason}") from error
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint; links to it lead to the newest one left from now on."""
+        """Remove a checkpoint, and point links to it to the newest remaining one."""
         file = local_path(path)
         if file is not None and file.exists() and not file.is_symlink():
             others = [other for other in by_age(file.parent) if other.resolve() != file.resolve()]
@@ -106,13 +106,13 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
 
 
 def local_path(path: Any) -> Path | None:
-    """Return the local file of a path or URL; None of a remote one."""
+    """Return the local file of a path or URL, or None if it is remote."""
     system, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(system, LocalFileSystem) else None
 
 
 def fault_of(file: Path) -> str | None:
-    """Return what is wrong with a local checkpoint; None if every byte is as it was written."""
+    """Return the fault of a local checkpoint, or None if every byte is as written."""
     if not file.is_file():
         return "it is no file"
     try:
@@ -127,14 +127,14 @@ def fault_of(file: Path) -> str | None:
 
 
 def resumable(file: Path) -> bool:
-    """Whether a sound checkpoint holds more than weights."""
+    """Return whether a valid checkpoint contains more than weights."""
     with zipfile.ZipFile(file) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
         return b"optimizer_states" in archive.read(name)
 
 
 def newest_sound(folder: Path, other_than: Path | None = None) -> Path | None:
-    """Return the newest checkpoint of a folder that is sound and can be resumed from, links left out."""
+    """Return the newest valid checkpoint of a folder that can be resumed, without links."""
     unwanted = None if other_than is None else other_than.resolve()
     for file in by_age(folder):
         if file.resolve() != unwanted and not file.is_symlink() and fault_of(file) is None and resumable(file):
@@ -143,15 +143,15 @@ def newest_sound(folder: Path, other_than: Path | None = None) -> Path | None:
 
 
 def by_age(*folders: Path) -> list[Path]:
-    """Return the checkpoint files of folders, the newest first, links after what they lead to."""
+    """Return the checkpoint files of folders, newest first, links after their targets."""
     files = [file for folder in folders if folder.is_dir() for file in folder.glob("*.ckpt") if file.is_file()]
     return sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.is_symlink(), file.name))
 
 
 def link(file: Path, name: Path) -> None:
-    """Let a link lead to a file beside or below it, at no moment to nothing.
+    """Point a link to a file in its folder or below, atomically.
 
-    Where the system makes no links (Windows without the right to, some network disks), a copy takes its place.
+    If the system does not support links (Windows without the permission, some network disks), it copies the file.
     """
     part = name.with_name(f".{name.name}.{os.getpid()}{_PART}")
     part.unlink(missing_ok=True)
@@ -165,7 +165,7 @@ def link(file: Path, name: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what saves that were killed left in a folder, and return it; a save under way is left alone."""
+    """Remove the files of killed saves in a folder, and return them; skip saves in progress."""
     gone = [part for part in folder.glob(f".*{_PART}") if _is_abandoned(part)] if folder.is_dir() else []
     for part in gone:
         part.unlink(missing_ok=True)
@@ -173,14 +173,14 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 class _Stream:
-    """A file for ``torch.save``, which does not pass an error of the disk on as it is."""
+    """A file for ``torch.save``, which would otherwise change errors of the disk."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write, unless the disk has failed already."""
+        """Write, unless the disk has already failed."""
         if self.error is None:
             try:
                 self._stream.write(data)
@@ -189,12 +189,12 @@ class _Stream:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: the whole file is flushed at its end."""
+        """Do nothing, since the file is flushed at its end."""
 
 
 def _write(checkpoint: dict[str, Any], stream: IO[bytes]) -> None:
     out, checks = _Stream(stream), get_crc32_options()
-    set_crc32_options(True)  # or nobody could tell a damaged file
+    set_crc32_options(True)  # otherwise damage could not be detected
     try:
         torch.save(checkpoint, out)  # type: ignore[arg-type]
     finally:
@@ -214,7 +214,7 @@ def _copy(file: Path, part: Path) -> None:
 
 
 def _lock(stream: IO[bytes]) -> None:
-    """Mark a file as one that somebody is writing; the mark goes with its process."""
+    """Lock a file as being written; the lock ends with the process."""
     if fcntl is not None:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: the newest one of a run, and a place for the one of a run that is stopped."""
+"""The folders of a run's checkpoints: the newest one of a run, and the path for that of a stopped run."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,12 @@ __all__ = [
 
 
 def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
-    """Let ModelCheckpoints count rounds; before a fit, tidy their folders and change how they write ``last``.
+    """Make ModelCheckpoints count rounds; before a fit, clean up their folders and change how they save ``last``.
 
-    Checkpoints due every n steps are due every n rounds, which the global step counts: Lightning would look at the step
-    after each batch, in the middle of the next round. ``last`` becomes the last round at which it was due: Lightning
-    writes it only in rounds that enter the top k, so a run killed long after its best round would lose all rounds
-    since. Links to checkpoints never lead to nothing. The instances are changed, so this holds for subclasses too.
+    Checkpoints due every n steps are due every n rounds, since the global step counts rounds. Lightning would check it
+    after each batch, in the middle of the next round. ``last`` becomes the last due round. Lightning only saves it in
+    rounds of the top k, so a run killed long after its best round would lose all rounds since. Links to checkpoints
+    always lead to a file. This changes the instances, so it also works for subclasses.
     """
     writers = [c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint)]
     for callback in writers:
@@ -47,7 +47,7 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
 
 
 def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give ModelCheckpoints the score of their newest top k, which Lightning saves and does not load."""
+    """Restore the ModelCheckpoints' score of their newest top k, which Lightning saves but does not load."""
     for callback in _keepers(trainer, whole=False):
         state = states.get(callback.state_key, {})
         if state.get("dirpath") == callback.dirpath:
@@ -55,11 +55,11 @@ def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]])
 
 
 def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
-    """Return the newest checkpoint of a run; None if there is none.
+    """Return the newest checkpoint of a run, or None.
 
-    It is looked for where the trainer's ModelCheckpoints write and where a stopped job of SLURM's was saved; then, if
-    the logger numbers its versions by itself, in its former versions. A damaged one is returned too: to go on from an
-    older one is for the user to say.
+    It searches the folders of the trainer's ModelCheckpoints and of stopped SLURM jobs; then, if the logger numbers its
+    versions automatically, its earlier versions. It may return a damaged one, since the user must choose to continue
+    from an older one.
     """
     places = folders(trainer, whole)
     root = local_path(trainer.default_root_dir)
@@ -75,21 +75,21 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
 
 
 def folders(trainer: pl.Trainer, whole: bool) -> list[Path]:
-    """Return the folders on this machine where ModelCheckpoints write, if ``whole`` more than weights."""
+    """Return the local folders of ModelCheckpoints; ``whole`` skips those that only save weights."""
     paths = [local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in _keepers(trainer, whole)]
     return [path for path in paths if path is not None]
 
 
 def _numbers_versions(trainer: pl.Trainer) -> bool:
-    """Whether a logger numbers its versions by itself, in a trainer that has yet to fill its own."""
+    """Return whether a logger numbers its versions automatically, and the trainer has not filled its own yet."""
     unnumbered = trainer._checkpoint_connector.unnumbered
     return trainer.fit_loop.round == 0 and any(logger in unnumbered for logger in trainer.loggers)
 
 
 def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | None) -> None:
-    """Save the last completed round of a run that is being stopped, unless a checkpoint holds it; all must call it.
+    """Save the last completed round of a stopping run, unless a checkpoint has it; all processes must call it.
 
-    It becomes the ``last.ckpt`` of the first ModelCheckpoint that keeps whole checkpoints.
+    It becomes the ``last.ckpt`` of the first ModelCheckpoint that saves more than weights.
     """
     path = kept[1] if kept is not None and kept[0] == round and _exists(trainer, kept[1]) else None
     keeper = next(_keepers(trainer), None)
@@ -106,14 +106,14 @@ def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | Non
 
 
 def _keepers(trainer: pl.Trainer, whole: bool = True) -> Iterator[pl.callbacks.ModelCheckpoint]:
-    """Yield the callbacks that write checkpoints, if ``whole`` those that a run can go on from."""
+    """Yield the callbacks that save checkpoints, with ``whole`` only those that a run can resume from."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint) and not (whole and callback.save_weights_only):
             yield callback
 
 
 def _place(trainer: pl.Trainer, keeper: pl.callbacks.ModelCheckpoint, resumed: str | None) -> str:
-    """Return a path for the last checkpoint that does not write over one of another run."""
+    """Return a path for the last checkpoint that does not overwrite one of another run."""
     candidates = keeper._monitor_candidates(trainer)
     path, version = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST), keeper.STARTING_VERSION
     own = {keeper.last_model_path, resumed}
@@ -124,20 +124,20 @@ def _place(trainer: pl.Trainer, keeper: pl.callbacks.ModelCheckpoint, resumed: s
 
 
 def _exists(trainer: pl.Trainer, path: Any) -> bool:
-    """Whether a checkpoint is still there, as the first process sees it."""
+    """Return whether a checkpoint still exists, according to rank zero."""
     file = local_path(path)
     return bool(trainer.strategy.broadcast(file is None or file.exists()))
 
 
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-    """Link to a checkpoint, at no moment to nothing."""
+    """Link to a checkpoint atomically."""
     if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
         link(Path(filepath), Path(linkpath))
     trainer.strategy.barrier()
 
 
 def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
-    """Save a round that is due among the top k; if it is not one of them, as the last one."""
+    """Save a due round among the top k, or else as the last one."""
     try:
         type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
     except MisconfigurationException:
@@ -151,7 +151,7 @@ def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monit
 
 
 def _save_last(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
-    """Save or link the last checkpoint, unless it holds this round already, or this round is not due."""
+    """Save or link the last checkpoint, unless it already has this round, or this round is not due."""
     saved = callback._last_checkpoint_saved
     is_due = callback._last_global_step_saved == trainer.global_step
     if not saved or (is_due and saved != callback.last_model_path):

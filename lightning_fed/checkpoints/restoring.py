@@ -1,4 +1,4 @@
-"""The server's side of a run restored from a checkpoint, and what goes wrong, in terms of the checkpoint."""
+"""Restoring the server's state of a run from a checkpoint, with errors in terms of the checkpoint."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ _TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, Over
 
 @contextmanager
 def restored_from(path: Any, what: str) -> Iterator[None]:
-    """Let whatever goes wrong inside name the checkpoint and the part of it that is restored."""
+    """Add the checkpoint and the restored part to any error inside."""
     try:
         yield
     except FederatedError:
@@ -59,7 +59,7 @@ def _continue(
     keeps_states: bool,
     origin: Origin,
 ) -> None:
-    """Bring a new server to where another one of the same run stands, but for the states of clients."""
+    """Restore a new server to the state of another one of the same run, except for client states."""
     settings.check_transport(saved.get("transport", {}), origin)
     built, its = options_of(server.step.optimizer), origin.name[0].lower() + origin.name[1:]
     server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
@@ -77,7 +77,7 @@ def _continue(
 
 
 def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Refuse a loaded state of an optimizer that is none; what its entries are is the optimizer's own."""
+    """Raise if a loaded optimizer state is invalid; the optimizer checks the entries' meaning."""
     for entries in optimizer.state.values():
         if not isinstance(entries, Mapping):
             raise FederatedError(f"The checkpoint's state of {what} holds {kind_of(entries)} for a parameter.")
@@ -88,9 +88,9 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
 
 
 def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]:
-    """Return what a checkpoint notes of clients' work and data, of the optimizer and of the parameters.
+    """Return a checkpoint's notes of clients' work and data, the optimizer and the parameters.
 
-    Parameters' names and shapes, and clients' numbers of examples if they are known, are noted by checksums.
+    Parameters' names and shapes, and clients' numbers of examples if known, are stored as checksums.
     """
     flat, trainer = prepared.flat, prepared.trainer
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
@@ -110,7 +110,7 @@ def _digest(content: bytes) -> str:
 
 
 def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states: bool, origin: Origin) -> None:
-    """Warn of other work or data than before; refuse other parameters, and other data if clients keep states."""
+    """Warn if work or data changed; raise if parameters changed, or data while clients keep states."""
     differing = {name for name in saved.keys() & mine.keys() if saved[name] != mine[name]}
     if "parameters" in differing:
         raise FederatedError(
@@ -125,38 +125,38 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
                 f" {origin.remedy('the data and the partition')}"
             )
         rank_zero_warn(f"{change}. The run goes on with {origin.this}'s.")
-    if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer is refused where its state is loaded
+    if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer raises when its state is loaded
         told = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
         rank_zero_warn(f"{origin.name} {origin.ran} {told}. The run goes on with {origin.this}'s.")
 
 
 @dataclass(frozen=True)
 class EarlierFit:
-    """What a trainer's fit leaves for its next one."""
+    """The state that a trainer's fit leaves for the next one."""
 
     module: pl.LightningModule
     server: Server
-    noted: Mapping[str, Any]  # what the run belongs to
+    noted: Mapping[str, Any]  # the run's identity
     optimizer: dict[str, Any]
     schedules: Sequence[dict[str, Any]]
-    kinds: Mapping[str, str]  # of optimizer and schedules, in words
+    kinds: Mapping[str, str]  # descriptions of the optimizer and the schedules
 
     @staticmethod
     def of(prepared: PreparedModule, server: Server, notes: Mapping[str, str]) -> "EarlierFit":
-        """Return what a fit leaves."""
+        """Return a fit's state."""
         noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
         schedules = [config.scheduler.state_dict() for config in prepared.trainer.lr_scheduler_configs]
         optimizer = prepared.optimizer.base.state_dict()
         return EarlierFit(prepared.module, server, noted, optimizer, schedules, _kinds_of(prepared))
 
     def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
-        """Bring the next fit's server, but for clients' states, and local optimizer to where this one ended."""
+        """Restore the next fit's server, except for client states, and local optimizer from this fit's end."""
         if prepared.module is not self.module:
             raise FederatedError(
                 f"This trainer has already run {self.server.round} rounds on another model. Make a new"
                 " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
             )
-        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process has its own clients'
+        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process only has its own clients
         saved = {**self.server.state_dict({}), **self.noted}
         _continue(server, saved, prepared.settings, notes, keeps_states, EARLIER_FIT)
         for what, mine in _kinds_of(prepared).items():
@@ -184,7 +184,7 @@ class EarlierFit:
 
 
 def _kinds_of(prepared: PreparedModule) -> dict[str, str]:
-    """Return what the local optimizer and its schedules are, in words."""
+    """Return descriptions of the local optimizer and its schedules."""
     optimizer, configs = prepared.optimizer.base, prepared.trainer.lr_scheduler_configs
     return {
         "local optimizer": type(optimizer).__name__,
@@ -201,7 +201,7 @@ def start_server(
     restored: dict[str, Any] | None,
     earlier: EarlierFit | None,
 ) -> Server:
-    """Return the server's side of a run as a fit starts: new, from a checkpoint, or as the earlier fit left it."""
+    """Return the server's state at the start of a fit: new, from a checkpoint, or from the earlier fit."""
     s, flat = prepared.settings, prepared.flat
     trainer: Any = prepared.trainer
     server = Server(

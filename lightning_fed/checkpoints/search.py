@@ -1,4 +1,4 @@
-"""Which checkpoint an evaluation means: the last or the best one of the newest run under the trainer's folders."""
+"""The checkpoint for an evaluation: the last or best one of the newest run in the trainer's folders."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,15 +11,15 @@ from lightning_fed.core.errors import FederatedError
 
 __all__ = ["best_of_newest_run", "check_is_there", "last_of_newest_run", "roots"]
 
-_RUNS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")  # without a logger, and below its name and version
+_RUNS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")  # without a logger, and in folders for its name and version
 _SHOWN = 8
 
 
 def last_of_newest_run(trainer: pl.Trainer) -> str | None:
-    """Return the newest checkpoint to evaluate, weights alone included; None if there is none.
+    """Return the newest checkpoint to evaluate, possibly with weights only, or None.
 
-    It is looked for where the trainer's ModelCheckpoints write; if nothing is there, in the folders of all runs under
-    the trainer's :func:`roots`. A trainer that has trained looks at its own run alone.
+    It searches the folders of the trainer's ModelCheckpoints; if they are empty, the folders of all runs under the
+    trainer's :func:`roots`. A trainer that has trained only searches its own run.
     """
     if trainer.fit_loop.round > 0:
         return newest(trainer, whole=False)
@@ -28,7 +28,7 @@ def last_of_newest_run(trainer: pl.Trainer) -> str | None:
 
 
 def best_of_newest_run(trainer: pl.Trainer) -> str:
-    """Return the best checkpoint of the newest run, which the newest checkpoint of that run notes."""
+    """Return the best checkpoint of the newest run, according to that run's newest checkpoint."""
     latest = last_of_newest_run(trainer)
     if latest is None:
         raise FederatedError(f"ckpt_path='best' found no checkpoint under {' or '.join(map(str, roots(trainer)))}.")
@@ -50,7 +50,7 @@ def best_of_newest_run(trainer: pl.Trainer) -> str:
 
 
 def check_is_there(trainer: pl.Trainer, path: Any) -> None:
-    """Refuse the path of a local checkpoint that does not exist; a URL is not looked at."""
+    """Raise if a local checkpoint does not exist; URLs are not checked."""
     file = local_path(path)
     if file is None or file.is_file() or not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
         return
@@ -62,20 +62,20 @@ def check_is_there(trainer: pl.Trainer, path: Any) -> None:
 
 
 def roots(trainer: pl.Trainer) -> list[Path]:
-    """Return the folders below which a trainer's runs lie on this machine: its own, and those of its loggers."""
+    """Return the local folders that contain a trainer's runs: its own, and its loggers'."""
     places = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
     found = [local_path(place) for place in places if place is not None]
     return list(dict.fromkeys(root for root in found if root is not None))
 
 
 def _below(places: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints of all runs under some folders, the newest first."""
+    """Return the checkpoints of all runs under some folders, newest first."""
     found = [folder for place in places for folder in (place, *(f for p in _RUNS for f in place.glob(p)))]
     return by_age(*{folder.resolve() for folder in found})
 
 
 def _contents(folder: Path) -> str:
-    """Say which checkpoints a folder holds, the newest first."""
+    """Return a description of a folder's checkpoints, newest first."""
     names = [str(file.relative_to(folder.resolve())) for file in _below([folder])]
     if not names:
         return f"{folder} holds no checkpoint."

@@ -1,5 +1,6 @@
 """The command ``lightning-fed data``: show how a configuration deals its data out, without training anything."""
 
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.skew_report import skew_table, split_figure
 
-__all__ = ["picture"]
+__all__ = ["make_parser", "picture"]
 
 
 def picture(args: list[str] | None = None) -> None:
@@ -18,7 +19,7 @@ def picture(args: list[str] | None = None) -> None:
 
     The configurations are those of ``lightning-fed fit``, saved ones included; only their data is made.
     """
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(args)
     if isinstance(options.seed_everything, int) and not isinstance(options.seed_everything, bool):
         pl.seed_everything(options.seed_everything, verbose=False)
@@ -40,7 +41,8 @@ def picture(args: list[str] | None = None) -> None:
     print(f"{'picture':<21}{path}")
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed data",
         description="Print how much the clients of a configuration differ, and draw who has what.",
@@ -52,7 +54,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--seed_everything", type=bool | int, default=False, help="As for `lightning-fed fit`.")
     parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
     for name in ("ckpt_path", "lr_scheduler", "model", "optimizer", "trainer", "weights_only"):
-        parser.add_argument(f"--{name}", type=_Unread(), help="Allowed in a configuration, and not used.")
+        parser.add_argument(f"--{name}", type=_Unread(), help=SUPPRESS)  # allowed in a configuration, and not used
     return parser
 
 

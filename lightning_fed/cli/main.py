@@ -1,147 +1,57 @@
-"""The command line: Lightning's ``fit``, ``validate``, ``test`` and ``predict``, and commands of our own."""
+"""The command line. ``--help``, ``--version``, ``new`` and ``compare`` import no PyTorch, and answer at once."""
 
 import importlib
 import os
 import sys
 import traceback
-from inspect import getfile, signature
+from argparse import ArgumentParser
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
+from lightning_fed._version import __version__
+from lightning_fed.core.errors import ClientError, FederatedError, refusal_in
 
-from lightning_fed.callbacks import RunSummary
-from lightning_fed.checkpoints.search import last_of_newest_run, roots
-from lightning_fed.cli.parser import ArgsType, LightningArgumentParser, LightningCLI, Parser, arrange, refusal_in
-from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import MisconfigurationException
-from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.settings.environment import arguments_of_environment
-from lightning_fed.trainer.trainer import FederatedTrainer
-
-__all__ = ["FederatedCLI", "main"]
-
-INITIAL = "initial"  # as a checkpoint: none, by intention
-_EVALUATED = (
-    f'The checkpoint to run, which must be given: a path, "last" or "best" of the newest run, or "{INITIAL}" for the'
-    " model as it is made."
-)
+__all__ = ["OWN", "STAGES", "main"]
 
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
     " `lightning-fed new NAME` writes a small project to start from,"
     " `lightning-fed data --config FILE` draws how the data is dealt out; `lightning-fed diagnose --config FILE`"
-    " says why it does not converge; `lightning-fed deploy flower` runs it on real clients; `lightning-fed reproduce`,"
+    " says why it does not converge; `lightning-fed deploy` runs it on real clients; `lightning-fed reproduce`,"
     " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
 )
-_OWN = {  # by name, the function and what it does; a command is imported when it runs, and may be built on this one
-    "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
-    "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
-    "diagnose": ("lightning_fed.lab.diagnosis:diagnose", "Find out why a configuration does not converge."),
-    "deploy": ("lightning_fed.deploy.flower.configured:deploy", "Run a configuration through Flower, on this machine."),
-    "reproduce": ("lightning_fed.lab:reproduce", "Run an experiment of a paper."),
-    "sweep": ("lightning_fed.lab:sweep", "Run a grid over a configuration."),
-    "compare": ("lightning_fed.lab:compare", "Compare runs side by side."),
-}
-_STAGES = {
+STAGES = {
     "fit": "Train: run the rounds.",
     "validate": "Evaluate a checkpoint on the validation set.",
     "test": "Evaluate a checkpoint on the test set.",
     "predict": "Predict with the model of a checkpoint.",
 }
-_FRAMEWORKS = (Path(__file__).parents[1], *(Path(getfile(package)).parent for package in (pl, torch)))
+"""Lightning's commands, and what each does here."""
+
+OWN = {
+    "new": ("lightning_fed.cli.new:new", "Write a small project to start from."),
+    "data": ("lightning_fed.cli.data:picture", "Measure and plot how the data of a configuration is split."),
+    "diagnose": ("lightning_fed.lab.diagnosis.command:diagnose", "Find out why a configuration does not converge."),
+    "deploy": ("lightning_fed.deploy.command:deploy", "Run a configuration over Flower or NVFlare, on this machine."),
+    "reproduce": ("lightning_fed.lab.reproducing:reproduce", "Run an experiment of a paper."),
+    "sweep": ("lightning_fed.lab.sweeping:sweep", "Run a grid over a configuration."),
+    "compare": ("lightning_fed.lab.comparing:compare", "Compare runs side by side."),
+}
+"""The other commands: the function of each, imported when it runs, and what it does."""
 
 
-class FederatedCLI(LightningCLI):
-    """LightningCLI with a :class:`FederatedTrainer`, and model and data chosen by class.
+def __getattr__(name: str) -> Any:
+    """Import :class:`FederatedCLI`, and with it Lightning, when it is first used."""
+    if name != "FederatedCLI":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_fed.cli.stages import FederatedCLI
 
-    ``seed_everything`` also seeds cohorts, batch orders and random layers.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        from_environment = arguments_of_environment(signature(FederatedTrainer.__init__).parameters)
-        defaults = {
-            "trainer_class": FederatedTrainer,
-            "subclass_mode_model": True,
-            "subclass_mode_data": True,
-            "save_config_kwargs": {"overwrite": True},
-            # the parser gives the trainer every argument: what the environment says must be the parser's default
-            "trainer_defaults": {**from_environment, **(kwargs.pop("trainer_defaults", None) or {})},
-            "parser_class": Parser,
-            # an option that is only the beginning of another one's name is a mistake, not an abbreviation
-            "parser_kwargs": {
-                "prog": "lightning-fed",
-                "description": _ABOUT,
-                "allow_abbrev": False,
-                **{
-                    name: {"allow_abbrev": False, **({"description": _STAGES[name]} if name in _STAGES else {})}
-                    for name in self.subcommands()
-                },
-            },
-        }
-        super().__init__(**{**defaults, **kwargs})
-
-    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        """Add the commands, each with a line that says what it does here."""
-        super()._add_subcommands(parser, **kwargs)
-        commands: Any = parser._subcommands_action
-        for choice in commands._choices_actions:
-            choice.help = _STAGES.get(choice.dest, choice.help)
-
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Return the parser of a command, whose help is in the order of use."""
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        arrange(parser, klass)
-        if subcommand in _STAGES and subcommand != "fit":
-            next(action for action in parser._actions if action.dest == "ckpt_path").help = _EVALUATED
-        return parser
-
-    def _parse_ckpt_path(self) -> None:
-        """Let the configuration alone say which model is made.
-
-        Lightning puts a checkpoint's hyper-parameters over those of the configuration, class paths included: a file
-        from elsewhere could then have any module imported, and any class made.
-        """
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Return the arguments of a stage; which model is evaluated must be said."""
-        arguments: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
-        if subcommand != "fit":
-            if arguments.get("ckpt_path") is None:
-                raise _no_checkpoint(subcommand, self.trainer)
-            if arguments["ckpt_path"] == INITIAL:
-                arguments["ckpt_path"] = None
-        return arguments
-
-    def instantiate_classes(self) -> None:
-        """Make trainer, model and data, and let the summary tell how to resume from the command line."""
-        super().instantiate_classes()
-        command = "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
-        if self.trainer.max_steps != -1:  # which would end the run at once
-            command += " --trainer.max_steps -1"
-        for callback in self.trainer.callbacks:
-            if isinstance(callback, RunSummary):
-                callback.resume_with = command
-
-
-class _AllCommands(FederatedCLI):
-    """What ``lightning-fed`` runs: it lists the commands that :func:`main` serves itself, too."""
-
-    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        super()._add_subcommands(parser, **kwargs)
-        commands: Any = parser._subcommands_action
-        for name, (_, about) in _OWN.items():
-            commands.add_subcommand(name, Parser(), help=about)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments of Lightning's commands; the others come first."""
-        super().parse_arguments(parser, args)
-        if self.config.subcommand in _OWN:
-            parser.error(f"{self.config.subcommand} must be the first word: lightning-fed {self.config.subcommand} ...")
+    return FederatedCLI
 
 
 def main(args: list[str] | dict[str, Any] | None = None) -> None:
-    """Run the command line: the commands of ``_OWN`` by themselves, and LightningCLI's for the rest.
+    """Run the command line: the commands of ``OWN`` by themselves, and LightningCLI's for the rest.
 
     Args:
         args: The arguments; those of the process if None.
@@ -154,33 +64,64 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # a configuration names classes of the user's own; last, so as to hide nothing
     try:
-        if isinstance(words, list) and words and words[0] in _OWN:
-            module, _, function = _OWN[words[0]][0].partition(":")
-            getattr(importlib.import_module(module), function)(words[1:])
-            return
-        _AllCommands(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
-    except ValueError as error:
-        refusal = refusal_in(error)
-        if refusal is None:
-            raise
-        print("".join(_own_trace(refusal)), file=sys.stderr, end="")
-        sys.exit(f"lightning-fed: {refusal}")
-    except MisconfigurationException as error:  # Lightning's own refusals, such as `test` without a test_step
-        sys.exit(f"lightning-fed: {error}")
+        if isinstance(words, list):
+            words = [_underscored(word) for word in words]
+            _check_command(words)
+            if words[0] in OWN:
+                module, _, function = OWN[words[0]][0].partition(":")
+                getattr(importlib.import_module(module), function)(words[1:])
+                return
+        from lightning_fed.cli.stages import run
+
+        if args is None:  # Lightning warns where it is given words beside those of the process
+            sys.argv[1:] = words
+        run(args if args is None else words, words[0] if isinstance(words, list) else "")
+    except Exception as error:
+        refusal = refusal_in(error) if isinstance(error, ValueError) else None
+        if refusal is not None:
+            print("".join(_own_trace(refusal)), file=sys.stderr, end="")
+            sys.exit(f"lightning-fed: {refusal}")
+        if type(error).__name__ == "MisconfigurationException":  # Lightning's, such as `test` without a test_step
+            sys.exit(f"lightning-fed: {error}")
+        raise
 
 
-def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
-    """Return the error that an evaluation would be that of a model nobody has trained."""
-    latest = last_of_newest_run(trainer)
-    found = (
-        f"Add --ckpt_path last for the newest one, {latest}, --ckpt_path best for the best one of its run"
-        if latest is not None
-        else f"None lies under {' or '.join(map(str, roots(trainer)))}: add --ckpt_path PATH"
+def _check_command(words: list[str]) -> None:
+    """Answer ``--help`` and ``--version``, and end where no command is named that there is."""
+    parser = ArgumentParser(
+        prog="lightning-fed",
+        usage="lightning-fed COMMAND --config FILE [--OPTION VALUE ...]",
+        description=_ABOUT,
+        allow_abbrev=False,
     )
-    return FederatedError(
-        f"`{stage}` needs a checkpoint, or it would run a model that nobody has trained. {found}, or --ckpt_path"
-        f" {INITIAL} for the model as it is made."
-    )
+    parser.add_argument("--version", action="version", version=f"lightning-fed {__version__}")
+    commands = parser.add_subparsers(title="Available subcommands", metavar="COMMAND")
+    for name, about in {**STAGES, **{name: about for name, (_, about) in OWN.items()}}.items():
+        commands.add_parser(name, help=about)
+    names = list(commands.choices)
+    first = words[0] if words else ""
+    if first in ("-h", "--help", "--version"):
+        parser.parse_args(words[:1])
+    if first.startswith("-") and not set(STAGES) & set(words):  # Lightning's take --config before the command, too
+        own = next((word for word in words if word in OWN), None)
+        if own is not None:
+            parser.error(f"{own} must be the first word: lightning-fed {own} ...")
+    elif first not in names and not first.startswith("-"):
+        said = f"invalid choice: {first!r}" if words else "a command is missing"
+        close = get_close_matches(first.lower(), names, n=1)
+        hint = f"\nDid you mean {close[0]} instead of {first}?" if close else ""
+        parser.error(f"{said} (choose from {', '.join(map(repr, names))}){hint}")
+
+
+def _underscored(word: str) -> str:
+    """Return a word whose option, if it is one, is written with underscores, as the keys of configurations are.
+
+    Example:
+        >>> _underscored("--max-clients=a-b"), _underscored("-q")
+        ('--max_clients=a-b', '-q')
+    """
+    name, has_value, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + has_value + value if word.startswith("--") else word
 
 
 def _own_trace(error: FederatedError) -> list[str]:
@@ -200,7 +141,12 @@ def _own_trace(error: FederatedError) -> list[str]:
 
 
 def _is_users(file: Path) -> bool:
-    return file.is_file() and not any(file.is_relative_to(folder) for folder in _FRAMEWORKS)
+    import torch
+
+    from lightning_fed.compat.package import pl
+
+    frameworks = (Path(__file__).parents[1], *(Path(str(package.__file__)).parent for package in (pl, torch)))
+    return file.is_file() and not any(file.is_relative_to(folder) for folder in frameworks)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from string import Template
 
 from jsonargparse import ArgumentParser
 
-from lightning_fed.compat.package import pl
+from lightning_fed.compat.choice import NAMES, USED
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["create", "new"]
+__all__ = ["create", "make_parser", "new"]
 
 _TEMPLATES = Path(__file__).parent / "new_project"
 _EACH = {"train": 60, "val": 20}  # images of a digit
@@ -20,14 +20,19 @@ _EACH = {"train": 60, "val": 20}  # images of a digit
 
 def new(args: list[str] | None = None) -> None:
     """Write a project into a new folder, and print how to train it."""
+    folder = create(make_parser().parse_args(args).name)
+    print(f"Made {folder}. Train it:\n\n    cd {folder} && lightning-fed fit --config config.yaml\n")
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed new",
         description="Write a small project to start from: a model, its data, a configuration, a test.",
         allow_abbrev=False,
     )
     parser.add_argument("name", type=str, help="The name of the project, of its folder and of its module.")
-    folder = create(parser.parse_args(args).name)
-    print(f"Made {folder}. Train it:\n\n    cd {folder} && lightning-fed fit --config config.yaml\n")
+    return parser
 
 
 def create(name: str) -> Path:
@@ -53,7 +58,7 @@ def create(name: str) -> Path:
     try:
         for template in sorted(_TEMPLATES.glob("*.in")):
             file = folder / template.name.removesuffix(".in").replace("project", name)
-            file.write_text(Template(template.read_text()).substitute(name=name, lightning=pl.__name__))
+            file.write_text(Template(template.read_text()).substitute(name=name, lightning=NAMES[USED][0]))
         _write_digits(folder / "data")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)

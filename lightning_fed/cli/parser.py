@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from argparse import HelpFormatter
+from argparse import SUPPRESS, HelpFormatter
 from collections.abc import Callable
 from difflib import get_close_matches
 from inspect import isabstract, signature
@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 
 from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed.compat.package import advice_on_path, pl
-from lightning_fed.core.errors import FederatedError
 
-__all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "Parser", "arrange", "plain", "refusal_in"]
+__all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "Parser", "arrange", "plain"]
 
 importlib.import_module(f"{pl.__name__}.cli")  # which Lightning does not import unasked
 ArgsType = pl.cli.ArgsType
@@ -29,6 +28,10 @@ _ROLE_WITH_TITLE = re.compile(r":\w+(?::\w+)?:`([^`<]+?)\s*<[^`]*>`")
 _MATH = re.compile(r":math:`([^`]+)`")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _SIGNS = {"ge": ">=", "le": "<=", "to": "->", "times": "x", "in": "in"}
+_NEEDED = (
+    "Give a file with both, --config FILE, or name classes: --model MLPClassifier --data Digits."
+    " `lightning-fed new NAME` writes a file to start from."
+)
 _CODE = re.compile(r"``([^`]+)``")
 
 
@@ -59,6 +62,8 @@ class Parser(LightningArgumentParser):
             return []  # it quotes the parser of a part, which is such a one and has said what was meant
         options = [option for parser in (self, *self._below().values()) for option in parser._option_string_actions]
         keys = [option.removeprefix("--") for option in options]
+        if "required: " in message and "model" in message:
+            return [_NEEDED]
         other = next(filter(None, map(advice_on_path, re.findall(r"[\w.]+\.\w+", message))), None)
         if other is not None:
             return [other]
@@ -111,7 +116,15 @@ def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
     """Put the options of a command into groups in the order of use; those of this package come first."""
     own = [f"trainer.{name}" for name in signature(trainer_class).parameters]
     actions = [action for group in parser._action_groups for action in group._group_actions]
-    general = ["help", "config", "print_config", "seed_everything", "ckpt_path", "weights_only"]
+    general = [
+        "help",
+        "config",
+        "print_config",
+        "seed_everything",
+        "ckpt_path",
+        "weights_only",
+        SUPPRESS,
+    ]  # the last is -q
     titles: dict[str, Callable[[str], bool]] = {
         "Options": general.__contains__,
         "The rounds": lambda name: name == "trainer" or name.removesuffix(".help") in own,
@@ -143,10 +156,3 @@ def plain(text: str) -> str:
     for pattern in (_ROLE_WITH_TITLE, _ROLE, _CODE):
         text = pattern.sub(r"\1", text)
     return text
-
-
-def refusal_in(error: BaseException | None) -> FederatedError | None:
-    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
-    while error is not None and not isinstance(error, FederatedError):
-        error = error.__cause__ or error.__context__
-    return error

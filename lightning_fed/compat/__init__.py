@@ -1,1 +1,1 @@
-"""Which Lightning is in use, its private names, and torchvision beside a CPU build of PyTorch."""
+"""Lightning's package and private names, and torchvision with a CPU build of PyTorch."""

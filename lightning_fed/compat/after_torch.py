@@ -1,4 +1,4 @@
-"""Do something as soon as PyTorch is imported, without importing it."""
+"""Run a function as soon as PyTorch is imported, without importing it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ __all__ = ["after_torch"]
 
 
 def after_torch(act: Callable[[], None]) -> None:
-    """Call a function now if PyTorch is imported, else right after its import, before anyone can use it."""
+    """Call a function now if PyTorch is imported, else right after its import, before any other code uses it."""
     if "torch" in sys.modules:
         act()
     else:
@@ -20,7 +20,7 @@ def after_torch(act: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds PyTorch where others find it, and acts when it has been run."""
+    """Finds PyTorch through the other finders, and acts after its import."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -28,7 +28,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return PyTorch's spec, with what is to be done after it."""
+        """Return PyTorch's spec, extended by the action."""
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)

@@ -1,17 +1,18 @@
-"""Which Lightning is in use, ``lightning`` or ``pytorch_lightning``; the only file that decides.
+"""The Lightning package in use, ``lightning`` or ``pytorch_lightning``; only this file decides.
 
-The two packages hold the same code under two names, so a class of one is no class of the other. All of lightning_fed
-takes Lightning from here, as ``pl``. In use is the package that was imported before a class of lightning_fed was first
-used, else the one that the environment variable names, else the one that is installed. If both are, it is
-``lightning``, which brings the other one along as its dependency. The variable is then set, so that child processes
-decide alike. Objects of the other package are refused: no trainer could tell what they are.
+The two packages contain the same code under two names, so their classes differ. All of lightning_fed imports Lightning
+from here, as ``pl``. The package in use is the one imported before the first use of a class of lightning_fed, else the
+one that the environment variable names, else the installed one. If both are installed, it is ``lightning``, which
+depends on the other one. The variable is then set for child processes. Objects of the other package raise, since no
+trainer could recognize them.
 """
 
 import importlib
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from lightning_fed.compat.choice import NAMES, OTHER, REASON, SERIES, USED, VARIABLE, choose
 
 __all__ = [
     "NAMES",
@@ -26,56 +27,13 @@ __all__ = [
     "refuse_foreign",
 ]
 
-VARIABLE = "LIGHTNING_FED_PACKAGE"
-"""The environment variable that names the package."""
-
-SERIES = "2.6"
-"""The releases whose internals the loop builds on."""
-
-NAMES = {
-    "lightning": ("lightning.pytorch", "lightning.fabric"),
-    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
-}
-"""By package, the module that stands for ``pl``, and what it is built on."""
-
-
-def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) -> tuple[str, str]:
-    """Return the package to use, and why.
-
-    ``imported`` has those of the two that are imported already, ``asked`` is what the environment variable names.
-    """
-    if asked is not None and asked not in NAMES:
-        raise ImportError(f"{VARIABLE}={asked!r}: set it to {' or '.join(NAMES)}, or unset it.")
-    if len(imported) == 1:
-        return next(iter(imported)), "it was imported before lightning_fed was used"
-    if asked is not None:
-        return asked, f"the environment variable {VARIABLE} says so"
-    if imported:
-        raise ImportError(
-            "Both lightning and pytorch_lightning are imported. They hold the same classes under two names, and a"
-            " trainer takes the classes of one. Import only one of them, in your code and in what it imports; or,"
-            f" before lightning_fed is used, set the environment variable {VARIABLE} to lightning or to"
-            " pytorch_lightning."
-        )
-    if lightning_is_installed:
-        return "lightning", "it is installed, and neither was imported before lightning_fed was used"
-    return "pytorch_lightning", "the package lightning is neither imported nor installed in a tested version"
-
 
 def install_command() -> str:
     """Return the command that installs a tested version of the package in use."""
     return f"pip install '{USED.replace('_', '-')}=={SERIES}.*'"
 
 
-_imported = {name for name, (module, _) in NAMES.items() if module in sys.modules}
-try:
-    _has_tested = version("lightning").startswith(f"{SERIES}.")
-except PackageNotFoundError:
-    _has_tested = False
-USED, _REASON = choose(_imported, os.environ.get(VARIABLE) or None, _has_tested)
-OTHER = next(name for name in NAMES if name != USED)
-
-if TYPE_CHECKING:  # the types are the same in both; a checker sees only modules that are imported by name
+if TYPE_CHECKING:  # the types are equal in both; a checker only sees modules imported by name
     import pytorch_lightning as pl
     import pytorch_lightning.cli
     import pytorch_lightning.overrides.distributed
@@ -91,7 +49,7 @@ else:
         if error.name not in (USED, NAMES[USED][0]):
             raise
         raise ImportError(
-            f"lightning_fed is to use the package {USED}, since {_REASON}, but it is not installed."
+            f"lightning_fed is to use the package {USED}, since {REASON}, but it is not installed."
             f" Install it: {install_command()}."
         ) from error
 os.environ[VARIABLE] = USED
@@ -100,7 +58,7 @@ _OF_OTHER = tuple(f"{module}." for module in NAMES[OTHER])
 
 
 def refuse_foreign(*values: Any) -> None:
-    """Refuse a user's modules, callbacks and other objects, in lists too, whose class is of the package not in use."""
+    """Raise for a user's modules, callbacks and other objects, also in lists, from the other package."""
     from lightning_fed.core.errors import FederatedError  # not before Lightning is chosen: it imports PyTorch
 
     for value in values:
@@ -111,7 +69,7 @@ def refuse_foreign(*values: Any) -> None:
 
 
 def advice_on_path(path: str) -> str | None:
-    """Return what to say of a class that a configuration names by its path; None if it is not of the other package."""
+    """Return the advice for a class path in a configuration, or None if it is not from the other package."""
     if path.startswith(_OF_OTHER):
         return _advice(f"{path} is")
     module, _, name = path.rpartition(".")
@@ -129,7 +87,7 @@ def _advice_on(value: Any) -> str | None:
 
 def _advice(what: str) -> str:
     return (
-        f"{what} a class of the package {OTHER}, while lightning_fed uses {USED}: {_REASON}. Both hold the same classes"
+        f"{what} a class of the package {OTHER}, while lightning_fed uses {USED}: {REASON}. Both hold the same classes"
         f" under two names, and a run takes those of one. Either write {NAMES[USED][0]} in place of {NAMES[OTHER][0]},"
         f" or let lightning_fed use {OTHER}: import it before lightning_fed is used, or set the environment variable"
         f" {VARIABLE}={OTHER}."

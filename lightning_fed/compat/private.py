@@ -1,7 +1,7 @@
-"""The only file that imports Lightning's private names, because they will move.
+"""The only file that imports Lightning's private names, which may change.
 
-Tested with Lightning 2.6.6; a missing name fails here, at import, and names the version found. ``private_names.yaml``
-beside this file says what each private name is for, of other packages too, and what would take its place.
+Tested with Lightning 2.6.6; a missing name raises here, at import, with the version found. ``private_names.yaml`` in
+this folder gives the purpose of each private name, of other packages too, and its possible replacement.
 """
 
 import warnings
@@ -40,5 +40,5 @@ except AttributeError as error:
         f" ({error}). Install a tested version: {install_command()}."
     ) from error
 
-# Lightning 2.6 asks PyTorch's tree specs in a way that newer releases call deprecated: nothing a user could change
+# Lightning 2.6 uses PyTorch's tree specs in a way that newer releases deprecate, which users cannot change
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")

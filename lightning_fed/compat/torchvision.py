@@ -1,8 +1,8 @@
-"""Let torchvision import beside a PyTorch build that its native library was not made for.
+"""Make torchvision importable with a PyTorch build that its native library does not match.
 
-A torchvision built against CUDA cannot load its native library with a CPU build of PyTorch; ``import torchvision`` and
-with it torchmetrics and Lightning then stop at the missing operator ``torchvision::nms``. Declaring the two operators'
-schemas is enough for data sets, transforms and models. Nothing happens where the native library loads.
+A torchvision built for CUDA cannot load its native library with a CPU build of PyTorch. ``import torchvision``, and so
+torchmetrics and Lightning, then fail at the missing operator ``torchvision::nms``. Declaring the schemas of two
+operators is enough for data sets, transforms and models. If the native library loads, nothing changes.
 """
 
 import importlib.util
@@ -15,13 +15,13 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_library: torch.library.Library | None = None  # the declarations live as long as this object
+_library: torch.library.Library | None = None  # keeps the declarations alive
 
 
 def declare_missing_operators() -> None:
-    """Declare torchvision's operators if it is installed, not imported yet, and cannot load its native library.
+    """Declare torchvision's operators if it is installed, not imported, and cannot load its native library.
 
-    It may be about to be imported: its own import begins with that of PyTorch.
+    It may be about to be imported, since its import begins with PyTorch's.
     """
     global _library
     if "torchvision.extension" in sys.modules or _library is not None:

@@ -1,8 +1,13 @@
-"""The small core that everything else stands on; imports torch and nothing of Lightning."""
+"""The core that all other packages use; imports torch only where a name needs it, and never Lightning."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport, Run, Step, Update
-from lightning_fed.core.types import ClientId, State, Vector
+
+if TYPE_CHECKING:
+    from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport, Run, Step, Update
+    from lightning_fed.core.types import ClientId, State, Vector
 
 __all__ = [
     "ClientError",
@@ -17,3 +22,11 @@ __all__ = [
     "Update",
     "Vector",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: commands that only raise errors do without PyTorch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'lightning_fed.core' has no attribute {name!r}")
+    home = "types" if name in ("ClientId", "State", "Vector") else "rounds"
+    return getattr(importlib.import_module(f"lightning_fed.core.{home}"), name)

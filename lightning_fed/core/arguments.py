@@ -1,4 +1,4 @@
-"""Arguments that are refused by name."""
+"""Checks of arguments. Each raises a :class:`FederatedError` with owner, argument and value."""
 
 import inspect
 import math
@@ -30,11 +30,11 @@ __all__ = [
 
 Choice = TypeVar("Choice")
 
-_LARGEST = 2**63 - 1  # what a tensor can count
+_LARGEST = 2**63 - 1  # the largest size of a tensor
 
 
 def finite(value: Any) -> float:
-    """Return a finite real number as a float, and NaN for anything else, truth values and text included.
+    """Return a finite real number as a float, and NaN for anything else, including truth values and text.
 
     Example:
         >>> finite(3), finite("3"), finite(10**400)
@@ -61,11 +61,7 @@ def kind_of(value: object) -> str:
 
 
 def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _LARGEST) -> int:
-    """Return an argument that must be an integer of at least ``least``, and at most ``most``.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be an integer of at least ``least``, and at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
     if int(value) > most:
@@ -75,20 +71,12 @@ def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _
 
 
 def check_seed(owner: str, value: Any) -> int:
-    """Return an argument ``seed``, which must be an integer of at least 0 and may have up to 128 bits.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument ``seed``, which must be an integer of at least 0 and at most 128 bits."""
     return check_count(owner, "seed", value, least=0, most=2**128 - 1)
 
 
 def check_number(owner: str, name: str, value: Any, least: float = -math.inf, positive: bool = False) -> float:
-    """Return an argument that must be a finite number, of at least ``least`` or positive.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be a finite number, and positive or at least ``least``."""
     found = finite(value)
     if math.isnan(found) or found < least or (positive and found <= 0):
         bound = "" if math.isinf(least) else f" of at least {least:g}"
@@ -98,22 +86,14 @@ def check_number(owner: str, name: str, value: Any, least: float = -math.inf, po
 
 
 def check_numbers(owner: str, name: str, value: Any) -> list[float]:
-    """Return an argument that must be a list of finite numbers.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be a list of finite numbers."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a list of finite numbers.")
     return [check_number(owner, name, entry) for entry in value]
 
 
 def check_fraction(owner: str, name: str, value: Any) -> float:
-    """Return an argument that must be a share in [0, 1).
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument and value.
-    """
+    """Return an argument that must be a share in [0, 1)."""
     share = finite(value)
     if not 0 <= share < 1:
         raise FederatedError(f"{owner}({name}={shown(value)}): {name} must lie in [0, 1), such as 0.2.")
@@ -121,11 +101,7 @@ def check_fraction(owner: str, name: str, value: Any) -> float:
 
 
 def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -> Choice:
-    """Return an argument that must be one of a few values.
-
-    Raises:
-        FederatedError: If it is not; the message names ``owner``, argument, value and what is allowed.
-    """
+    """Return an argument that must be one of a few values."""
     for one in allowed:
         if type(value) is type(one) and value == one:  # 1 is not True
             return one
@@ -133,43 +109,27 @@ def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -
 
 
 def check_flags(owner: str, **flags: Any) -> None:
-    """Refuse arguments, given by name, that must be True or False and are not.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument and value.
-    """
+    """Raise if an argument, given by name, is not True or False."""
     for name, value in flags.items():
         check_one_of(owner, name, value, (True, False))
 
 
 def check_texts(owner: str, **texts: Any) -> None:
-    """Refuse arguments, given by name, that must be non-empty strings and are not.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument and value.
-    """
+    """Raise if an argument, given by name, is not a non-empty string."""
     for name, value in texts.items():
         if not isinstance(value, str) or not value:
             raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a string, and not an empty one.")
 
 
 def check_paths(owner: str, **paths: Any) -> None:
-    """Refuse arguments, given by name, that must be paths and are not; whether there is a file is not asked.
-
-    Raises:
-        FederatedError: Naming ``owner``, argument and value.
-    """
+    """Raise if an argument, given by name, is not a path; the file need not exist."""
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
             raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a path, as a string or a Path.")
 
 
 def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]:
-    """Return the names, or patterns of names, of what stays with each client.
-
-    Raises:
-        FederatedError: If it is no list of texts.
-    """
+    """Return the names, or patterns of names, of parameters and buffers that stay on each client."""
     fits = isinstance(personal, Sequence) and not isinstance(personal, str)
     if not fits or len(personal) < least or not all(isinstance(pattern, str) and pattern for pattern in personal):
         raise FederatedError(
@@ -180,16 +140,13 @@ def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]
 
 
 def number(owner: object, name: str, value: object, interval: str) -> float:
-    """Return a hyper-parameter as a float, or say by name what is wrong with it.
+    """Return a hyper-parameter as a float; the error names the owner, the argument and the interval.
 
     Args:
-        owner: The object whose argument it is.
-        name: The argument.
-        value: What was given.
-        interval: What is allowed, as one writes it: ``"[0, 1)"``, ``"(0, inf)"``. Infinity itself never is.
-
-    Raises:
-        FederatedError: If ``value`` is no finite number in ``interval``.
+        owner: The object that has the argument.
+        name: The argument's name.
+        value: The given value.
+        interval: The allowed values, such as ``"[0, 1)"`` or ``"(0, inf)"``. Infinity is never allowed.
 
     Example:
         >>> from lightning_fed.algorithms.base_optimizers import SGDm
@@ -198,7 +155,7 @@ def number(owner: object, name: str, value: object, interval: str) -> float:
         lightning_fed.core.errors.FederatedError: SGDm(beta=1): beta must be a finite number in [0, 1).
     """
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    found = finite(value)  # NaN is in no interval
+    found = finite(value)  # no interval contains NaN
     above = found >= low if interval[0] == "[" else found > low
     below = found <= high if interval[-1] == "]" else found < high
     if above and below:
@@ -207,22 +164,19 @@ def number(owner: object, name: str, value: object, interval: str) -> float:
 
 
 def choice(owner: object, name: str, value: Choice, *allowed: Choice) -> Choice:
-    """Return a hyper-parameter that must be one of a few values, or say by name what is wrong with it.
+    """Return a hyper-parameter that must be one of a few values; the error names these.
 
     Args:
-        owner: The object whose argument it is.
-        name: The argument.
-        value: What was given.
-        *allowed: The values there are.
-
-    Raises:
-        FederatedError: If ``value`` is none of ``allowed``.
+        owner: The object that has the argument.
+        name: The argument's name.
+        value: The given value.
+        *allowed: The allowed values.
     """
     return check_one_of(type(owner).__name__, name, value, allowed)
 
 
 class ArgumentsRepr:
-    """Shows an object as it would be written, from the attributes that are named as its arguments.
+    """Gives an object a repr as Python code, from the attributes with the names of its arguments.
 
     Example:
         >>> class Draw(ArgumentsRepr):
@@ -232,10 +186,10 @@ class ArgumentsRepr:
         Draw(count=3, rate=0.5)
     """
 
-    _positional = 0  # how many arguments are shown without their names
+    _positional = 0  # number of arguments shown without names
 
     def __repr__(self) -> str:
-        """Show the arguments that are attributes too."""
+        """Return the call with the arguments that are also attributes."""
         own = [(name, vars(self)[name]) for name in inspect.signature(type(self)).parameters if name in vars(self)]
         parts = [repr(value) for _, value in own[: self._positional]]
         parts += [f"{name}={value!r}" for name, value in own[self._positional :]]
@@ -243,7 +197,7 @@ class ArgumentsRepr:
 
 
 def shown(value: Any) -> str:
-    """Show a value within a line; Python refuses to show integers of more than a few thousand digits."""
+    """Return a value as short text; Python does not convert integers of more than a few thousand digits."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length():,} bits"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""The module's buffers, which travel beside the parameter vector and are never corrected."""
+"""The module's buffers, which are exchanged separately from the parameters and never corrected."""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,15 +15,15 @@ class Buffers:
     """Named buffers of a module, such as the running statistics of BatchNorm.
 
     Args:
-        owners: The owning module and its own name for the buffer, by qualified name. Buffers are looked up there every
-            time, since a module may assign a new tensor.
-        mode: "average": clients start from the server's buffers, and the server takes their mean, by examples for
-            floating-point buffers, from the largest client for the others. "server": what clients do to buffers is
-            dropped. "local": every client keeps its own and starts from it; the server's mean is for evaluation only.
-        personal: The names of buffers that stay with the client, whatever the mode: they are not averaged either.
+        owners: The owning module and its name for the buffer, by qualified name. Buffers are looked up on every use,
+            since a module may assign a new tensor.
+        mode: "average": clients start from the server's buffers, and the server averages floating-point buffers by
+            examples, and takes others from the largest client. "server": the clients' changes of buffers are discarded.
+            "local": every client keeps its own buffers; the server's mean is for evaluation only.
+        personal: The names of buffers that stay on the client in any mode, and are not averaged.
 
     Attributes:
-        kept: The names of those that every client keeps.
+        kept: The names of the buffers that every client keeps.
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class Buffers:
         self.server = self.read()
 
     def read(self) -> State:
-        """Return copies of the buffers as the module has them now."""
+        """Return copies of the module's current buffers."""
         return {name: owner.get_buffer(key).detach().clone() for name, (owner, key) in self._owners.items()}
 
     @torch.no_grad()
     def write(self, values: State) -> None:
-        """Put values into the module's buffers."""
+        """Write values into the module's buffers."""
         for name, (owner, key) in self._owners.items():
             overwrite(owner, key, values[name])
 
 
 def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
-    """Set a buffer to a value, in place where that is possible.
+    """Set a buffer to a value, in place if possible.
 
-    Elements of an expanded tensor share memory and cannot be written to, so such a buffer is replaced.
+    Elements of an expanded tensor share memory and cannot be written, so such a buffer is replaced.
 
     Args:
         owner: The module that has the buffer.
@@ -64,15 +64,15 @@ def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
 
 
 class BufferMean:
-    """The mean of the cohort's buffers: by examples where they are floating-point, else the largest client's.
+    """The mean of the cohort's buffers, by examples if floating-point, else the largest client's value.
 
-    Of equally large clients the one with the smallest stored index is taken, in whatever order and process they come.
+    Among equally large clients, the smallest stored index wins, for any order of clients and processes.
     """
 
     def __init__(self) -> None:
         self._sums: State = {}
         self._total = 0
-        self._largest = (-1, 0)  # size of the client whose buffers are picked, and its index negated
+        self._largest = (-1, 0)  # size of the client with the picked buffers, and its index negated
         self._picked: State = {}
 
     def update(self, buffers: State, size: int, index: int, count: int = 1) -> None:
@@ -80,9 +80,9 @@ class BufferMean:
 
         Args:
             buffers: The buffers.
-            size: Its number of examples.
-            index: Its stored index.
-            count: How often it was drawn: it counts so many times in the mean, and is no larger for that.
+            size: The client's number of examples.
+            index: The client's stored index.
+            count: How often the client was drawn: it multiplies the weight, not the size.
         """
         self._total += size * count
         picked = {}
@@ -99,7 +99,7 @@ class BufferMean:
             self._largest, self._picked = size_and_index, buffers
 
     def merge(self, parts: Iterable["BufferMean"]) -> None:
-        """Combine the parts of all processes, in the same order in each, so that sums have the same bits."""
+        """Combine the parts of all processes, in the same order in each, for identical sums."""
         whole = BufferMean()
         for part in parts:
             whole._total += part._total
@@ -110,7 +110,7 @@ class BufferMean:
         vars(self).update(vars(whole))
 
     def compute(self, server: State) -> State:
-        """Return the mean; the server's own buffers if no client took part."""
+        """Return the mean, or the server's buffers if no client participated."""
         if self._total == 0:
             return server
         means = {name: narrowed(value / self._total, server[name]) for name, value in self._sums.items()}

@@ -1,4 +1,4 @@
-"""One number per client: in proportion to its examples, from a mapping, or from a file."""
+"""One number per client: proportional to its examples, from a mapping, or from a file."""
 
 import csv
 import json
@@ -23,11 +23,11 @@ class ClientWeights:
         source: "examples", a mapping from id to weight, or the path of a JSON object or a CSV file with the columns
             ``client`` and ``weight``. In files, ids are compared as text.
         most: The largest weight allowed.
-        name: The argument that the weights came in, as errors name it.
-        column: What the column is called in CSV files, and one such number in errors.
+        name: The argument's name for errors.
+        column: The column's name in CSV files, and the term for one number in errors.
 
     Raises:
-        FederatedError: If the file is missing or not of these forms, or a weight is negative, too large or not finite.
+        FederatedError: If the file is missing or has another form, or a weight is negative, too large or not finite.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ClientWeights:
         return weights
 
     def __repr__(self) -> str:
-        """Show the source; a long mapping is shortened."""
+        """Return the source as text, shortened if it is long."""
         text = repr(self.source)
         return text if len(text) <= 60 or isinstance(self.source, str) else f"{text[:57]}..."
 

@@ -1,7 +1,7 @@
-"""What the library asks of a device, whatever its kind: a random stream, free memory, pinned memory, float64.
+"""Device-specific functions for any kind of device: random streams, free memory, pinned memory, float64.
 
-PyTorch gives each kind of accelerator a module, ``torch.cuda``, ``torch.xpu``, ``torch.mps`` and so on. Only this file
-knows how these modules differ.
+PyTorch has one module per kind of accelerator: ``torch.cuda``, ``torch.xpu``, ``torch.mps`` and so on. Only this file
+handles their differences.
 """
 
 import gc
@@ -36,7 +36,7 @@ __all__ = [
 
 
 _NO_MEMORY = ("DefaultCPUAllocator", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""Parts of what a CPU, MPS and NVIDIA's libraries say, which raise no error of their own kind."""
+"""Parts of the messages of the CPU, MPS and NVIDIA's libraries, which raise no specific error type."""
 
 
 class Memory(NamedTuple):
@@ -47,9 +47,9 @@ class Memory(NamedTuple):
 
 
 def memory_of(device: torch.device) -> Memory | None:
-    """Return the memory of a device, or None on the CPU and where PyTorch cannot tell.
+    """Return the memory of a device, or None for the CPU and if PyTorch does not report it.
 
-    Free memory includes what PyTorch's allocator has reserved and no tensor uses.
+    Free memory includes unused memory that PyTorch's allocator has reserved.
     """
     if device.type == "cpu":
         return None
@@ -66,7 +66,7 @@ def memory_of(device: torch.device) -> Memory | None:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Begin to measure the peak of allocated memory; return whether the device can."""
+    """Start measuring the peak of allocated memory; return whether the device supports it."""
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "reset_peak_memory_stats"):
         return False
@@ -75,19 +75,19 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that tensors took since :func:`reset_peak_memory`."""
+    """Return the most bytes allocated to tensors since :func:`reset_peak_memory`."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error means that a device has no memory left."""
+    """Return whether an error means that a device is out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
 
 
 def release_memory(error: BaseException, device: torch.device) -> None:
-    """Free what failed work holds on a device: an error keeps the local variables of every function that it left."""
+    """Free the device memory of failed work: the error holds the local variables of all functions it left."""
     failed: BaseException | None = error
     while failed is not None:
         traceback.clear_frames(failed.__traceback__)
@@ -99,7 +99,7 @@ def release_memory(error: BaseException, device: torch.device) -> None:
 
 
 def accelerator_name() -> str | None:
-    """Return the name of this machine's accelerator, such as "NVIDIA H100"; None without one."""
+    """Return the name of this machine's accelerator, such as "NVIDIA H100", or None."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return None
@@ -108,15 +108,15 @@ def accelerator_name() -> str | None:
 
 
 def can_pin() -> bool:
-    """Tell whether pinned host memory makes transfers asynchronous; Apple's GPUs share the host's memory."""
+    """Return whether pinned host memory makes transfers asynchronous; Apple's GPUs share the host's memory."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found is not None and found.type != "mps"
 
 
 def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Return whether the tensors of each pair, on one device, are equal; an accelerator is waited for once."""
+    """Return whether the tensors of each pair, all on one device, are equal, with one synchronization."""
     found = list(pairs)
-    if all(a.device.type == "cpu" for a, _ in found):
+    if not found or found[0][0].is_cpu:
         return [torch.equal(a, b) for a, b in found]
     alike = [a.shape == b.shape for a, b in found]
     same = [(a == b).all() for (a, b), is_alike in zip(found, alike, strict=True) if is_alike]
@@ -125,37 +125,37 @@ def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the numbers in floating-point tensors, one after the other; an accelerator is waited for once."""
-    if all(tensor.is_cpu for tensor in tensors):
+    """Return the numbers in floating-point tensors on one device, in order, with one synchronization."""
+    if not tensors or tensors[0].is_cpu:
         return [number for tensor in tensors for number in tensor.reshape(-1).tolist()]
     numbers: list[float] = torch.cat([tensor.reshape(-1) for tensor in tensors]).tolist()
     return numbers
 
 
 def accumulation(device: torch.device) -> dict[str, Any]:
-    """Return dtype and device of sums of what is on a device: float64, on the CPU if the device does not have it."""
+    """Return dtype and device for a device's sums: float64, on the CPU if the device does not support it."""
     return {"dtype": torch.float64, "device": device if has_float64(device) else torch.device("cpu")}
 
 
 def widened(value: Tensor) -> Tensor:
-    """Return a tensor as it is added to sums; see :func:`accumulation`."""
+    """Return a tensor converted for sums; see :func:`accumulation`."""
     return value.to(accumulation(value.device)["device"]).to(torch.float64)  # MPS converts before it copies
 
 
 def narrowed(total: Tensor, like: Tensor) -> Tensor:
-    """Return a sum, or what is made of sums, with the dtype of a tensor and on its device."""
+    """Return a sum, or a result of sums, in the dtype and on the device of a tensor."""
     return total.to(like.dtype).to(like.device)
 
 
 def has_float64(device: torch.device) -> bool:
-    """Tell whether the device computes in float64. Apple's GPUs do not, and not all of Intel's."""
+    """Return whether the device supports float64; Apple's GPUs and some of Intel's do not."""
     if device.type == "xpu":
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type != "mps"
 
 
 def seed_device(device: torch.device | None, seed: int) -> None:
-    """Seed the random stream that operators on the device draw from; the CPU's is not touched."""
+    """Seed the device's random stream; the CPU's does not change."""
     if device is None or device.type == "cpu":
         return
     stream = _generator(device)
@@ -163,7 +163,7 @@ def seed_device(device: torch.device | None, seed: int) -> None:
 
 
 def get_device_random_state(device: torch.device | None) -> Tensor | None:
-    """Return the state of the device's random stream, a CPU tensor; None for the CPU's."""
+    """Return the state of the device's random stream as a CPU tensor, or None for the CPU."""
     if device is None or device.type == "cpu":
         return None
     stream = _generator(device)
@@ -172,7 +172,7 @@ def get_device_random_state(device: torch.device | None) -> Tensor | None:
 
 
 def set_device_random_state(device: torch.device | None, state: Tensor | None) -> None:
-    """Put the device's random stream back to a state of :func:`get_device_random_state`."""
+    """Restore a state of :func:`get_device_random_state`."""
     if device is None or state is None:
         return
     stream = _generator(device)
@@ -183,12 +183,12 @@ def set_device_random_state(device: torch.device | None, state: Tensor | None) -
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """Return the default generator of an accelerator; None if its module only has functions, as for MPS."""
+    """Return the default generator of an accelerator, or None if its module only has functions, as for MPS."""
     module: Any = torch.get_device_module(device)
     generators = getattr(module, "default_generators", None)
     if generators is not None:
         if not len(generators):
-            module.init()  # CUDA makes them when it starts
+            module.init()  # CUDA creates them on initialization
         index = module.current_device() if device.index is None else device.index
         found: torch.Generator = module.default_generators[index]
         return found

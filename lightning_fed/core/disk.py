@@ -1,4 +1,4 @@
-"""What must be on the disk before something else may refer to it."""
+"""Flushing to disk what other files refer to."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ __all__ = ["flush_folder"]
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until names made or changed in a folder are on the disk, if the system lets a folder be flushed."""
+    """Wait until new or changed names in a folder are on the disk, if the system can flush folders."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,25 +1,34 @@
-"""Errors that name what was found, what was expected and what to change."""
+"""Errors that state the found and the expected value, and how to fix them."""
 
-from lightning_fed.core.types import ClientId
+from typing import TYPE_CHECKING
 
-__all__ = ["ClientError", "FederatedError"]
+if TYPE_CHECKING:
+    from lightning_fed.core.types import ClientId
+
+__all__ = ["ClientError", "FederatedError", "refusal_in"]
 
 
 class FederatedError(ValueError):
-    """A setting, model, data set or checkpoint that federated training cannot take; the message says what to change."""
+    """An unsupported setting, model, data set or checkpoint; the message explains how to fix it."""
 
 
 class ClientError(FederatedError):
-    """A client could not be trained; the message names the client, the round and the cause.
+    """A client failed to train; the message names the client, the round and the cause.
 
-    A user's own exception stays reachable as ``__cause__``.
+    An exception in user code is available as ``__cause__``.
 
     Args:
         message: The message.
-        culprit: The client that caused the error, which ``on_client_error="drop"`` drops; None if it may not be the
-            client's fault.
+        culprit: The client that caused the error, which ``on_client_error="drop"`` drops; None if the cause is unclear.
     """
 
-    def __init__(self, message: str, culprit: ClientId | None = None) -> None:
+    def __init__(self, message: str, culprit: "ClientId | None" = None) -> None:
         super().__init__(message)
         self.culprit = culprit
+
+
+def refusal_in(error: BaseException | None) -> FederatedError | None:
+    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
+    while error is not None and not isinstance(error, FederatedError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -10,11 +10,11 @@ from lightning_fed.core.types import State, Vector
 
 __all__ = ["FlatParameters", "Layout", "trained_parameters"]
 
-_SMALL = 2**16  # numbers, up to which a CPU works faster on one vector than on its parts
+_SMALL = 2**16  # a CPU is faster on one vector than on its parts up to this size
 
 
 class Layout:
-    """How a flat vector [P] is cut into tensors of given shapes, in order.
+    """The layout of a flat vector [P] as tensors of given shapes, in order.
 
     Args:
         shapes: The shapes, first to last.
@@ -40,11 +40,11 @@ class Layout:
         return [part.view(len(vectors), *shape) for part, shape in parts]
 
     def joined(self, parts: Sequence[Tensor]) -> Vector:
-        """Return the vector [P] that has these parts, one tensor per shape: a copy."""
+        """Return a vector [P] with copies of these parts, one tensor per shape."""
         return torch.cat([part.reshape(-1) for part in parts])
 
     def joined_state(self, columns: Sequence[State], like: State) -> State:
-        """Return the state that was cut into these, one per shape; ``like`` tells which entries are vectors."""
+        """Return the state whose :meth:`state_views` these are; the entries of ``like`` show which are vectors."""
         return {
             name: self.joined([column[name] for column in columns])
             if value.shape == (self.numel,)
@@ -53,32 +53,32 @@ class Layout:
         }
 
     def state_views(self, state: State) -> list[State]:
-        """Return ``state`` once per shape, its vectors cut into views, everything else (0-dim, odd shapes) as it is."""
+        """Return ``state`` once per shape, its vectors as views, all other entries (0-dim, odd shapes) unchanged."""
         columns = [self.views(v) if v.shape == (self.numel,) else [v] * len(self.shapes) for v in state.values()]
         rows = zip(*columns, strict=True) if columns else [()] * len(self.shapes)
         return [dict(zip(state, row, strict=True)) for row in rows]
 
 
 class FlatParameters:
-    """Parameters of a module, re-pointed as views of one vector ``whole`` [P + Q].
+    """Parameters of a module as views of one vector ``whole`` [P + Q].
 
-    The parameter objects stay the same, so optimizers, tied weights and hooks keep working; loading a model is then
-    one copy into ``y``, the first P numbers, which server and clients exchange. The Q others, of :attr:`personal`,
-    stay with each client.
+    The parameter objects stay the same, so optimizers, tied weights and hooks keep working. Loading a model is one copy
+    into ``y``, the first P numbers, which server and clients exchange. The other Q, of :attr:`personal`, stay on each
+    client.
 
     Args:
         named: (name, parameter) pairs, without duplicates, in the module's order.
-        personal: The names of those that are personal; they come last.
+        personal: The names of personal parameters; they come last.
 
     Attributes:
-        names: The names of all of them, in the order of the vector.
+        names: The names of all parameters, in the order of the vector.
         params: The parameters.
-        views: The views of ``whole`` that they are.
-        num_shared: How many of them are exchanged.
-        joins: Whether gradients are joined into one vector for work that is elementwise. It is one copy more and saves
-            a kernel per parameter and operation, which pays unless a CPU would have to leave its cache.
-        layout: The shapes of those in ``y``.
-        whole_layout: The shapes of all.
+        views: The parameters' views of ``whole``.
+        num_shared: The number of exchanged parameters.
+        joins: Whether gradients are joined into one vector for elementwise work. That costs a copy and saves a kernel
+            per parameter and operation, which pays off unless the vector exceeds a CPU's cache.
+        layout: The shapes of the parameters in ``y``.
+        whole_layout: The shapes of all parameters.
 
     Raises:
         FederatedError: If there is no parameter, or if they differ in dtype or device.
@@ -115,39 +115,39 @@ class FlatParameters:
 
     @property
     def numel(self) -> int:
-        """The number of trainable parameters that are exchanged, P."""
+        """The number of exchanged trainable parameters, P."""
         return self.layout.numel
 
     def cut(self, vector: Vector) -> list[Tensor]:
-        """Return one view per parameter of a vector: of all parameters [P + Q], or of those that are exchanged [P]."""
+        """Return one view per parameter of a vector: of all parameters [P + Q], or of the exchanged ones [P]."""
         return (self.layout if len(vector) == self.layout.numel else self.whole_layout).views(vector)
 
     def point_to(self, views: Sequence[Tensor]) -> None:
-        """Let the parameters look at these tensors (of their own shapes); personal ones stay if none are for them."""
+        """Bind the parameters to these tensors of equal shapes; personal ones stay if no tensors are given for them."""
         for p, view in zip(self.params, views, strict=False):
             p.data = view
 
     def restore(self) -> None:
-        """Let the parameters look at ``whole`` again."""
+        """Bind the parameters to ``whole`` again."""
         self.point_to(self.views)
 
     def gather(self) -> None:
-        """Take what the parameters hold into ``whole`` where they were made to look at something else."""
-        if any(p.data_ptr() != view.data_ptr() for p, view in zip(self.params, self.views, strict=True)):
+        """Copy parameters that are bound to other tensors into ``whole``, and bind them to it."""
+        if list(map(Tensor.data_ptr, self.params)) != list(map(Tensor.data_ptr, self.views)):
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())
             self.restore()
 
     def release(self) -> None:
-        """Give every parameter storage of its own, holding what it held."""
+        """Give every parameter its own storage, with the same values."""
         self.point_to([p.detach().clone() for p in self.params])
 
 
 def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that an optimizer holds, in the module's order, tied ones once.
+    """Return the optimizer's trainable parameters, in the module's order, tied ones once.
 
     Raises:
-        FederatedError: If it holds others than the module's.
+        FederatedError: If the optimizer has parameters that are not the module's.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in held]

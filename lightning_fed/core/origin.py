@@ -1,4 +1,4 @@
-"""What a run continues from, a checkpoint or the trainer's earlier fit, and how its optimizers' options differ."""
+"""The source that a run continues from, for messages, and differences of optimizers' options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ __all__ = ["CHECKPOINT", "EARLIER_FIT", "Origin", "differing_options", "options_
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The words for what a run continues from.
+    """The wording for the source that a run continues from: a checkpoint or an earlier fit.
 
     Attributes:
-        name: What it is, at the start of a sentence.
-        has: The verb for what it contains.
-        ran: What follows the name before its settings.
-        this: What continues from it.
-        template: The remedy, with a place for what has to be the same.
+        name: The source, at the start of a sentence.
+        has: The verb for its contents.
+        ran: The text between the name and its settings.
+        this: The run or fit that continues from it.
+        template: The remedy, with a placeholder for the required equality.
     """
 
     name: str
@@ -28,10 +28,10 @@ class Origin:
     template: str
 
     def remedy(self, what: str) -> str:
-        """Return what to do if something differs.
+        """Return the remedy for a difference.
 
         Args:
-            what: What has to be the same, such as "the settings".
+            what: The thing that must be the same, such as "the settings".
         """
         return self.template.format(what=what)
 
@@ -64,14 +64,14 @@ def differing_options(
     is_scheduled: bool,
     origin: Origin = CHECKPOINT,
 ) -> list[str]:
-    """Return what loading a state has changed of an optimizer's options, in words.
+    """Return the optimizer's options that loading a state changed, as text.
 
     Args:
-        built: The options of every group before it was loaded.
-        loaded: Those after.
-        is_scheduled: Whether a schedule moves the rates, and momentum perhaps, which then differ anyhow; where it notes
-            its first rates, these are compared.
-        origin: What the run continues from.
+        built: The options of every group before loading.
+        loaded: The options of every group after loading.
+        is_scheduled: Whether a schedule changes the rates, and perhaps momentum, which then always differ; if it
+            records its initial rates, these are compared.
+        origin: The source that the run continues from.
     """
     moving = {"lr", "momentum", "betas"} if is_scheduled else {"initial_lr"}
     found: dict[str, None] = {}

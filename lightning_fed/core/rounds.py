@@ -1,4 +1,4 @@
-"""What a method may read and what it hands back: plain records of one step, one client's round and one cohort."""
+"""Inputs and outputs of a method's hooks: records of a step, a client's round and a cohort."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ __all__ = ["AdvanceSolver", "ClientReport", "Cohort", "RoundReport", "Run", "Ste
 
 @dataclass(slots=True)
 class Step:
-    """What a method may read at one local step. Every vector has the shape of the gradient it is handed.
+    """The input of a method at one local step; every vector has the shape of the gradient.
 
     A hook may be called with whole vectors [P], with one parameter's view of them, or with a cohort [S, P]: it must be
     elementwise and must not change anything in place.
@@ -21,15 +21,15 @@ class Step:
     Attributes:
         x: The server parameters at the start of the round.
         server: The server state.
-        client: This client's kept state.
-        local: State that lives for this client's round only (:meth:`Algorithm.init_local`).
-        anchor_grad: The gradient on the same batch at another point, if the method asked for one: at
-            :attr:`Algorithm.anchor_at`, or where :meth:`Algorithm.second_gradient_at` says.
-        full_grad: This client's full-batch gradients by point, as asked for in :attr:`Algorithm.full_grad_at`.
-        cohort_grad: Their averages over the (gradient) cohort, by point.
+        client: This client's state.
+        local: State of this client's round only (:meth:`Algorithm.init_local`).
+        anchor_grad: The gradient on the same batch at another point, if requested: at :attr:`Algorithm.anchor_at`, or
+            at the point of :meth:`Algorithm.second_gradient_at`.
+        full_grad: This client's full-batch gradients by point, as requested in :attr:`Algorithm.full_grad_at`.
+        cohort_grad: The averages of these over the (gradient) cohort, by point.
         num_examples: The client's number of examples n_i.
         mean_examples: The mean of n_i over the clients that have examples.
-        lr: The learning rate of the step; where groups have different ones, the parameter's own.
+        lr: The learning rate of the step; with several groups, the rate of the parameter's group.
     """
 
     x: Vector
@@ -46,23 +46,23 @@ class Step:
 
 @dataclass(slots=True)
 class Run:
-    """What a method may read after a client's last local step.
+    """The input of a method after a client's last local step.
 
     Attributes:
         x: The server parameters [P] at the start of the round.
-        delta: ``y - x``. Sending this very tensor lets the server keep the mean of ``y`` without rounding.
+        delta: ``y - x``. Sending this tensor object lets the server average ``y`` without rounding.
         server: The server state.
-        client: This client's kept state, as it was before the round.
-        local: The round-long local state after the last step.
+        client: This client's state before the round.
+        local: The local state after the last step.
         full_grad: This client's full-batch gradients by point.
-        cohort_grad: Their averages over the (gradient) cohort, by point.
+        cohort_grad: The averages of these over the (gradient) cohort, by point.
         num_examples: n_i.
         mean_examples: The mean of n_i over the clients that have examples.
         num_steps: The local steps taken, K_i.
         lr_sum: The sum of the learning rates over those steps (0-dim, or per coordinate [P] with several groups).
         path: Computes :attr:`path_gradient`.
-        path_follows: Whether :attr:`path_gradient` is ``-delta / lr_sum`` with one number ``lr_sum``, as for plain SGD
-            with one rate: the server can work it out from the other two.
+        path_follows: Whether :attr:`path_gradient` is ``-delta / lr_sum`` with a scalar ``lr_sum``, as for plain SGD
+            with one rate: the server can compute it from the other two.
     """
 
     x: Vector
@@ -83,20 +83,20 @@ class Run:
     def path_gradient(self) -> Vector:
         """The mean corrected direction along the path, weighted by the learning rates.
 
-        That is ``(x - y) / lr_sum`` for plain SGD; for every other local optimizer it is accumulated step by step.
+        It is ``(x - y) / lr_sum`` for plain SGD, and accumulated step by step for any other local optimizer.
         """
         return self.path()
 
 
 @dataclass(slots=True)
 class Update:
-    """What a client hands back.
+    """A client's result of a round.
 
     Attributes:
-        send: Its messages.
-        keep: Its new kept state.
-        implied: The names of messages that need not travel, since :meth:`Algorithm.implied` gives the very same from
-            the others.
+        send: The messages.
+        keep: The new client state.
+        implied: The names of messages that are not sent, since :meth:`Algorithm.implied` computes them exactly from the
+            others.
     """
 
     send: State
@@ -105,16 +105,16 @@ class Update:
 
 
 class AdvanceSolver(Protocol):
-    """Advance the statistics of the user's optimizer by one gradient without moving any parameter."""
+    """Advances the statistics of the user's optimizer by one gradient without changing parameters."""
 
     def __call__(self, state: State, g: Vector, x: Vector) -> State:
-        """Return the statistics after the optimizer has seen gradient ``g`` at ``x``."""
+        """Return the statistics after the optimizer gets gradient ``g`` at ``x``."""
         ...
 
 
 @dataclass(slots=True)
 class Cohort:
-    """What a method may read about the round on the server.
+    """The facts about a round that a method may read on the server.
 
     Attributes:
         size: The number of distinct clients that completed, |S|.
@@ -135,17 +135,17 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class ClientReport:
-    """What one client did in a round; read-only.
+    """A client's results in a round; read-only.
 
     Attributes:
         client_id: The client's id.
-        size: Its number of training examples.
-        steps: The local steps it took, K_i.
-        loss: The example-weighted mean of its training loss over the round.
-        metrics: The example-weighted means of what its ``training_step`` logged.
-        update_norm: The Euclidean norm of its model change.
-        seconds: The wall time it took; on an accelerator, the time until its work was launched, where nobody reads the
-            report before the round's end.
+        size: The number of training examples.
+        steps: The local steps taken, K_i.
+        loss: The example-weighted mean training loss over the round.
+        metrics: The example-weighted means of the values that ``training_step`` logged.
+        update_norm: The Euclidean norm of the model's change.
+        seconds: The wall time; on an accelerator, the time to launch the work, if nothing reads the report before the
+            round's end.
     """
 
     client_id: ClientId
@@ -157,34 +157,34 @@ class ClientReport:
     seconds: float
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled as a call, which takes a third of the time: processes exchange many of these."""
+        """Pickle as a call, which takes a third of the time: processes exchange many reports."""
         own = (self.client_id, self.size, self.steps, self.loss, self.metrics, self.update_norm, self.seconds)
         return type(self), own
 
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What happened in a round; read-only.
+    """The results of a round; read-only.
 
     Attributes:
         round: The round, from 0.
-        cohort: The ids of the clients that took part, in order.
-        dropped: The ids of those drawn that were left out: too slow, lost, empty, or failed.
+        cohort: The ids of the participating clients, in order.
+        dropped: The ids of sampled clients that were left out: too slow, lost, empty, or failed.
         sizes: Number of training examples by id.
         steps: Local steps by id.
-        weights: Share in the average by id; they sum to one.
-        metrics: Training metrics of the cohort, example-weighted.
-        clients: Each client's own report by id.
+        weights: Weights in the average by id, which sum to one.
+        metrics: The cohort's example-weighted training metrics.
+        clients: Each client's report by id.
         loss: The example-weighted mean training loss.
         update_norm: The Euclidean norm of the server's step.
-        drift: How far the clients ended from their own mean: the square root of the weighted mean of
+        drift: The spread of the client models around their mean: the square root of the weighted mean of
             ``||(y_i - x) - mean||^2``.
         bytes_up: Bytes sent by the clients.
         bytes_down: Bytes sent to the clients.
         seconds: Wall time of the round without validation.
-        failed: Why each client that failed left the round, by id; with ``on_client_error="drop"``.
-        gradients: Gradients of single examples that the clients computed: those of local steps, twice where the method
-            takes a second one on every batch, and those of full-batch gradients.
+        failed: The reason of each failed client by id; with ``on_client_error="drop"``.
+        gradients: The number of per-example gradients computed: those of local steps, twice if the method takes a
+            second one on every batch, and those of full-batch gradients.
     """
 
     round: int

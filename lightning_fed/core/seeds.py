@@ -1,4 +1,4 @@
-"""Randomness as a function of (seed, purpose, round, client): no generator state is ever saved."""
+"""Randomness as a function of (seed, purpose, round, client), so that no generator state is saved."""
 
 import hashlib
 import random
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Purpose(IntEnum):
-    """What a random stream is for; streams of different purposes are independent."""
+    """The purpose of a random stream; streams of different purposes are independent."""
 
     COHORT = 1
     GRADIENT_COHORT = 2
@@ -33,7 +33,7 @@ class Purpose(IntEnum):
     TRAINING = 4
     FULL_GRADIENT = 5
     VALIDATION = 6
-    STRAGGLERS = 8  # 7 stays free: streams go by these numbers
+    STRAGGLERS = 8  # 7 is unused: streams depend on these numbers
     DROPOUT = 9
     SPEED = 10
     AVAILABILITY = 11
@@ -45,12 +45,12 @@ class Purpose(IntEnum):
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:
     """Return the seed of one random stream.
 
-    It has 63 bits, of which PyTorch's CPU generator uses the lower 32: two of very many streams may coincide, which
-    no method minds.
+    It has 63 bits. PyTorch's CPU generator uses the lower 32, so two of very many streams may coincide, which is
+    harmless.
 
     Args:
         seed: The run's seed.
-        purpose: What the stream is for.
+        purpose: The purpose of the stream.
         round: The round, from 0.
         client: The client's stored index, from 0.
 
@@ -67,15 +67,15 @@ def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) ->
 def generator(
     seed: int, purpose: Purpose, round: int = 0, client: int = 0, reuse: torch.Generator | None = None
 ) -> torch.Generator:
-    """Return a CPU generator for one random stream, a fresh one unless given one; see :func:`derive_seed`."""
+    """Return a CPU generator for one random stream, a new one unless given; see :func:`derive_seed`."""
     return (reuse or torch.Generator()).manual_seed(derive_seed(seed, purpose, round, client))
 
 
 def seed_global(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators that user code draws from: torch (CPU and ``device``), Python's and NumPy's.
+    """Seed the global generators that user code uses: torch (CPU and ``device``), Python's and NumPy's.
 
-    ``torch.manual_seed`` also visits every lazily initialised backend, which costs about a millisecond: too much for
-    something done once a client.
+    ``torch.manual_seed`` also visits every lazily initialized backend, which takes about a millisecond: too much for
+    once per client.
     """
     torch.default_generator.manual_seed(seed)
     seed_device(device, seed)
@@ -84,7 +84,7 @@ def seed_global(seed: int, device: torch.device | None = None) -> None:
 
 
 def capture_random_state(device: torch.device | None = None) -> Callable[[], None]:
-    """Return a function that puts the global generators back as they are now."""
+    """Return a function that restores the current state of the global generators."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     on_device = get_device_random_state(device)
 
@@ -98,22 +98,22 @@ def capture_random_state(device: torch.device | None = None) -> Callable[[], Non
 
 
 def random_state(device: torch.device | None = None) -> tuple[Any, ...]:
-    """Return what tells whether PyTorch's global generators (CPU and ``device``) have been drawn from."""
-    states = torch.default_generator.get_state(), get_device_random_state(device)
-    return tuple([state.numpy().tobytes() for state in states if state is not None])
+    """Return the state of PyTorch's global generators (CPU and ``device``), to detect draws from them."""
+    state, on_device = torch.default_generator.get_state(), get_device_random_state(device)
+    return state.numpy().tobytes(), None if on_device is None else on_device.numpy().tobytes()
 
 
 def foreign_state() -> tuple[Any, ...]:
-    """Return the states of the global generators that are not PyTorch's: Python's and NumPy's."""
+    """Return the states of the other global generators: Python's and NumPy's."""
     numpy: Any = np.random.get_state()
     return random.getstate(), numpy[1].tobytes(), numpy[2:]
 
 
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Put the global generators back on exit as they were on entry.
+    """Restore the state of the global generators on exit.
 
-    A second gradient on a batch then sees the dropout masks and the in-step augmentation of the first one.
+    A second gradient on a batch then has the dropout masks and in-step augmentation of the first one.
     """
     restore = capture_random_state(device)
     try:

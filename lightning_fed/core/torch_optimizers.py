@@ -1,7 +1,8 @@
-"""What is known of torch's optimizers: which cannot be corrected, which add decay to gradients, where state lives."""
+"""Properties of torch optimizers: support for corrections, coupled weight decay, devices of states."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning_fed.core.errors import FederatedError
 __all__ = ["STEP_COUNTS", "coupled_decay", "home_of", "is_plain_sgd", "refuse_unsupported", "without_coupled_decay"]
 
 STEP_COUNTS = ("step", "mu_product")
-"""The statistics that depend on the number of steps alone: one number, whatever the parameter's shape."""
+"""The statistics that only depend on the number of steps: one number for any shape of the parameter."""
 
 _CPU = torch.device("cpu")
 _UNSUPPORTED = {
@@ -35,14 +36,11 @@ _COUPLED = (
 
 
 def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
-    """Refuse optimizers that cannot take an injected gradient.
+    """Raise for optimizers that cannot use an injected gradient.
 
     Args:
         optimizer: The optimizer.
-        role: What it is for, as the error names it.
-
-    Raises:
-        FederatedError: For LBFGS, SparseAdam, ASGD, Rprop, and for ``maximize=True``.
+        role: The optimizer's role, for the error.
     """
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):
@@ -57,13 +55,13 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
-    """Whether every step is exactly ``y <- y - lr * g`` (coupled weight decay aside)."""
-    return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    """Return whether every step is exactly ``y <- y - lr * g``, apart from coupled weight decay."""
+    return type(optimizer) is torch.optim.SGD and not any(map(itemgetter("momentum"), optimizer.param_groups))
 
 
 @contextmanager
 def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
-    """Switch coupled weight decay off: the gradients hold it already."""
+    """Disable coupled weight decay, which the gradients already include."""
     kept = [(group, group["weight_decay"]) for group in optimizer.param_groups if coupled_decay(optimizer, group)]
     for group, _ in kept:
         group["weight_decay"] = 0.0
@@ -75,17 +73,17 @@ def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
 
 
 def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    """The decay that the optimizer adds to the gradient (and not to the step) for a parameter group."""
+    """Return the decay that the optimizer adds to a group's gradient (rather than to the step)."""
     if not isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay", False):
         return 0.0
     return float(group.get("weight_decay", 0.0))
 
 
 def home_of(name: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Return the device of an optimizer's statistic of a parameter, by the rule of ``torch.optim``.
+    """Return the device of an optimizer's statistic of a parameter, as in ``torch.optim``.
 
-    It is the parameter's device. Step counts stay on the CPU, where reading them does not wait for a device, unless
-    the group's step runs on the device as a whole (``capturable``, ``fused``).
+    It is the parameter's device. Step counts stay on the CPU, where reads need no synchronization, unless the group's
+    step runs entirely on the device (``capturable``, ``fused``).
     """
     if name in STEP_COUNTS and not group.get("capturable") and not group.get("fused"):
         return _CPU

@@ -1,4 +1,4 @@
-"""A state that tracks which entries are read, so that only what clients read counts as sent to them."""
+"""A state that tracks which entries are read, since only those count as sent to clients."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ class TrackedState(dict[str, Tensor]):
 
     Args:
         state: The state.
-        read: Where to note the names.
+        read: The set to add the names to.
 
     Example:
         >>> import torch
@@ -30,11 +30,11 @@ class TrackedState(dict[str, Tensor]):
         self.read = read
 
     def untracked(self) -> State:
-        """Return a plain copy; no entry counts as read."""
+        """Return a plain copy, without counting entries as read."""
         return dict(dict.items(self))
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return an entry, and note its name."""
+        """Return an entry, and record its name."""
         self.read.add(name)
         return super().__getitem__(name)
 
@@ -49,7 +49,7 @@ class TrackedState(dict[str, Tensor]):
         return super().__iter__()
 
     def keys(self) -> Any:
-        """Count everything as read: what takes the names, as ``{**state}`` does, takes the entries."""
+        """Count everything as read, since taking the names, as in ``{**state}``, reads the entries."""
         self.read.update(dict.keys(self))
         return super().keys()
 

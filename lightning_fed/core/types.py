@@ -1,4 +1,4 @@
-"""The few type names that the whole package shares."""
+"""Type names that the whole package shares."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -9,13 +9,13 @@ Vector: TypeAlias = Tensor
 """All trainable parameters as one flat tensor [P], or a quantity of that shape (a gradient, a control variate)."""
 
 State: TypeAlias = dict[str, Tensor]
-"""Named vectors and 0-dim tensors: what the server or a client carries from round to round."""
+"""Named vectors and 0-dim tensors that the server or a client keeps from round to round."""
 
 ClientId: TypeAlias = int | str
-"""The name of a client as the user gave it."""
+"""A client's name, as the user gave it."""
 
 Metrics: TypeAlias = Mapping[str, float]
 """Metric values by name."""
 
 Weighting: TypeAlias = str | Callable[..., Any]
-"""How client messages are averaged: a name ("examples", "uniform", "steps") or a function of the cohort's reports."""
+"""A weighting of messages: a name ("examples", "uniform", "steps") or a function of (client_id, size, steps)."""

@@ -1,4 +1,4 @@
-"""Who the clients are and what data each of them has."""
+"""Clients and their data: data modules, partitions and data sets."""
 
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.data.batches.transforms import Flatten, Normalize, RandomCrop, RandomFlip, Shrink, ToFloat

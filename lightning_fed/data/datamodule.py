@@ -1,4 +1,4 @@
-"""The data of a federation as a LightningDataModule: clients to train on, data sets to evaluate the server model on."""
+"""The LightningDataModule of a federation: clients to train on, and data sets to evaluate the server model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ __all__ = ["FederatedDataModule"]
 if TYPE_CHECKING:
     AnyDataset: TypeAlias = Dataset[Any]
     AnyLoader: TypeAlias = DataLoader[Any]
-else:  # a configuration file's class_path is not matched against Dataset[Any]
+else:  # jsonargparse does not match a class_path against Dataset[Any]
     AnyDataset, AnyLoader = Dataset, DataLoader
 
 Clients: TypeAlias = Sequence[AnyDataset] | Mapping[ClientId, AnyDataset] | FederatedDataset
@@ -51,11 +51,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class _DefinedWithVal:
-    """Hides ``val_dataloader`` from Lightning while there is no validation set and none can come.
+    """Hides ``val_dataloader`` from Lightning if there is no validation set and ``setup`` cannot set one.
 
-    Returning an empty list instead would make Lightning warn of a missing ``validation_step``, or of loaders of length
-    zero, when nobody asked for validation. Lightning asks before ``setup``, so a module with a ``setup`` of its own
-    always shows the method.
+    For an empty list, Lightning would warn about a missing ``validation_step`` or loaders of length zero. Lightning
+    checks before ``setup``, so a data module that overrides ``setup`` always shows the method.
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -68,7 +67,7 @@ class _DefinedWithVal:
         if instance.val is not None or instance._val_may_come:
             return MethodType(self._method, instance)
 
-        @wraps(pl.LightningDataModule.val_dataloader)  # Lightning looks through `wraps`: the method is not overridden
+        @wraps(pl.LightningDataModule.val_dataloader)  # Lightning follows `wraps`: the method counts as not overridden
         def absent() -> Any:
             return instance._need("val", instance.val)
 
@@ -79,60 +78,55 @@ _defined_with_val = cast("Callable[[Method], Method]", _DefinedWithVal)
 
 
 class FederatedDataModule(pl.LightningDataModule):
-    """Clients to train on, and data sets on which the server model is validated and tested.
+    """Clients to train on, and data sets to validate and test the server model.
 
-    The clients come in one of three ways:
+    There are three ways to define clients:
 
-    - ``clients``: one data set per client, as a list, a mapping id -> data set, or a :class:`FederatedDataset`;
-    - ``train`` and ``partition``: one data set, and how to cut it into clients;
-    - a subclass. It may build clients on demand, by giving ``num_clients`` (or ``client_ids``) and overriding
-      :meth:`client_dataset`: then nothing visits every client, and a million of them cost nothing. Or it may load data
-      in ``setup`` and there set ``self.train`` and ``self.partition``, call :meth:`set_clients`, and set ``self.val``,
-      ``self.test`` and ``self.predict``.
+    - ``clients``: one data set per client, as a list, a mapping id -> data set, or a :class:`FederatedDataset`.
+    - ``train`` and ``partition``: one data set, and how to split it into clients.
+    - A subclass. To build clients on demand, define ``num_clients`` (or ``client_ids``) and override
+      :meth:`client_dataset`: then only participating clients are built, and a million of them cost nothing. To load
+      data in ``setup``, set ``self.train`` and ``self.partition`` there, or call :meth:`set_clients`, and set
+      ``self.val``, ``self.test`` and ``self.predict``.
 
-    Any map-style data set will do. Batches of a ``TensorDataset``, or of a ``Subset`` of one, are indexed directly,
-    which is many times faster than a ``DataLoader`` and gives the same batches.
+    Any map-style data set works. A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which is
+    many times faster than a ``DataLoader`` and yields the same batches.
 
     Args:
         clients: One data set per client.
-        train: The data set that ``partition`` cuts into clients.
+        train: The data set that ``partition`` splits into clients.
         partition: A :class:`Partition`, or any callable from labels [n] to each client's indices.
-        val: The validation set of the server model, or a ready loader, or a list of these.
-        test: The test set, likewise.
-        predict: What ``trainer.predict`` sees, likewise; by default the test set.
+        val: The server model's validation set: a data set, a loader, or a list of these.
+        test: The test set, in the same forms.
+        predict: The data for ``trainer.predict``, in the same forms, by default the test set.
         batch_size: Examples in a client's training batch.
         eval_batch_size: Examples in a batch of ``val``, ``test`` and ``predict``; 256 by default.
-        full_batch_size: Examples in a batch when a method needs a client's full-batch gradient. It changes memory and
-            speed only; by default ``batch_size``, but at least 512.
+        full_batch_size: Examples in a batch when a method needs a client's full-batch gradient. It only affects memory
+            and speed. The default is ``batch_size``, but at least 512.
         shuffle: Whether clients shuffle their examples in every local epoch.
-        drop_last: Whether a client leaves out a last, smaller batch. A client with fewer examples than ``batch_size``
-            keeps its only batch.
-        collate_fn: Makes a batch of a list of examples, for clients and evaluation alike.
-        num_workers: Loader processes, for clients and evaluation alike. They start anew in every local epoch of every
-            client, which pays only if examples are slow to make.
-        pin_memory: Whether batches that are sent to an accelerator come from pinned memory, so that the transfer runs
-            beside the host's work. It matters where data do not stay on the accelerator: for data sets other than
-            tensors, with ``transform``, ``augment`` or transfer hooks, and where tensors take more than a quarter of
-            its free memory. Both engines keep all other data there.
-        client_val: Map-style validation sets of single clients by id.
-        transform: A function batch -> batch, or a list of such, applied to every collated batch, the clients' and those
-            of ``val``, ``test`` and ``predict``; it must be deterministic. It is how bytes become normalised floats a
-            batch at a time.
-        augment: A random function (batch, generator) -> batch, or a list of such, applied to every collated batch of
-            which a client takes a gradient, before ``transform``. It draws from the generator, one of its own for each
-            local epoch and each full pass, on the CPU; a batch is augmented once, so that every gradient on it sees the
-            same.
-        batch_size_of: A function from a batch to the number of examples in it, for loaders that cannot tell. A
-            ``DataLoader`` over a map-style data set can: its sampler counts. Other loaders of
-            :meth:`client_dataloader` need it if a batch is ambiguous, such as one with time as the first dimension.
-        worker_init_fn: A function of a worker's number that each loader process calls first. Before it, the worker's
-            generators and the random states that the data set owns are seeded by (seed, round, client, worker).
-        loader_options: Other arguments of the loaders with workers: ``timeout``, ``prefetch_factor`` and
+        drop_last: Whether clients drop a last, smaller batch. A client with fewer examples than ``batch_size`` keeps
+            its only batch.
+        collate_fn: Makes a batch of a list of examples, for clients and evaluation.
+        num_workers: Loader processes, for clients and evaluation. They restart in every local epoch of every client,
+            which only pays off if examples are slow to load.
+        pin_memory: Whether batches sent to an accelerator are in pinned memory, so that the transfer overlaps with the
+            host's work. It only matters if data are not stored on the accelerator: for data sets other than tensors,
+            with ``transform``, ``augment`` or transfer hooks, or if tensors take over a quarter of its free memory.
+        client_val: Map-style validation sets of single clients, by id.
+        transform: A deterministic function batch -> batch, or a list of functions. It applies to every collated batch
+            of clients, ``val``, ``test`` and ``predict``, for example to convert bytes to normalized floats.
+        augment: A random function (batch, generator) -> batch, or a list of functions. It applies before ``transform``
+            to every collated batch that a client computes a gradient on, once per batch, so that all gradients on a
+            batch see the same data. The generator is on the CPU; each local epoch and each full pass has its own.
+        batch_size_of: A function from a batch to its number of examples, for loaders whose batches are ambiguous, such
+            as batches with time as the first dimension. A ``DataLoader`` over a map-style data set does not need it.
+        worker_init_fn: A function of the worker's number that each loader process calls first. By then, the worker's
+            generators and the data set's random states are seeded by (seed, round, client, worker).
+        loader_options: Other arguments of loaders with workers: ``timeout``, ``prefetch_factor`` and
             ``multiprocessing_context``.
 
     Raises:
-        FederatedError: If the arguments do not say who the clients are, or contradict each other, or a value is not
-            allowed.
+        FederatedError: If the arguments do not define the clients or contradict each other, or a value is not allowed.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -145,7 +139,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     _clients: FederatedDataset | None = None
     _source: tuple[FederatedDataset, TensorBatches | None] | None = None
-    _num_clients: int | None = None  # class attributes, so that a subclass may set them before it calls __init__
+    _num_clients: int | None = None  # class attributes, so that subclasses may set them before __init__
     _client_ids: Sequence[ClientId] | None = None
 
     def __init__(
@@ -193,7 +187,7 @@ class FederatedDataModule(pl.LightningDataModule):
         if client_val is not None and not isinstance(client_val, Mapping):
             raise FederatedError(f"{name}(client_val={client_val!r}): client_val must map client ids to data sets.")
         self.client_val = {} if client_val is None else client_val
-        # Not under the arguments' names: `self.transform` of a subclass is usually a function of one example.
+        # Under other names, because `self.transform` of a subclass is usually a function of one example.
         self.batch_transform = chain(name, "transform", transform)
         self.batch_augment = chain(name, "augment", augment)
         self.batch_size_of = batch_size_of
@@ -207,19 +201,19 @@ class FederatedDataModule(pl.LightningDataModule):
     def from_loader(
         cls, loader: AnyLoader, partition: Partition | PartitionFunction, val: EvalData | None = None, **kwargs: Any
     ) -> "FederatedDataModule":
-        """Return a data module whose clients share the data set of a ready loader, and batch their parts as it does.
+        """Return a data module that splits a loader's data set into clients and uses the loader's settings.
 
         Args:
             loader: A ``DataLoader`` over all of a map-style data set, in stored or random order; batch size,
                 ``shuffle``, ``drop_last``, ``collate_fn``, ``num_workers``, ``pin_memory``, ``worker_init_fn``,
-                ``timeout``, ``prefetch_factor`` and ``multiprocessing_context`` are taken from it. A warning says if
-                its ``generator`` or ``persistent_workers`` is not used.
-            partition: How the data set is cut into clients.
-            val: The validation set of the server model, or a ready loader, or a list of these.
-            kwargs: Other arguments of the class, which go before what the loader says.
+                ``timeout``, ``prefetch_factor`` and ``multiprocessing_context`` are taken from it. Its ``generator``
+                and ``persistent_workers`` are not used, with a warning.
+            partition: How the data set is split into clients.
+            val: The server model's validation set: a data set, a loader, or a list of these.
+            kwargs: Other arguments of the class, which override the loader's settings.
 
         Raises:
-            FederatedError: If the loader chooses or repeats examples, or is none.
+            FederatedError: If the loader selects or repeats examples, or is not a ``DataLoader``.
 
         Example:
             >>> dataset = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12) % 3)
@@ -229,23 +223,23 @@ class FederatedDataModule(pl.LightningDataModule):
         """
         return cls(partition=partition, val=val, **{**settings_of(loader), **kwargs})
 
-    # Who the clients are
+    # Clients
 
     @property
     def clients(self) -> FederatedDataset | None:
-        """The clients' data sets, cut out of ``train`` when first asked for; None if clients are built on demand."""
+        """The clients' data sets, split from ``train`` on first access; None if clients are built on demand."""
         if self._clients is None and self.train is not None and self.partition is not None:
             self.set_clients(FederatedDataset.from_partition(self.train, self.partition))
         return self._clients
 
     def set_clients(self, clients: Clients) -> None:
-        """Set the clients, for subclasses that find them in ``setup``.
+        """Set the clients, for subclasses that load them in ``setup``.
 
         Args:
-            clients: As the argument of the same name.
+            clients: Like the class's argument ``clients``.
 
         Raises:
-            FederatedError: If a client's data set is not map-style, or ``client_val`` names a client there is not.
+            FederatedError: If a client's data set is not map-style, or ``client_val`` has an unknown client id.
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
         strangers = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
@@ -283,29 +277,29 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def known_sizes(self) -> list[int] | None:
-        """Each client's number of examples, in the order of ``client_ids``, or None if that takes building clients."""
+        """The clients' numbers of examples, in the order of ``client_ids``; None if clients would have to be built."""
         built = self._overrides("client_dataset", "client_dataloader", "client_size", "client_ids", "num_clients")
         if built or self._client_ids is not None or self._num_clients is not None:
             return None
         return self._need_clients().known_sizes
 
-    # What a client has
+    # Client data
 
     def client_dataset(self, client_id: ClientId) -> AnyDataset:
-        """Return a client's training set. A subclass that builds clients on demand overrides it.
+        """Return a client's training set; override it to build clients on demand.
 
         Args:
             client_id: One of ``client_ids``.
 
         Raises:
-            FederatedError: If there is no such client.
+            FederatedError: If the client id is unknown.
         """
         return self._need_clients().dataset(client_id)
 
     def client_size(self, client_id: ClientId) -> int:
         """Return a client's number of training examples.
 
-        A subclass that builds clients on demand may override it, where that is cheaper than building the client.
+        If clients are built on demand, override it if counting is cheaper than building the client.
         """
         if self._overrides("client_dataloader"):
             return self.client_batches(client_id).size
@@ -314,11 +308,11 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._need_clients().size(client_id)
 
     def client_batches(self, client_id: ClientId) -> ClientBatches:
-        """Return a client's batches, as a round sees them."""
+        """Return a client's training batches."""
         return self._make_batches_of()(client_id)
 
     def batches_of(self) -> Callable[[ClientId], ClientBatches]:
-        """Return :meth:`client_batches`, with the settings looked up once for many clients."""
+        """Return :meth:`client_batches` with the settings read only once for many clients."""
         return self.client_batches if self._overrides("client_batches") else self._make_batches_of()
 
     def _make_batches_of(self) -> Callable[[ClientId], ClientBatches]:
@@ -337,7 +331,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return batches
 
     def _tensor_source(self, settings: BatchSettings) -> TensorBatches | None:
-        """Return the batches of the data set that all clients share, if they are cut out of tensors."""
+        """Return the batches of the data set that all clients share, if it consists of tensors."""
         clients = self._need_clients()
         if self._source is None or self._source[0] is not clients:
             batches = None if clients.source is None else TensorBatches.of(clients.source, settings)
@@ -345,43 +339,43 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._source[1] if settings.collate_fn is None else None
 
     def client_dataloader(self, client_id: ClientId, generator: torch.Generator) -> Iterable[Any]:
-        """Return a loader of one local epoch. Override it to load a client's batches in a way of your own.
+        """Return a loader of one local epoch; override it to load a client's batches yourself.
 
         Args:
             client_id: One of ``client_ids``.
-            generator: Draw the order of the examples from it; otherwise a resumed run differs.
+            generator: The source of the examples' order; with any other source, a resumed run differs.
 
         Returns:
-            Any iterable of batches with a ``__len__``, its number of batches. If it is not a ``DataLoader``, override
-            :meth:`client_size` too, and pass ``batch_size_of`` if a batch does not tell its number of examples.
+            Any iterable of batches with a ``__len__``, its number of batches. If it is not a ``DataLoader``, also
+            override :meth:`client_size`, and pass ``batch_size_of`` if the examples in a batch cannot be counted.
         """
         return LoaderBatches(self._map_style(client_id), self.batch_settings).loader(generator)
 
     def client_val_dataset(self, client_id: ClientId) -> AnyDataset | None:
-        """Return a client's own validation set, or None if it has none.
+        """Return a client's validation set, or None.
 
         Raises:
             FederatedError: If ``client_id`` cannot be the id of a client.
         """
         return self.client_val.get(check_client_id(client_id))
 
-    # Where the clients are
+    # Remote clients
 
     def connect_clients(self) -> Any:
-        """Return what answers for the clients in a fit that is about to start; None if engines are to train them here.
+        """Return an object that trains remote clients in this fit, or None to train in this process.
 
-        A fit calls it once a checkpoint is loaded, and before it reads the clients' ids and sizes. A data module whose
-        clients are elsewhere overrides it: see :class:`lightning_fed.deploy.RemoteClients`.
+        A fit calls it after a checkpoint is loaded, and before it reads the clients' ids and sizes. A data module of
+        remote clients overrides it; see :class:`lightning_fed.deploy.RemoteClients`.
 
         Returns:
             A :class:`lightning_fed.rounds.client_half.ClientHalf`, or None.
         """
         return None
 
-    # What the server model is evaluated on
+    # Evaluation of the server model
 
     def train_dataloader(self) -> NoReturn:
-        """Refuse: each client has its own loader, and there is none for all clients."""
+        """Raise, since each client has its own loader."""
         raise FederatedError(
             f"{type(self).__name__} has one loader for each client: train with FederatedTrainer. For a centralised"
             " baseline give Trainer.fit a DataLoader of the undivided training set."
@@ -397,7 +391,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._eval_loader(self._need("test", self.test))
 
     def predict_dataloader(self) -> EvalLoader:
-        """Return the loader of the prediction set, or else of the test set."""
+        """Return the loader of the prediction set, by default of the test set."""
         return self._eval_loader(self._need("predict", self.test if self.predict is None else self.predict))
 
     def _eval_loader(self, data: EvalData) -> EvalLoader:
@@ -419,7 +413,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def batch_settings(self) -> BatchSettings:
-        """How clients' batches are made."""
+        """The settings of the clients' batches."""
         return BatchSettings(
             batch_size=self.batch_size,
             full_batch_size=self.full_batch_size or max(self.batch_size, 512),
@@ -442,7 +436,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def _val_may_come(self) -> bool:
-        """Whether hooks of a subclass may set a validation set."""
+        """True if a subclass has hooks that may set a validation set."""
         return self._overrides("setup", "prepare_data")
 
     def _overrides(self, *names: str) -> bool:
@@ -488,7 +482,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
 
 def check_ids(data: FederatedDataModule) -> None:
-    """Refuse clients' ids, assigned or overridden, of which a run could not keep track."""
+    """Raise if the data module's client ids are invalid."""
     if data._overrides("client_ids"):
         check_client_ids(type(data).__name__, data.client_ids)
     if data._overrides("client_ids") or data._client_ids is not None:

@@ -1,4 +1,4 @@
-"""The clients' data sets by client id, given one by one or cut out of one data set by a partition."""
+"""The clients' data sets by client id: one per client, or split from one data set by a partition."""
 
 import operator
 import warnings
@@ -30,17 +30,17 @@ __all__ = ["FederatedDataset"]
 
 
 class FederatedDataset:
-    """Client id -> map-style data set.
+    """Map-style data sets by client id.
 
     Empty clients are allowed: they have size 0 and are never sampled.
 
     Args:
-        clients: A sequence of data sets, whose clients get the ids 0, ..., N - 1, or a mapping id -> data set. A list,
-            tuple or dict is checked at once; any other sequence or mapping is only asked for a client when that client
-            is needed, so that it may build its data sets on demand.
+        clients: A sequence of data sets, for clients 0, ..., N - 1, or a mapping id -> data set. A list, tuple or dict
+            is checked at once. Any other sequence or mapping is only indexed when a client is needed, so it may build
+            data sets on demand.
 
     Raises:
-        FederatedError: If a client's data set is no map-style data set with ``__len__`` and ``__getitem__``.
+        FederatedError: If a client's data set has no ``__len__`` or ``__getitem__``.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -66,19 +66,19 @@ class FederatedDataset:
     def from_partition(
         dataset: Dataset[Any], partition: Partition | PartitionFunction, labels: Any = None
     ) -> "FederatedDataset":
-        """Return the clients that a partition cuts out of one data set; only indices are kept, no copies.
+        """Split one data set into clients with a partition; this stores indices, not copies.
 
-        With a :class:`FeatureShift`, clients' inputs are copies, made when a client is asked for.
+        A :class:`FeatureShift` copies a client's inputs when the client is needed.
 
         Args:
             dataset: A map-style data set of n examples.
-            partition: A partition, or any callable from labels [n] to each client's indices; where the last tensor of a
-                ``TensorDataset`` holds real numbers to be predicted, a callable gets these numbers. Labels are looked
-                up when a callable uses their values, and not if it only uses their number n.
+            partition: A partition, or any callable from labels [n] to each client's indices. If the last tensor of a
+                ``TensorDataset`` holds real-valued targets, a callable gets these. Labels are only looked up if a
+                callable uses their values, rather than only their number n.
             labels: The class of each example [n], or a function from an example to its class. By default the data set's
-                ``targets`` or ``labels``, the last integer tensor [n] of a ``TensorDataset``, the same of what a
-                ``Subset`` selects from, or else the last element of every example, which takes one pass over the data.
-                They are looked for only if the partition needs them.
+                ``targets`` or ``labels``, the last integer tensor [n] of a ``TensorDataset``, the same of the data set
+                below a ``Subset``, or else the last element of every example, which takes one pass over the data. They
+                are only looked up if the partition needs them.
 
         Raises:
             FederatedError: If the labels cannot be found, or the indices do not fit the data set.
@@ -98,7 +98,7 @@ class FederatedDataset:
 
     @property
     def known_sizes(self) -> list[int] | None:
-        """Each client's number of examples, in the order of ``ids``, or None if that takes building the clients."""
+        """The clients' numbers of examples, in the order of ``ids``; None if clients would have to be built."""
         return [self.size(client_id) for client_id in self.ids] if self._ready else None
 
     def size(self, client_id: ClientId) -> int:
@@ -107,11 +107,11 @@ class FederatedDataset:
 
     @property
     def source(self) -> Dataset[Any] | None:
-        """The data set from which all clients' data sets were cut, or None if there is none."""
+        """The data set that all clients' data sets were split from, or None."""
         return None
 
     def indices(self, client_id: ClientId) -> Tensor:
-        """Return the examples [n_i] of :attr:`source` that a client has, int64.
+        """Return a client's indices [n_i] into :attr:`source`, int64.
 
         Raises:
             FederatedError: If the clients' data sets are not parts of one data set.
@@ -125,23 +125,23 @@ class FederatedDataset:
             dataset = clients[_position(client_id, self.ids) if isinstance(self.ids, range) else client_id]
         except KeyError as error:
             if client_id in self.ids:
-                raise  # it comes from the user's own mapping, which builds this client on demand
+                raise  # from the user's mapping, which builds this client on demand
             raise _unknown(client_id, self.ids) from error
         check_map_style(dataset, f"Client {client_id!r}")
         return dataset
 
     def targets(self) -> list[Tensor]:
-        """Return what is to be predicted of each client's examples [n_i], in the order of ``ids``.
+        """Return each client's targets [n_i], in the order of ``ids``.
 
-        Classes are int64; where the last tensor of ``TensorDataset`` holds one real number per example, these are.
+        Classes are int64; if a ``TensorDataset`` ends with one real number per example, these are the targets.
 
         Raises:
-            FederatedError: If a client's data set has no targets that can be found.
+            FederatedError: If the targets of a client's data set cannot be found.
         """
         return targets_of([self.dataset(client_id) for client_id in self.ids])
 
     def summary(self) -> str:
-        """Return a small table: clients, examples, examples per client and, if known, how skewed the labels are."""
+        """Return a small table: clients, examples, examples per client and, if known, the label skew."""
         rows = {"clients": f"{len(self):,}", "examples": "unknown until the clients are built"}
         if (known := self.known_sizes) is not None:
             rows["examples"] = f"{sum(known):,}"
@@ -171,13 +171,13 @@ _SHAPE_ONLY = {
 
 
 class _LazyLabels(Tensor):
-    """Labels [n] of which only the number is known as yet; any other use of the tensor looks up the values."""
+    """Labels [n] of known length; any other use of the tensor looks up the values."""
 
     look_up: Callable[[], Tensor]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch on the values."""
+        """Call a PyTorch function on the values."""
         if func in _SHAPE_ONLY:
             return super().__torch_function__(func, types, args, kwargs)
         args, kwargs = pytree.tree_map_only(_LazyLabels, lambda labels: labels.look_up(), (args, kwargs or {}))
@@ -207,7 +207,7 @@ class _PartitionedDataset(FederatedDataset):
         dealt = self._labels
         if dealt is None or not needs_labels:
             dealt = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
-        if self._labels is None and needs_labels:  # a function may use classes, real numbers, or only their number
+        if self._labels is None and needs_labels:  # a callable may use classes, real numbers, or only their number
             dealt = lazy = dealt.as_subclass(_LazyLabels)
             lazy.look_up = self._look_up
         self.ids, self._order, self._sizes = _join(partition(dealt), num_examples, repr(partition))
@@ -254,7 +254,7 @@ class _PartitionedDataset(FederatedDataset):
             raise _unknown(client_id, self.ids) from error
 
     def _label_skew(self) -> float | None:
-        """Return the mean total variation distance, by examples, of the clients' label distributions to that of all."""
+        """Return the mean total variation distance, by examples, of clients' label distributions to the overall one."""
         if self._is_by_function:  # which may not have used the labels
             try:
                 self._look_up()
@@ -269,7 +269,7 @@ class _PartitionedDataset(FederatedDataset):
 
 
 def check_partition(partition: Any) -> None:
-    """Refuse what is no partition."""
+    """Raise if the argument is not a partition."""
     if isinstance(partition, type):
         raise FederatedError(
             f"partition={partition.__name__} is a class: instantiate it, as in {partition.__name__}(num_clients=10)."
@@ -291,7 +291,7 @@ def _ids(clients: Sequence[Any] | Mapping[Any, Any]) -> Sequence[ClientId]:
 
 
 def _position(client_id: Any, ids: Sequence[ClientId]) -> int:
-    """Return the position of a client whose ids are 0, ..., N - 1; NumPy's and other integers are welcome."""
+    """Return the position of a client with ids 0, ..., N - 1, from any kind of integer."""
     try:
         position = operator.index(client_id)
     except TypeError as error:
@@ -302,7 +302,7 @@ def _position(client_id: Any, ids: Sequence[ClientId]) -> int:
 
 
 def _join(parts: Any, num_examples: int, owner: str) -> tuple[Sequence[ClientId], Tensor, list[int]]:
-    """Return the clients' ids, all clients' indices in one tensor, and how many each client has."""
+    """Return the clients' ids, all clients' indices in one tensor, and each client's number of examples."""
     ordered = hasattr(parts, "__getitem__") and hasattr(parts, "__len__") and getattr(parts, "ndim", 1) != 0
     if not ordered or isinstance(parts, str | bytes | type):
         raise FederatedError(
@@ -337,7 +337,7 @@ def _join(parts: Any, num_examples: int, owner: str) -> tuple[Sequence[ClientId]
 
 
 def _warn_of_shared(order: Tensor, sizes: list[int], ids: Sequence[ClientId], num_examples: int, owner: str) -> None:
-    """Say so if two clients have the same example, which is rarely meant; one client may have it more than once."""
+    """Warn if two clients share an example; one client may repeat an example."""
     clients = torch.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
     last = torch.empty(num_examples, dtype=torch.int64)
     last[order] = clients

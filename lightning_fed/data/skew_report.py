@@ -1,4 +1,4 @@
-"""How the clients' data differ: a picture of the split, and a small table of numbers."""
+"""Label and size skew of a split: a plot and a table of statistics."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,30 +26,29 @@ if TYPE_CHECKING:
 __all__ = ["SkewTable", "skew_table", "split_figure"]
 
 Split: TypeAlias = Mapping[ClientId, Tensor] | Sequence[Tensor] | FederatedDataset | FederatedDataModule
-"""Each client's labels [n_i], integers, by id or in order; or clients whose data sets tell their labels."""
+"""Each client's labels [n_i], integers, by id or in order; or clients whose data sets have labels."""
 
 _MAX_CLASS_NAMES = 20
 
 
 @dataclass(frozen=True)
 class SkewTable:
-    """How much the clients of a split differ. Distance and entropy are means over clients, weighted by examples.
+    """Statistics of a split's skew; distance and entropy are means weighted by examples.
 
     Args:
         clients: The number of clients N.
-        empty_clients: Clients without examples.
-        examples: The examples of all clients.
-        classes: The classes of all clients; 0 if real numbers are to be predicted.
-        min_size: The examples of the smallest client.
-        median_size: The examples of the median client.
-        max_size: The examples of the largest client.
+        empty_clients: The number of clients without examples.
+        examples: The number of examples of all clients.
+        classes: The number of classes of all clients; 0 if targets are real numbers.
+        min_size: The smallest client's number of examples.
+        median_size: The median number of examples.
+        max_size: The largest client's number of examples.
         size_gini: The Gini coefficient of the sizes: 0 if all are equal, (N - 1) / N if one client has everything.
-        label_distance: The total variation distance, in [0, 1], of a client's label distribution to that of all.
+        label_distance: The total variation distance, in [0, 1], of a client's label distribution to the overall one.
         label_entropy: The entropy of a client's label distribution, in bits.
         global_entropy: The entropy of the label distribution of all examples, in bits.
-        target_share: Where real numbers are to be predicted, the share of their variance that lies between clients: 0
-            if every client has the mean of all, 1 if each has one number of its own. It is nan for classes, and the
-            three numbers before it are nan otherwise.
+        target_share: For real-valued targets, the share of the variance between clients: 0 if all clients have the same
+            mean, 1 if each has a single value. It is nan for classes; the three values above are nan otherwise.
     """
 
     clients: int
@@ -66,7 +65,7 @@ class SkewTable:
     target_share: float = math.nan
 
     def __str__(self) -> str:
-        """Show the numbers with their names."""
+        """Return the statistics with their names."""
         rows = {
             "clients": f"{self.clients:,} ({self.empty_clients:,} empty)",
             "examples": f"{self.examples:,} of {self.classes:,} classes" if self.classes else f"{self.examples:,}",
@@ -88,7 +87,7 @@ def skew_table(split: Split) -> SkewTable:
 
     Args:
         split: Each client's labels [n_i], as a mapping id -> labels or a sequence; or a ``FederatedDataset`` or
-            ``FederatedDataModule``, of which every client is visited. These may have real numbers for targets instead.
+            ``FederatedDataModule``, which builds every client. Targets may also be real numbers.
 
     Raises:
         FederatedError: If there are no clients or no examples, or a client's labels cannot be found.
@@ -115,16 +114,16 @@ def skew_table(split: Split) -> SkewTable:
 
 
 def split_figure(split: Split, max_clients: int = 50) -> "Figure":
-    """Draw which client has which examples, and the sizes.
+    """Plot each client's examples by class, and the sizes.
 
-    A bubble for each client and class has the number of examples for its area. Where real numbers are to be predicted,
-    each client has a line from its least to its greatest, thick between the quartiles, with a dot at the median. The
-    histogram of the sizes is of all clients. The figure is not registered with ``pyplot``: save it with
-    ``figure.savefig("split.png")``, or end a notebook cell with it.
+    The area of a bubble is the number of examples of a client and class. For real-valued targets, each client has a
+    line over its range, thick between the quartiles, with a dot at the median. The histogram shows the sizes of all
+    clients. The figure is not registered with ``pyplot``: save it with ``figure.savefig("split.png")``, or end a
+    notebook cell with it.
 
     Args:
-        split: As for :func:`skew_table`.
-        max_clients: At most so many clients are shown on the left, evenly spaced among all.
+        split: The split, as for :func:`skew_table`.
+        max_clients: The most clients shown on the left, evenly spaced among all.
 
     Raises:
         FederatedError: If matplotlib is missing, there are no clients or no examples, or a client's labels cannot be
@@ -158,8 +157,8 @@ def split_figure(split: Split, max_clients: int = 50) -> "Figure":
 
 
 def _draw_bubbles(axes: "Axes", classes: list[int], counts: Floats) -> None:
-    """Draw a bubble for every client and class; the largest one fills its cell."""
-    cell = 72 * min(5.5 / len(counts), 2.4 / len(classes))  # in points, for the figure's size
+    """Draw a bubble per client and class; the largest one fills its cell."""
+    cell = 72 * min(5.5 / len(counts), 2.4 / len(classes))  # in points, given the figure's size
     clients, codes = np.nonzero(counts)
     areas = counts[clients, codes] / counts.max() * (1.3 * max(cell, 2.5)) ** 2
     axes.scatter(clients, codes, s=areas, c=[f"C{code % 10}" for code in codes], linewidths=0, alpha=0.85)
@@ -168,7 +167,7 @@ def _draw_bubbles(axes: "Axes", classes: list[int], counts: Floats) -> None:
 
 
 def _draw_ranges(axes: "Axes", parts: list[Tensor]) -> None:
-    """Draw how each client's numbers are spread."""
+    """Draw the range and quartiles of each client's numbers."""
     places = [place for place, part in enumerate(parts) if len(part)]
     least, lower, median, upper, greatest = np.transpose(
         [np.quantile(parts[place].numpy(), [0, 0.25, 0.5, 0.75, 1]) for place in places]
@@ -185,7 +184,7 @@ def _name_ticks(axis: "Axis", names: Sequence[Any], most: int) -> None:
 
 
 def _read(split: Split) -> tuple[Sequence[ClientId], list[Tensor]]:
-    """Return the ids of the clients and the targets of each: classes, int64, or real numbers."""
+    """Return the client ids, and each client's targets: int64 classes or real numbers."""
     source = split
     if isinstance(source, FederatedDataModule) and not source._overrides("client_dataset", "client_dataloader"):
         source = source.clients or source
@@ -233,7 +232,7 @@ def _as_integers(values: Any, client_id: ClientId) -> Tensor:
 
 
 def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
-    """Return the numbers of the table that are about classes."""
+    """Return the table's statistics of classes."""
     classes, counts = class_counts(parts)
     sizes = counts.sum(1)
     pooled = counts.sum(0) / counts.sum()
@@ -249,7 +248,7 @@ def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
 
 
 def _share_between(parts: list[Tensor]) -> float:
-    """Return the share of the variance of all numbers that lies between the clients' means; 0 if they are all alike."""
+    """Return the share of the variance between the clients' means; 0 if all numbers are equal."""
     values = [part.double() for part in parts if len(part)]
     whole = torch.cat(values)
     means = torch.cat([part.mean().expand(len(part)) for part in values])

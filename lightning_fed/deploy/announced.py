@@ -1,15 +1,17 @@
 """What sites have said of their clients' data, and which clients no site has spoken for yet."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import shown
-from lightning_fed.deploy.reply_checks import MOST
+from lightning_fed.deploy.message import is_count, shown
 
 __all__ = ["Announced", "Announcements"]
+
+_log = logging.getLogger("lightning_fed.deploy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,36 +29,41 @@ class Announcements:
 
     A client that has not said hello in time is absent. It counts as one of N and may be drawn, as if it had as many
     examples as the others have in the mean; in a round for which it is drawn, it has failed. It may say hello later.
-    One that has more than ``max_examples`` is refused.
+    One that has more than ``max_examples``, or another batch size than the one asked for, is refused.
     """
 
-    def __init__(self, client_ids: Sequence[ClientId], max_examples: int | None = None) -> None:
-        self.client_ids, self._max_examples = client_ids, max_examples
+    def __init__(
+        self, client_ids: Sequence[ClientId], max_examples: int | None = None, batch_size: int | None = None
+    ) -> None:
+        self.client_ids, self._max_examples, self._batch_size = client_ids, max_examples, batch_size
         self.known: dict[ClientId, Announced] = {}  # in the order of the ids once :meth:`close` was called
         self.absent: set[ClientId] = set()
         self._late: dict[ClientId, Announced] = {}
 
     def take(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
         """Take in a client's hello; one that was absent counts from :meth:`admit` on."""
-        counts = {}
-        for name in ("size", "batches", "val_size"):
-            value = header.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        counts: dict[str, Any] = {name: header.get(name) for name in ("size", "batches", "val_size")}
+        for name, value in counts.items():
+            if not is_count(value):
                 raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {shown(value)}.")
-            counts[name] = value
         if self._max_examples is not None and counts["size"] > self._max_examples:
             raise FederatedError(
                 f"The reply of client {client_id!r} says that it has {counts['size']:,} examples, more than"
                 f" max_examples={self._max_examples:,} allows: its weight would be as large."
             )
         batch_size = header.get("batch_size")
-        is_size = isinstance(batch_size, int) and 1 <= batch_size <= MOST
-        found = Announced(**counts, batch_size=batch_size if is_size else None)
+        if self._batch_size is not None and batch_size != self._batch_size:
+            raise FederatedError(
+                f"The site of client {client_id!r} has batch_size={shown(batch_size)}, and the run's is"
+                f" {self._batch_size}. Give its data module the run's, or leave batch_size unset for the run."
+            )
+        found = Announced(**counts, batch_size=batch_size if is_count(batch_size, 1) else None)
         (self._late if client_id in self.absent else self.known)[client_id] = found
 
     def close(self) -> None:
         """Mark the clients that have not said hello as absent."""
         sizes = [known.size for known in self.known.values() if known.size]
+        self._compare_batch_sizes()
         typical = Announced(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
         self.absent = set(self.client_ids) - self.known.keys()
         self.known = {client_id: self.known.get(client_id, typical) for client_id in self.client_ids}
@@ -70,4 +77,13 @@ class Announcements:
         late, self._late = self._late, {}
         self.known |= late
         self.absent -= late.keys()
+        if late:
+            self._compare_batch_sizes()
         return bool(late)
+
+    def _compare_batch_sizes(self) -> None:
+        """Warn if sites have several: on purpose, perhaps."""
+        of = {known.batch_size: client_id for client_id, known in self.known.items() if known.batch_size}
+        if len(of) > 1:
+            shown_sizes = ", ".join(f"{size} (client {of[size]!r})" for size in sorted(of)[:5])
+            _log.warning("Sites have different batch sizes: %s. RemoteClients(batch_size=...) allows one.", shown_sizes)

@@ -11,7 +11,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import DummyLogger, TrainerFn, TrainerState, call
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.deploy.facts import check_new
+from lightning_fed.deploy.facts import check_single, optimizer_facts
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
@@ -44,7 +44,8 @@ class ClientsOutsideFit:
         among: Sequence[ClientId] | None = None,
     ) -> None:
         self.trainer: Any = trainer
-        check_new(trainer, "Clients work outside a fit with a trainer of one process that has run none")
+        need = "Clients work outside a fit with a trainer of one process that has run none"
+        check_single(trainer, need, self.trainer.fit_loop.round)
         self._round: int | None = None  # whose hooks have been called
         self._has_begun = False  # the clients' work in it
         self._is_ready = False
@@ -59,6 +60,7 @@ class ClientsOutsideFit:
             self.close()
             raise
         flat = self.prepared.flat
+        self.optimizer_facts = optimizer_facts(trainer)
         self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
         self._personal = flat.personal.clone()  # of a new client
         self.start = flat.y.clone()  # x^0, if the module here began as the server's
@@ -107,8 +109,7 @@ class ClientsOutsideFit:
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
 
-        What the clients keep goes to ``states``. ``plateaus`` has the states of schedules that follow a metric; see
-        :meth:`lightning_fed.engines.prepared.PreparedModule.set_round`.
+        What the clients keep goes to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``.
         """
         clients = [index for index in task.clients if index in self._here]
         task = replace(task, server=self.prepared.optimizer.placed(task.server))

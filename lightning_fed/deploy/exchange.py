@@ -1,6 +1,7 @@
 """A phase over a transport: all clients are asked at once, and only valid replies count."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,8 @@ from lightning_fed.deploy.transport import Refusal, Transport
 
 __all__ = ["Exchange"]
 
-_SHOWN = 5  # clients that one error names
+_SHOWN = 5  # clients that one error or one line of the log names
+_WAIT = 60.0  # seconds until the log names who is missing; then twice as many, and so on
 _log = logging.getLogger("lightning_fed.deploy")
 T = TypeVar("T")
 
@@ -24,14 +26,19 @@ class Exchange:
     A second copy is ignored. Anything else is logged by name, once, and changes nothing. A client whose reply to the
     phase is not valid is not waited for any longer; its valid reply still counts while others are awaited.
 
-    ``run`` is the name of the run that sites know, ``facts`` what they must have in common with the server.
+    ``run`` is the name of the run that sites know; ``greeting`` what hello compares: "facts" and "optimizer".
     """
 
     def __init__(
-        self, transport: Transport, trainer: Any, sites: Announcements, run: str, facts: Mapping[str, str]
+        self,
+        transport: Transport,
+        trainer: Any,
+        sites: Announcements,
+        run: str,
+        greeting: Mapping[str, Mapping[str, str]],
     ) -> None:
         self.run, self.sites, self._of_run = run, sites, frozenset(sites.client_ids)
-        self._transport, self._facts = transport, facts
+        self._transport, self._greets = transport, greeting
         self._signals, self._drops = trainer._signal_connector, trainer.fit_loop.settings.drops_failed
         self._logged: set[str] = set()
 
@@ -44,7 +51,7 @@ class Exchange:
 
     def _greeting(self, client_id: ClientId) -> Message:
         header = {"format": FORMAT, "run": self.run, "phase": HELLO, "round": 0, "attempt": 0, "client": client_id}
-        return Message({**header, "facts": self._facts, "clients": self.sites.client_ids})
+        return Message({**header, **self._greets, "clients": self.sites.client_ids})
 
     def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
         """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
@@ -56,10 +63,11 @@ class Exchange:
         """
         if not tasks:
             return
-        missing, awaited = set(tasks), set(tasks)  # without a valid reply; without any, or a refusal
+        missing, awaited = dict.fromkeys(tasks), set(tasks)  # without a valid reply; without any, or a refusal
         refused: dict[ClientId, str] = {}
         greetings = {client_id: self._greeting(client_id) for client_id in self.sites.silent()}
         replies = iter(self._transport.exchange(tasks, greetings))
+        progress = _Progress(tasks, missing)
         try:
             while awaited:
                 with self._signals.at_once():
@@ -89,14 +97,15 @@ class Exchange:
                         awaited.discard(sender)
                     self._log(why)
                     continue
-                missing.remove(sender)
+                del missing[sender]
                 awaited.discard(sender)
                 yield value
         finally:
+            progress.end()
             if (close := getattr(replies, "close", None)) is not None:
                 close()
         if missing and not self._drops:
-            raise _unanswered(tasks, [client_id for client_id in tasks if client_id in missing], refused)
+            raise _unanswered(tasks, list(missing), refused)
 
     def _sender(self, message: Message, tasks: Mapping[ClientId, Message]) -> ClientId | None:
         """Return whose reply to a phase a message is; None of a late hello, which is taken in.
@@ -128,13 +137,44 @@ class Exchange:
             _log.error("%s", text)
 
 
+class _Progress:
+    """Lines of the log on a phase: who is asked, who is missing after a while, and how many have answered."""
+
+    def __init__(self, tasks: Mapping[ClientId, Message], missing: Mapping[ClientId, None]) -> None:
+        header = next(iter(tasks.values())).header
+        self._phase = "hello" if header["phase"] == HELLO else f"round {header['round']} {header['phase']}"
+        self._asked, self._missing = len(tasks), missing
+        self._ended = threading.Event()
+        _log.info("%s: %d clients are asked: %s", self._phase, len(tasks), _named(list(tasks)))
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        waited = 0.0
+        while not self._ended.wait(waited or _WAIT):
+            waited = 2 * waited or _WAIT
+            missing = list(self._missing)
+            answered = self._asked - len(missing)
+            _log.info(
+                "%s: %d of %d have answered in %g s; missing: %s",
+                self._phase, answered, self._asked, waited, _named(missing),
+            )  # fmt: skip
+
+    def end(self) -> None:
+        """Log how many have answered; no more lines come."""
+        self._ended.set()
+        _log.info("%s: %d of %d have answered", self._phase, self._asked - len(self._missing), self._asked)
+
+
+def _named(clients: Sequence[ClientId]) -> str:
+    return ", ".join(map(repr, clients[:_SHOWN])) + (", ..." if len(clients) > _SHOWN else "")
+
+
 def _unanswered(
     tasks: Mapping[ClientId, Message], missing: Sequence[ClientId], refused: Mapping[ClientId, str]
 ) -> FederatedError:
     phase = tasks[missing[0]].header["phase"]
-    names = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
     reasons = "".join(f" Client {client!r}: {refused[client]}" for client in missing[:_SHOWN] if client in refused)
     return FederatedError(
-        f"{len(missing)} clients have not answered to {phase!r}: {names}. The run can continue from its last checkpoint"
-        f" once they do; on_client_error='drop' lets it continue without them.{reasons}"
+        f"{len(missing)} clients have not answered to {phase!r}: {_named(missing)}. The run can continue from its"
+        f" last checkpoint once they do; on_client_error='drop' lets it continue without them.{reasons}"
     )

@@ -1,6 +1,8 @@
 """What a server and its sites need: new trainers, and the same settings and module."""
 
 import hashlib
+import inspect
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,28 +12,23 @@ from torch import Tensor
 from lightning_fed._version import __version__
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy.message import printable
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.prepared import personal_names
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["check_facts", "check_new", "check_single", "facts_of"]
+__all__ = ["check_facts", "check_single", "facts_of", "optimizer_facts"]
+
+_LIBRARIES = ("version of Lightning", "version of PyTorch")
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # options of optimizers that change speed alone
+_log = logging.getLogger("lightning_fed.deploy.site")
 
 
-def check_single(trainer: Any, need: str) -> None:
-    """Refuse a trainer of several processes."""
-    if trainer.world_size > 1:
-        raise _other(need, f"{trainer.world_size} processes")
-
-
-def check_new(trainer: Any, need: str) -> None:
-    """Refuse a trainer of several processes, and one that has run rounds."""
-    check_single(trainer, need)
-    if rounds := trainer.fit_loop.round:
-        raise _other(need, f"{rounds} rounds done")
-
-
-def _other(need: str, found: str) -> FederatedError:
-    return FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
+def check_single(trainer: Any, need: str, rounds: int = 0) -> None:
+    """Refuse a trainer of several processes, and one that has run rounds, if they are given."""
+    if trainer.world_size > 1 or rounds:
+        found = f"{trainer.world_size} processes" if trainer.world_size > 1 else f"{rounds} rounds done"
+        raise FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
 
 
 def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
@@ -44,9 +41,11 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
             " Set accumulate_grad_batches=... for all rounds."
         )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
-    work = settings.work()
+    work, clip = settings.work(), trainer.gradient_clip_algorithm
     return {
         "version of lightning_fed": __version__,
+        "version of Lightning": pl.__version__,
+        "version of PyTorch": torch.__version__.partition("+")[0],  # the rest names the device
         "method": type(settings.algorithm).__name__,
         "method options": repr(sorted(settings.algorithm.options().items())),
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
@@ -58,7 +57,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "local_steps": work["local_steps"],
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "limit_train_batches": str(trainer.limit_train_batches),
-        "gradient_clip_val": str(trainer.gradient_clip_val),
+        "gradient_clip_val": f"{trainer.gradient_clip_val} by {getattr(clip, 'value', 'norm')}",
         "precision": str(trainer.precision),
         "treatment of buffers": settings.buffers,
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
@@ -66,14 +65,53 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
     }
 
 
+def optimizer_facts(trainer: Any) -> dict[str, str]:
+    """Return the options of optimizer and schedules, which are the same in every round and after a restart."""
+    (optimizer,) = trainer.optimizers
+    groups = []
+    for group in optimizer.param_groups:
+        moved = {"lr": group.get("initial_lr", group.get("lr"))}  # a schedule may move these three
+        moved |= {name: optimizer.defaults[name] for name in ("momentum", "betas") if name in optimizer.defaults}
+        options = {name: group[name] for name in optimizer.defaults if name not in _HOW} | moved
+        groups.append(f"{len(group['params'])} parameters with {_plain(options)}")
+    schedules = []
+    for config in trainer.lr_scheduler_configs:
+        given = inspect.signature(type(config.scheduler)).parameters.keys() - {"last_epoch"}
+        options = {name: value for name, value in config.scheduler.state_dict().items() if name in given}
+        schedules.append(f"{type(config.scheduler).__name__} every {config.frequency} with {_plain(options)}")
+    return {
+        "optimizer": f"{type(optimizer).__name__} of {'; '.join(groups)}",
+        "schedules": "; ".join(schedules) or "none",
+    }
+
+
 def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: object) -> None:
-    """Refuse to work for a server that has other facts than the site of a client."""
+    """Refuse to work for a server that has other facts than the site of a client; warn of patches of libraries."""
     for name in sorted({*mine, *servers}):
-        if mine.get(name) != servers.get(name):
-            raise FederatedError(
-                f"The site of client {client!r} does not run what the server runs: its {name} is {mine.get(name)}, the"
-                f" server's is {servers.get(name)}. Start both with the same model and the same trainer arguments."
-            )
+        own, other = mine.get(name), servers.get(name)
+        if own == other:
+            continue
+        found = f"its {name} is {own}, the server's is {other and printable(other, 500)}"
+        if name in _LIBRARIES and own and other and own.split(".")[:2] == other.split(".")[:2]:
+            _log.warning("The site of client %r: %s. The last bits of results may differ.", client, found)
+            continue
+        remedy = "Start both with the same model and the same trainer arguments."
+        if name.startswith("version"):
+            remedy = "Install the same version on both."
+        raise FederatedError(f"The site of client {client!r} does not run what the server runs: {found}. {remedy}")
+
+
+def _plain(options: Mapping[str, Any]) -> str:
+    """Return options as text: plain values as they are, and of anything else the kind."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.item()
+        if isinstance(value, (tuple, list)):
+            return [plain(one) for one in value]
+        return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+    return ", ".join(f"{name}={plain(value)!r}" for name, value in sorted(options.items()))
 
 
 def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:

@@ -20,9 +20,11 @@ __all__ = [
     "FORMAT",
     "HELLO",
     "MEASURE",
+    "MOST",
     "Message",
     "address",
     "check_message",
+    "is_count",
     "parts_of",
     "printable",
     "shared_part",
@@ -38,6 +40,9 @@ HELLO = "hello"
 
 MEASURE = "measure"
 """Between rounds: what a callback on the server measures of clients."""
+
+MOST = 2**53
+"""The largest count: a float has every whole number up to here."""
 
 _HEADER = "message"
 _PARTS = ("server", "cohort_grad", "buffers", "keep")
@@ -105,6 +110,11 @@ def check_message(message: Message, who: str) -> None:
     for name, value in message.tensors.items():
         if not isinstance(value, Tensor):
             raise FederatedError(f"{who} has received a message whose {name} is no tensor.")
+
+
+def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
+    """Whether a value is a whole number within bounds."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.announced import Announced, Announcements
 from lightning_fed.deploy.exchange import Exchange
-from lightning_fed.deploy.facts import check_single, facts_of
+from lightning_fed.deploy.facts import check_single, facts_of, optimizer_facts
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
 from lightning_fed.server.asynchronous.base import Asynchronous
@@ -38,6 +38,8 @@ class RemoteClients(FederatedDataModule):
         val: The validation set of the server model, as for :class:`lightning_fed.FederatedDataModule`.
         max_examples: The largest number of examples that a client may have. A client's weight is the number that its
             site states.
+        batch_size: The batch size that the data module of every site must have. None: sites may differ, of which the
+            log warns.
         evaluation: Other arguments of that class that concern evaluation: ``test``, ``eval_batch_size``, ``transform``
             and the like.
 
@@ -54,6 +56,7 @@ class RemoteClients(FederatedDataModule):
         client_ids: Sequence[ClientId],
         val: Any = None,
         max_examples: int | None = None,
+        batch_size: int | None = None,
         **evaluation: Any,
     ) -> None:
         super().__init__(val=val, **evaluation)
@@ -61,6 +64,7 @@ class RemoteClients(FederatedDataModule):
         if not callable(getattr(transport, "exchange", None)):
             raise FederatedError(f"{name}(transport={kind_of(transport)}): a transport has a method exchange.")
         self._max_examples = None if max_examples is None else check_count(name, "max_examples", max_examples)
+        self._asked_batch_size = None if batch_size is None else check_count(name, "batch_size", batch_size, least=1)
         self.transport = transport
         self.client_ids = list(check_client_ids(name, client_ids))
         self._sites: Announcements | None = None
@@ -88,8 +92,9 @@ class RemoteClients(FederatedDataModule):
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None
         run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": run.sites.get("versions") or {}}
-        self._sites = sites = Announcements(self.client_ids, self._max_examples)
-        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], self._stated[1])
+        self._sites = sites = Announcements(self.client_ids, self._max_examples, self._asked_batch_size)
+        greeting = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
+        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], greeting)
         exchange.hello()
         sizes = [known.batch_size for known in sites.known.values() if known.batch_size]
         self.batch_size = min(sizes, default=1)

@@ -18,9 +18,8 @@ from lightning_fed.rounds.client_work import gradients_together
 from lightning_fed.rounds.local_plans import limited
 from lightning_fed.rounds.messages import GRADIENTS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
-from lightning_fed.server.participation import Participant, Population
+from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
-from lightning_fed.settings.settings import Settings
 
 __all__ = ["RemoteWork"]
 
@@ -30,8 +29,7 @@ class RemoteWork(ClientHalf):
 
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
-        self._loop = trainer.fit_loop
-        self._settings: Settings = self._loop.settings
+        self._loop, self._settings = trainer.fit_loop, trainer.fit_loop.settings
         self._attempt = -1  # how often the round was begun before
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
         self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
@@ -40,11 +38,6 @@ class RemoteWork(ClientHalf):
     def engine_names(self) -> list[str]:
         """No engine of this process."""
         return ["elsewhere"]
-
-    @property
-    def _population(self) -> Population:
-        population: Population = self._loop.population
-        return population
 
     def hello(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
@@ -61,7 +54,9 @@ class RemoteWork(ClientHalf):
             elif known.size:
                 batches = limited(known.batches, trainer.limit_train_batches) * self._settings.algorithm.steps_per_batch
                 steps = self._settings.steps(batches, trainer.accumulate_grad_batches)
-                members.append(Participant(client_id, self._population.index_of(client_id), known.size, count, steps))
+                members.append(
+                    Participant(client_id, self._loop.population.index_of(client_id), known.size, count, steps)
+                )
         return members
 
     def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
@@ -79,16 +74,16 @@ class RemoteWork(ClientHalf):
         Gradients of small models are put together as a simulation puts them together: their sum has its bits.
         """
         most = gradients_together(task.x) if task.phase == GRADIENTS else 1
-        waiting: dict[int, Reply] = {}
-        for reply in self._ask(task, self._attempt):
-            if most > 1:
-                waiting[reply.clients[0]] = reply
-                continue
-            yield reply
-            for report, examples in zip(reply.reports, reply.examples, strict=True):
-                self._replied[report.client_id] = report, examples
+        replies = self._ask(task, self._attempt)
+        if most == 1:
+            for reply in replies:
+                yield reply
+                for report, examples in zip(reply.reports, reply.examples, strict=True):
+                    self._replied[report.client_id] = report, examples
+            return
+        waiting = {reply.clients[0]: reply for reply in replies}
         group: list[Reply] = []
-        for own in map(waiting.get, clients):
+        for own in (*map(waiting.get, clients), None):
             if group and (own is None or own.failed or len(group) == most):
                 yield _joined(group)
                 group = []
@@ -96,12 +91,10 @@ class RemoteWork(ClientHalf):
                 yield own
             elif own is not None:
                 group.append(own)
-        if group:
-            yield _joined(group)
 
     def _ask(self, task: Task, attempt: int, **measure: Any) -> Iterator[Reply]:
         """Yield the replies of the clients of a task that are there; ``measure`` describes a measurement."""
-        ids, versions = self._population.ids, self._loop.run_state.sites["versions"]
+        ids, versions = self._loop.population.ids, self._loop.run_state.sites["versions"]
         shared = shared_part(task, self._loop.state.moved_buffers)
         header = {
             "format": FORMAT,
@@ -129,7 +122,7 @@ class RemoteWork(ClientHalf):
             expected = Expected.of(algorithm, self._loop.prepared.optimizer, task, self._loop.state.new_client())
 
         def read(message: Message) -> Reply:
-            index = self._population.index_of(message.client)
+            index = self._loop.population.index_of(message.client)
             return reply_of(message, index, task, algorithm, expected, measure.get("what", ""))
 
         return self._exchange.ask(tasks, read)
@@ -142,7 +135,7 @@ class RemoteWork(ClientHalf):
         if self._measured_in != server.round:
             self._measured_in, self._measured = server.round, 0
         self._measured += 1
-        indices = tuple(map(self._population.index_of, client_ids))
+        indices = tuple(map(self._loop.population.index_of, client_ids))
         x, state = (server.x, server.state) if own else (server.shown(), State())
         task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers)
         replies = self._ask(task, self._measured - 1, what=what, local_steps=steps, own=own)
@@ -152,7 +145,7 @@ class RemoteWork(ClientHalf):
     def end_training(self) -> None:
         """Log what the clients have logged, as the engine of a simulation does while they work."""
         results = self._loop.epoch_loop._results
-        for client_id in sorted(self._replied, key=self._population.index_of):
+        for client_id in sorted(self._replied, key=self._loop.population.index_of):
             report, examples = self._replied[client_id]
             for name, value in report.metrics.items():
                 flags = {"on_step": False, "on_epoch": True, "batch_size": examples}
@@ -167,7 +160,7 @@ class RemoteWork(ClientHalf):
         """Note which states the clients keep now, and let those that have come late take part."""
         run = self._loop.run_state
         if self._settings.clients_keep_state:
-            versions = dict.fromkeys(map(self._population.index_of, report.clients), report.round + 1)
+            versions = dict.fromkeys(map(self._loop.population.index_of, report.clients), report.round + 1)
             run.sites = {**run.sites, "versions": {**run.sites["versions"], **versions}}
         if self._sites.admit():
             run.load_population()
@@ -178,9 +171,7 @@ class RemoteWork(ClientHalf):
 
 
 def _joined(replies: Sequence[Reply]) -> Reply:
-    """Return the gradients of several clients as one reply."""
-    if len(replies) == 1:
-        return replies[0]
+    """Return the gradients of one or several clients as one reply."""
     first = replies[0]
     points = {point for reply in replies for point in reply.norms}
     return replace(

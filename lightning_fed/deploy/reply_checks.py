@@ -12,14 +12,11 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run
 from lightning_fed.core.types import State
-from lightning_fed.deploy.message import shown
+from lightning_fed.deploy.message import MOST, is_count, shown
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.rounds.messages import Task
 
-__all__ = ["MOST", "Expected", "Fields", "check_finite", "check_tensor"]
-
-MOST = 2**53
-"""The largest count: a float has every whole number up to here."""
+__all__ = ["Expected", "Fields", "check_finite", "check_tensor"]
 
 _LENGTH, _NAMES = 200, 1000  # characters of a name, and names in one mapping
 
@@ -29,76 +26,57 @@ class Fields:
 
     def __init__(self, who: str, values: Any) -> None:
         self._who = who
-        if not isinstance(values, Mapping):
-            raise self._wrong("report", values, "a mapping")
-        self._values = values
+        self._values = self._checked("report", values, isinstance(values, Mapping), "a mapping")
 
-    def _wrong(self, name: str, value: Any, expected: str) -> FederatedError:
-        return FederatedError(f"{self._who} is no reply: its {name} is {shown(value)}, where {expected} is expected.")
+    def _checked(self, name: str, value: Any, is_good: bool, expected: str) -> Any:
+        if not is_good:
+            raise FederatedError(
+                f"{self._who} is no reply: its {name} is {shown(value)}, where {expected} is expected."
+            )
+        return value
 
     def count(self, name: str) -> int:
-        """Return a whole number from 0 to :data:`MOST`."""
+        """Return a whole number from 0 to 2**53."""
         value = self._values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
-            raise self._wrong(name, value, "a whole number from 0 to 2**53")
-        return value
+        return int(self._checked(name, value, is_count(value), "a whole number from 0 to 2**53"))
 
     def number(self, name: str) -> float:
         """Return a number, which may be infinite or none (nan)."""
         return self._number(name, self._values.get(name))
 
     def _number(self, name: str, value: Any) -> float:
-        is_whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
-        if not is_whole and not isinstance(value, float):
-            raise self._wrong(name, value, "a number")
-        return float(value)
+        return float(self._checked(name, value, isinstance(value, float) or is_count(value, -MOST), "a number"))
 
     def numbers(self, name: str) -> dict[str, float]:
         """Return numbers by name, which are finite or none (nan)."""
-        found = {}
-        for key, value in self._named(name).items():
-            found[key] = self._number(f"{name} {key!r}", value)
-            if math.isinf(found[key]):
-                raise self._wrong(f"{name} {key!r}", value, "a finite number")
+        found = {key: self._number(f"{name} {key!r}", value) for key, value in self._items(name)}
+        for key, value in found.items():
+            self._checked(f"{name} {key!r}", value, not math.isinf(value), "a finite number")
         return found
 
     def texts(self, name: str) -> dict[str, str]:
         """Return names by name."""
-        found = self._named(name)
-        for key, value in found.items():
-            self._check_name(f"{name} {key!r}", value)
-        return found
+        return {key: self._name(f"{name} {key!r}", value) for key, value in self._items(name)}
 
     def names(self, name: str) -> list[str]:
         """Return a list of names."""
         found = self._values.get(name)
-        if not isinstance(found, list) or len(found) > _NAMES:
-            raise self._wrong(name, found, "a list of names")
-        for value in found:
-            self._check_name(name, value)
-        return found
+        self._checked(name, found, isinstance(found, list) and len(found) <= _NAMES, "a list of names")
+        return [self._name(name, value) for value in found]
 
-    def _named(self, name: str) -> dict[str, Any]:
+    def _items(self, name: str) -> list[tuple[str, Any]]:
         found = self._values.get(name)
-        if not isinstance(found, Mapping) or len(found) > _NAMES:
-            raise self._wrong(name, found, "a mapping of names")
-        for key in found:
-            self._check_name(name, key)
-        return dict(found)
+        self._checked(name, found, isinstance(found, Mapping) and len(found) <= _NAMES, "a mapping of names")
+        return [(self._name(name, key), value) for key, value in found.items()]
 
-    def _check_name(self, name: str, value: Any) -> None:
-        if not isinstance(value, str) or len(value) > _LENGTH or not value.isprintable():
-            raise self._wrong(name, value, f"a name of up to {_LENGTH} printable characters")
+    def _name(self, name: str, value: Any) -> str:
+        is_good = isinstance(value, str) and len(value) <= _LENGTH and value.isprintable()
+        return str(self._checked(name, value, is_good, f"a name of up to {_LENGTH} printable characters"))
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The messages of a method in a round.
-
-    Attributes:
-        like: Shape and type of each by name.
-        implied: The names of those that need not travel.
-    """
+    """Shape and type of the messages of a method in a round, and the names of those that need not travel."""
 
     like: Mapping[str, tuple[torch.Size, torch.dtype]]
     implied: frozenset[str]

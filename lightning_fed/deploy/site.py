@@ -124,8 +124,10 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         for own in self.client_ids:
             if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
+        made = self._made(clients, header["run"])
+        check_facts(made.optimizer_facts, header["optimizer"], client_id)
         self._states.agree(header["run"], clients)
-        batches = self._made(clients, header["run"]).trainer.datamodule.client_batches(client_id)
+        batches = made.trainer.datamodule.client_batches(client_id)
         val = self._data.client_val_dataset(client_id)
         facts = {
             "size": batches.size,

@@ -12,8 +12,9 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.message import MEASURE, Message, shown
+from lightning_fed.deploy.message import MEASURE, Message, is_count, shown
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
+from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["TaskChecks", "check_header", "check_hello"]
@@ -35,11 +36,12 @@ def check_header(message: Message) -> None:
 
 def check_hello(message: Message) -> None:
     """Refuse a hello that does not name the run's clients and the server's facts."""
-    facts, who = message.header.get("facts"), f"The server's hello to client {message.client!r}"
-    if not isinstance(facts, Mapping) or not all(isinstance(fact, str) for pair in facts.items() for fact in pair):
-        raise FederatedError(
-            f"{who} does not say what the server runs. Use the same version of lightning_fed everywhere."
-        )
+    who = f"The server's hello to client {message.client!r}"
+    for facts in map(message.header.get, ("facts", "optimizer")):
+        if not isinstance(facts, Mapping) or not all(isinstance(fact, str) for pair in facts.items() for fact in pair):
+            raise FederatedError(
+                f"{who} does not say what the server runs. Use the same version of lightning_fed everywhere."
+            )
     check_client_ids(f"{who}: its clients", message.header.get("clients"))
 
 
@@ -54,16 +56,8 @@ class TaskChecks:
         own: Any = trainer
         self._trainer, settings = own, own.fit_loop.settings
         assert isinstance(settings, Settings)
-        method = settings.algorithm
-        self._is_private = settings.is_private
-        self._phases = {
-            TRAIN: True,
-            GRADIENTS: bool(method.full_grad_at),
-            LOSS: method.population_loss,
-            MEASURE: not self._is_private,
-        }
+        self._algorithm, self._is_private = settings.algorithm, settings.is_private
         self._measured = max((c.steps for c in own.callbacks if isinstance(c, ClientAccuracy)), default=0)
-        self._method = type(method).__name__
 
     def check_phase(self, message: Message) -> None:
         """Refuse phases that the method does not have, and measures under differential privacy."""
@@ -73,10 +67,19 @@ class TaskChecks:
                 f"The server asks for {phase!r}, and this site runs DifferentialPrivacy: nothing leaves it but clipped"
                 " messages. Leave out callbacks and options that measure clients."
             )
-        if not self._phases.get(phase, False):
-            allowed = ", ".join(repr(name) for name, is_asked in self._phases.items() if is_asked)
+        answered = {
+            TRAIN: True,
+            GRADIENTS: bool(averaged_points(self._algorithm, message.header["round"])),
+            LOSS: self._algorithm.population_loss,
+            MEASURE: not self._is_private,
+        }
+        if not answered.get(phase, False):
+            method, allowed = (
+                type(self._algorithm).__name__,
+                ", ".join(repr(name) for name in answered if answered[name]),
+            )
             raise FederatedError(
-                f"The server asks for {shown(phase)}, which {self._method} does not need: this site answers {allowed}."
+                f"The server asks for {shown(phase)}, which {method} does not need: this site answers {allowed}."
             )
 
     def check_numbers(self, message: Message, planned: int) -> None:
@@ -118,6 +121,7 @@ class TaskChecks:
 
 
 def _check_int(who: str, name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        bounds = f"this site takes a whole number from {least} to {most}"
-        raise FederatedError(f"{who} has {name} = {shown(value)}: {bounds}.")
+    if not is_count(value, least, most):
+        raise FederatedError(
+            f"{who} has {name} = {shown(value)}: this site takes a whole number from {least} to {most}."
+        )

@@ -1,1 +1,1 @@
-"""Ways to run a cohort; never a place for a method's formula."""
+"""Engines that run the clients of a cohort; formulas of methods are elsewhere."""

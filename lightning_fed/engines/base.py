@@ -1,4 +1,4 @@
-"""What every engine shares: what the server hands out, what comes back, and gradients that leave no trace."""
+"""The interface of engines: their inputs and results, and gradients without side effects."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -35,20 +35,19 @@ __all__ = [
 ]
 
 
-_METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # what a metric object has seen, beside its state
+_METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # counts of a metric object, in addition to its state
 
 
 class OnlySequentialError(FederatedError):
-    """The vectorized engine cannot run these clients, and the sequential engine can."""
+    """The vectorized engine cannot run these clients, but the sequential engine can."""
 
 
 class Restart(NamedTuple):
-    """How a round starts again that an engine could not run.
+    """The restart of a round that an engine could not run.
 
     Attributes:
-        reason: Why.
-        chunk_size: How many clients the vectorized engine runs at once from then on. None if the sequential engine
-            takes its place.
+        reason: The reason.
+        chunk_size: The number of clients that the vectorized engine then runs at once; None for the sequential engine.
     """
 
     reason: str
@@ -60,9 +59,9 @@ class WorkPlan:
     """One client's work in a round.
 
     Attributes:
-        participant: Who.
-        batches: Its data.
-        epochs: Batches to train on in each local epoch.
+        participant: The client.
+        batches: The client's batches.
+        epochs: The number of batches to train on in each local epoch.
     """
 
     participant: Participant
@@ -72,15 +71,15 @@ class WorkPlan:
 
 @dataclass(frozen=True, slots=True)
 class RoundInputs:
-    """What the server hands to every client of a round.
+    """The server's inputs to all clients of a round.
 
     Attributes:
         round: The round, from 0.
         x: The server parameters [P].
         server: The server state.
         full_grad: Full-batch gradients by client index, then by point.
-        cohort_grad: Their averages by point.
-        mean_examples: The mean of n_i over the clients that have examples, where the method may ask for it, else nan.
+        cohort_grad: The averages of these by point.
+        mean_examples: The mean of n_i over the clients that have examples if the method may read it, else nan.
     """
 
     round: int
@@ -92,12 +91,12 @@ class RoundInputs:
 
 
 def per_parameter(whole: Step, layout: Layout) -> list[Step]:
-    """Return what ``correct`` reads, one :class:`Step` per parameter; reads of the server's parts are tracked."""
+    """Return the inputs of ``correct``, one :class:`Step` per parameter; reads of server parts are tracked."""
     assert isinstance(whole.server, TrackedState)
     assert isinstance(whole.cohort_grad, TrackedState)
     servers = layout.state_views(whole.server.untracked())
     cohort_grads = layout.state_views(whole.cohort_grad.untracked())
-    # what is read of the first parameter's part is read of all
+    # entries read for the first parameter are read for all
     servers[0] = TrackedState(servers[0], whole.server.read)
     cohort_grads[0] = TrackedState(cohort_grads[0], whole.cohort_grad.read)
     rates = layout.state_views({"lr": whole.lr}) if isinstance(whole.lr, Tensor) else [{"lr": whole.lr}] * len(servers)
@@ -119,21 +118,21 @@ def per_parameter(whole: Step, layout: Layout) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What came back from S clients; the tensors are valid until the next chunk starts.
+    """The results of S clients; the tensors are valid until the next chunk starts.
 
     Attributes:
-        participants: Who, in the order of the rows.
-        y: The parameters that each ended with [S, P + Q], personal ones last.
-        delta: The changes of those that are exchanged [S, P].
-        send: Their messages [S, ...].
-        keep: Their new kept states [S, ...].
+        participants: The clients, in the order of the rows.
+        y: The clients' final parameters [S, P + Q], personal ones last.
+        delta: The changes of the exchanged parameters [S, P].
+        send: The clients' messages [S, ...].
+        keep: The clients' new states [S, ...].
         sends_delta: Whether the message "delta" is :attr:`delta` itself.
-        reports: What each did.
-        asked: The rows in the order in which the clients were asked for.
-        solver: The local optimizer's states that they keep, if they do.
-        buffers: The module's buffers after each client's work; none where no client changes any.
-        faults: What is wrong with the clients of some rows, of which nothing may be used.
-        implied: The names of messages that need not travel.
+        reports: The clients' reports.
+        asked: The rows in the order in which the clients were requested.
+        solver: The local optimizer's states that clients keep, if any.
+        buffers: The module's buffers after each client's work; or none if no client changes any.
+        faults: The errors of clients by row, whose results must not be used.
+        implied: The names of messages that are not sent.
     """
 
     participants: Sequence[Participant]
@@ -151,17 +150,17 @@ class ChunkResult:
 
     @property
     def shared(self) -> Tensor:
-        """The part of :attr:`y` that is exchanged [S, P]."""
+        """The exchanged part of :attr:`y` [S, P]."""
         return self.y[:, : self.delta.shape[1]]
 
     def kept(self) -> list[State]:
-        """Return copies of what each client keeps, so that none holds on to the whole chunk."""
+        """Return copies of each client's new state, which do not refer to the whole chunk."""
         columns = zip(*map(clone_rows, self.keep.values()), strict=True)
         return [dict(zip(self.keep, row, strict=True)) for row in columns] or [{} for _ in self.reports]
 
 
 class Engine(ABC):
-    """Run the clients of a round on the trainer's own module."""
+    """Runs the clients of a round on the trainer's module."""
 
     def __init__(self, prepared: PreparedModule) -> None:
         self.prepared, self.trainer, self.algorithm = prepared, prepared.trainer, prepared.algorithm
@@ -174,61 +173,61 @@ class Engine(ABC):
 
     @abstractmethod
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
-        """Yield the clients that are run together, in the cohort's order."""
+        """Yield the clients that run together, in the cohort's order."""
 
     @abstractmethod
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
     ) -> ChunkResult:
-        """Train the clients of a chunk and return what they send.
+        """Train the clients of a chunk and return their results.
 
         Args:
-            inputs: What the server hands out.
+            inputs: The server's inputs.
             plans: The clients' work.
-            clients: Their kept states.
-            solvers: The local optimizer's states that they kept, empty if they keep none.
+            clients: The clients' states.
+            solvers: The local optimizer's states that clients keep, empty if none.
 
         Raises:
-            ClientError: If anything goes wrong in a client's work; the cause is ``__cause__``.
+            ClientError: If a client's work fails; the cause is ``__cause__``.
         """
 
     @property
     def parameters_at_work(self) -> Vector:
-        """The parameters [P] of the client whose hooks are called."""
+        """The parameters [P] of the client whose hooks are running."""
         return self.flat.y
 
     name: str
-    """What the trainer's argument ``engine`` calls it."""
+    """The engine's name in the trainer's argument ``engine``."""
 
     less_memory = ""
-    """What the error of a client that does not fit a device adds to its remedies."""
+    """An extra remedy in the error for a client that does not fit a device."""
 
     reads_later: bool = False
-    """Whether the numbers in reports may be filled in by :meth:`end_round`, which then raises the errors of clients
-    whose numbers are not finite: each read waits for an accelerator."""
+    """Whether :meth:`end_round` fills in the numbers of reports, since each read waits for an accelerator. It then
+    raises the errors of clients with non-finite numbers."""
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
-        """Look at what may have changed since the last round, before this process's clients do anything in this one."""
+        """Called once per round before any client runs; rechecks settings that callbacks may have changed."""
 
     def client_started(self, client_id: ClientId) -> None:  # noqa: B027
-        """Look at what ``on_client_start`` has set, right after it was called for a client."""
+        """Check the changes of ``on_client_start``, right after it ran for a client."""
 
     def check_hooks(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
-        """Look at what hooks of clients have set, before the clients of a chunk work."""
+        """Check the changes of client hooks, before the clients of a chunk run."""
 
     def client_ended(self, client_id: ClientId) -> None:  # noqa: B027
-        """Look at what ``on_client_end`` has set, if other clients were trained together with this one."""
+        """Check the changes of ``on_client_end``, if other clients trained together with this one."""
 
     def point_to(self, result: ChunkResult, row: int) -> None:  # noqa: B027
-        """Let :attr:`parameters_at_work` be those of one client of a chunk, while its hooks are called."""
+        """Bind :attr:`parameters_at_work` to one client of a chunk, while its hooks run."""
 
     def end_round(self) -> None:  # noqa: B027
-        """Finish what is done once for all of this process's clients."""
+        """Finish the work that is done once for all of this process's clients."""
 
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
-        """Yield the full-batch gradients of clients one after the other, or why a client has none."""
+        """Yield the full-batch gradients of one client after another, or a client's error."""
         for plan in plans:
             try:
                 yield plan, self.full_gradients(inputs, plan)
@@ -236,7 +235,7 @@ class Engine(ABC):
                 yield plan, error
 
     def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
-        """Return a client's full-batch gradients at the points that the method names, before any local work."""
+        """Return a client's full-batch gradients at the method's points, before local work."""
         grads = {}
         with self.errors_of(plan, inputs.round, "its full-batch gradient"):
             for name in self.algorithm.full_grad_at:
@@ -246,11 +245,11 @@ class Engine(ABC):
         return grads
 
     def placed(self, batches: ClientBatches) -> ClientBatches:
-        """Return a client's batches, from copies on the device unless hooks must see each on its way there."""
+        """Return a client's batches, from copies on the device unless transfer hooks must see each batch."""
         return batches if self._has_transfer_hooks else self.data.placed(batches)
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
-        """Return a client's full-batch gradient [P] at a point [P]; random layers draw from a stream of its own."""
+        """Return a client's full-batch gradient [P] at a point [P]; random layers use their own stream."""
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.full(point, self.placed(batches).full(stream), batches.size, self.optimizer.decay)
@@ -258,7 +257,7 @@ class Engine(ABC):
     def hessian_vector_at(
         self, point: Vector, vector: Vector, batches: ClientBatches, round: int, index: int
     ) -> Vector:
-        """Return a client's full-batch Hessian at a point [P] times a vector [P]; randomness as :meth:`gradient_at`."""
+        """Return a client's full-batch Hessian at a point [P] times a vector [P], like :meth:`gradient_at`."""
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.hessian_vector(
@@ -267,7 +266,7 @@ class Engine(ABC):
 
     @contextmanager
     def losses_at(self, point: Vector, round: int) -> Iterator[Callable[[ClientBatches, int], float]]:
-        """Give a function from a client's batches and index to the sum of the loss over its examples at a point [P].
+        """Yield a function from a client's batches and index to the loss at a point [P], summed over examples.
 
         See :meth:`GradientPass.losses`; each client has its own random stream.
         """
@@ -281,16 +280,16 @@ class Engine(ABC):
             yield of_client
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
-        """Put the client, the round and the local step in front of whatever goes wrong inside."""
+        """Add the client, the round and the local step to any error inside."""
         return NamesClient(plan.participant.client_id, round, what, self.abandon, self.less_memory)
 
     def abandon(self) -> int | None:
-        """End the local work of a client that failed; return the local steps it had taken, None if it was at none."""
+        """End the local work of a failed client; return its number of local steps, or None if it had not begun."""
         work, self.optimizer.work = self.optimizer.work, None
         return None if work is None else work.num_steps
 
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
+        """Return a function that undoes later logging of clients, and cleans up after a failed client."""
         module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
         undo_results, hook = results.savepoint(), module._current_fx_name
         metrics = [

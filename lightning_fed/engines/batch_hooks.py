@@ -1,4 +1,4 @@
-"""Which hooks between batches anybody uses."""
+"""The hooks between batches that a module or a callback uses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,11 +39,11 @@ _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
     pl.callbacks.LearningRateMonitor: lambda c: c.logging_interval == "epoch",
     pl.callbacks.Timer: lambda c: c._interval == pl.callbacks.timer.Interval.epoch,
 }
-"""Callbacks of Lightning's whose hooks of single batches do nothing, and when."""
+"""Lightning's callbacks whose hooks of single batches do nothing, and the conditions."""
 
 
 def has_transfer_hooks(trainer: pl.Trainer) -> bool:
-    """Whether the module or the data module overrides a hook that batches go through on their way to the device."""
+    """Return whether the module or the data module overrides a hook for transferring batches."""
     owners = (trainer.lightning_module, pl.LightningModule), (trainer.datamodule, pl.LightningDataModule)
     return any(
         is_overridden(hook, owner, base) for hook in _TRANSFER_HOOKS for owner, base in owners if owner is not None
@@ -51,7 +51,7 @@ def has_transfer_hooks(trainer: pl.Trainer) -> bool:
 
 
 def overridden_hooks(trainer: pl.Trainer) -> list[str]:
-    """Return the hooks of single batches and steps that the module or a callback has, as ``Class.hook``."""
+    """Return the module's and callbacks' hooks of single batches and steps, as ``Class.hook``."""
     module = trainer.lightning_module
     found = [
         f"{type(module).__name__}.{hook}"
@@ -68,15 +68,15 @@ def overridden_hooks(trainer: pl.Trainer) -> list[str]:
 
 
 def uses_batch_hook(callback: pl.Callback, hook: str) -> bool:
-    """Whether a callback does anything in a hook of single batches or steps."""
+    """Return whether a callback uses a hook of single batches or steps."""
     base = next((cls for cls, is_idle in _IDLE.items() if isinstance(callback, cls) and is_idle(callback)), pl.Callback)
     return uses_hook(callback, hook, base)
 
 
 def time_by_rounds(trainer: pl.Trainer) -> None:
-    """Let timers look at the clock at the end of a round only, which a request to stop waits for anyway.
+    """Make timers check the time only at the end of a round, when requests to stop take effect anyway.
 
-    Between batches they would say so at every batch that is left, and ask other processes, which are at other clients.
+    Between batches, they would log at every batch left, and communicate with processes that train other clients.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, pl.callbacks.Timer):

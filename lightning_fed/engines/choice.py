@@ -1,4 +1,4 @@
-"""Which engine runs the cohort: the one that is asked for, or the faster one of those that can run the module."""
+"""The choice of the engine: the requested one, or the fastest that can run the module."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +14,7 @@ from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
 __all__ = ["make_engine", "reason_in"]
 
-_TRIED = 10  # clients that fail in a trial step, before the module is to blame
+_TRIED = 10  # clients that may fail in a trial step before the module is blamed
 
 
 def make_engine(
@@ -24,14 +24,14 @@ def make_engine(
     some: Callable[[], Iterator[WorkPlan]],
     before: str | None = None,
 ) -> Engine:
-    """Return the engine of a name; "auto" takes the vectorized one if it can run the module, and logs its choice.
+    """Return an engine by name; "auto" uses the vectorized one if it can run the module, and logs the choice.
 
     Args:
         name: "sequential", "vectorized" or "auto".
-        chunk_size: How many clients the vectorized engine runs at once.
+        chunk_size: The number of clients that the vectorized engine runs at once.
         prepared: The module.
         some: Yields clients' work for the vectorized engine's trial step.
-        before: The engine that "auto" took before this run resumed: it is taken again, for the same bits.
+        before: The engine that "auto" chose before this run resumed, which is used again for identical bits.
     """
     if name == "sequential":
         return SequentialEngine(prepared)
@@ -82,6 +82,6 @@ def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
 
 
 def reason_in(error: FederatedError) -> str:
-    """Return what an engine refuses, to continue a sentence."""
+    """Return an engine's error, to continue a sentence."""
     text = str(error)
     return text if text.startswith("engine=") else text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""Errors in clients' work: whose they are, at which step, and what a user is told of one that several ran into."""
+"""Errors in clients' work: the client, the step, and messages for several failing clients."""
 
 import logging
 import math
@@ -20,10 +20,10 @@ from lightning_fed.strategies.split import PeerError
 
 __all__ = ["ONE_VALUE", "SHARED_STATE", "NamesClient", "fault_of", "in_short"]
 
-_log = logging.getLogger(pl.__name__)  # in every process: the error may be that of any
+_log = logging.getLogger(pl.__name__)  # in every process, since the error may come from any
 
 ONE_VALUE = "Expected more than 1 value per channel when training"
-"""What PyTorch says of BatchNorm in training mode and a batch of one example."""
+"""PyTorch's error for BatchNorm in training mode on a batch of one example."""
 
 _ONE_VALUE_REMEDY = (
     ". BatchNorm normalises by the statistics of a batch, and a batch of one example has none. Set drop_last=True or"
@@ -37,9 +37,9 @@ _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "l
 _VALUE_READ = "a tensor's value is read, by .item() or by data-dependent control flow"
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
 SHARED_STATE = "doesn't match the broadcast shape"
-"""Part of PyTorch's refusal to add several clients' values in place to a tensor of one."""
+"""Part of PyTorch's error for adding several clients' values in place to one client's tensor."""
 
-_KINDS = {  # parts of PyTorch's commonest refusals, and what the module does
+_KINDS = {  # parts of PyTorch's most common errors, and their cause in the module
     "calling .item() on a Tensor": _VALUE_READ,
     "data-dependent control flow": _VALUE_READ,
     "dynamic shape": "a result's shape depends on values, as that of nonzero() or of a boolean mask does",
@@ -59,7 +59,7 @@ _NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.AcceleratorError
 
 
 def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> ClientError | None:
-    """Return the error of a client whose loss or update is not finite, None if both are."""
+    """Return the error of a client with a non-finite loss or update, else None."""
     is_moved = math.isfinite(report.update_norm)
     if is_moved and (report.steps == 0 or math.isfinite(report.loss)):
         return None
@@ -75,14 +75,14 @@ def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> Clien
 
 @dataclass(frozen=True, slots=True)
 class NamesClient:
-    """Put the client, the round and the local step in front of the error if anything goes wrong inside.
+    """Context manager that adds the client, the round and the local step to any error inside.
 
     Attributes:
         client_id: The client.
         round: The round.
-        what: The work inside, as the message names it.
-        steps: Returns the local steps that the client has taken, None before the first; called after an error.
-        less_memory: What else would take less memory, to continue a sentence.
+        what: The name of the work inside, for the message.
+        steps: Returns the client's number of local steps, None before the first; called after an error.
+        less_memory: A further remedy that saves memory, to continue a sentence.
     """
 
     client_id: ClientId
@@ -92,10 +92,10 @@ class NamesClient:
     less_memory: str = ""
 
     def __enter__(self) -> None:
-        """Start watching."""
+        """Enter the context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise an error from the one inside, with the names in front."""
+        """Raise an error with these names in front of the original one."""
         if not isinstance(error, Exception) or isinstance(error, (SIGTERMException, PeerError)):
             return
         steps = self.steps()
@@ -115,9 +115,9 @@ class NamesClient:
 
 
 def _is_clients_own(error: Exception) -> bool:
-    """Whether a client's data, or what the module makes of it, is to blame.
+    """Return whether the cause may be the client's data or the module's work on it.
 
-    Settings that are refused, memory that runs out, a GPU that has given up, and callbacks are nobody's own.
+    Unsupported settings, memory, a failed GPU and callbacks are not a client's fault.
     """
     if isinstance(error, FederatedError):
         return isinstance(error, ClientError)
@@ -128,7 +128,7 @@ def _is_clients_own(error: Exception) -> bool:
 
 
 def in_short(error: BaseException) -> str:
-    """Return what an error is and where the user's code ran into it; its full text goes to the log, at level DEBUG."""
+    """Return an error and its place in the user's code; the full text is logged at level DEBUG."""
     _log.debug("%s: %s", type(error).__name__, error)
     what = next((kind for words, kind in _KINDS.items() if words in str(error)), kind_of(error))
     place = ""

@@ -1,6 +1,7 @@
-"""Copies of data sets on an accelerator, so that no batch has to be sent there again."""
+"""Copies of data sets on an accelerator, so that batches are not transferred again."""
 
 from collections.abc import Iterable, MutableMapping, Sequence
+from operator import attrgetter
 from typing import TypeGuard
 
 import torch
@@ -12,28 +13,28 @@ from lightning_fed.data.batches.batches import ClientBatches, RepeatedBatches, T
 
 __all__ = ["DeviceData", "is_rows", "num_bytes"]
 
-_SHARE = 4  # all copies together take at most 1 / _SHARE of the memory that they leave free
+_SHARE = 4  # all copies together use at most 1 / _SHARE of the memory that they leave free
 
 
 class DeviceData:
-    """Copies of data sets' tensors on an accelerator, where they fit a part of its memory. A CPU needs none.
+    """Copies of data sets' tensors on an accelerator, if they fit a part of its memory; unused on a CPU.
 
-    A copy is dropped together with its original, so clients that are built on demand leave nothing behind.
+    A copy is freed together with its original, so clients that are built on demand leave nothing behind.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # by tensor: the version that was looked at, and its copy if there is one
+        # by tensor: the copied version, and its copy if there is one
         self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
         self._is_full = False
 
     def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return tensors of the same content, on the device if they fit; copied again after they were written to."""
+        """Return equal tensors, on the device if they fit; changed tensors are copied again."""
         (found,) = self.of_each([tensors])
         return found
 
     def of_each(self, sources: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        """Return the same for several data sets, which stay or go to the device together."""
+        """Return the tensors of several data sets, which are either all copied or all unchanged."""
         if self.device.type == "cpu":
             return list(sources)
         copies = self._copies
@@ -54,7 +55,7 @@ class DeviceData:
         return tensor if copy is None else copy
 
     def fits(self, more: int) -> bool:
-        """Whether so many bytes more fit the part of the memory that is for data."""
+        """Return whether ``more`` bytes still fit the part of the memory for data."""
         if self._is_full:
             return False
         held = num_bytes([copy for _, copy in self._copies.values() if copy is not None])
@@ -70,12 +71,12 @@ class DeviceData:
         self._copies.clear()
 
     def give_up(self) -> None:
-        """Drop all copies and make no others: the device has run out of memory."""
+        """Drop all copies and make no more, since the device is out of memory."""
         self._is_full = True
         self.clear()
 
     def placed(self, batches: ClientBatches) -> ClientBatches:
-        """Return a client's batches, taken from copies on the device if they are rows of tensors that fit."""
+        """Return a client's batches, from copies on the device if they are rows of tensors that fit."""
         if self.device.type == "cpu":
             return batches
         if isinstance(batches, RepeatedBatches):
@@ -88,10 +89,10 @@ class DeviceData:
 
 
 def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
-    """Whether a batch is nothing but rows of tensors, which takes no randomness but the order's."""
+    """Return whether batches are rows of tensors, with no randomness but the order."""
     return isinstance(batches, TensorBatches) and batches.is_plain
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes in tensors."""
-    return sum([t.numel() * t.element_size() for t in tensors])
+    """Return the number of bytes in tensors."""
+    return sum(map(attrgetter("nbytes"), tensors))

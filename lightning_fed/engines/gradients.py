@@ -1,7 +1,7 @@
-"""Gradients of the user's ``training_step`` at another point: the anchor of Mime, full-batch gradients.
+"""Gradients of the user's ``training_step`` at other points: Mime's anchor and full-batch gradients.
 
-Such a pass leaves no trace: it logs nothing, and moves no metric, no buffer and no gradient. Where processes split
-batches, full-batch gradients are the sums over all of them.
+Such a pass has no side effects on logs, metrics, buffers or gradients. If processes split batches, full-batch gradients
+are sums over all processes.
 """
 
 import copy
@@ -29,14 +29,14 @@ _METRICS = (Metric, MetricCollection)
 
 
 def prepare_batch(trainer: pl.Trainer, batch: Any) -> Any:
-    """Convert and move a batch as Lightning's training loop does, with the user's transfer hooks."""
+    """Convert and transfer a batch as Lightning's training loop does, with the user's transfer hooks."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
 def check_loss(loss: Tensor | None) -> None:
-    """Refuse a loss of several numbers, which has no gradient."""
+    """Raise if a loss has several numbers, since it has no gradient."""
     if loss is not None and loss.ndim and loss.numel() != 1:
         raise FederatedError(
             f"training_step must return a loss of one number, found one of shape {list(loss.shape)}. Return its mean."
@@ -48,7 +48,7 @@ def _no_log(*_: Any, **__: Any) -> None:
 
 
 class GradientPass:
-    """Take gradients of ``training_step`` at given points, leaving everything else as it was."""
+    """Gradients of ``training_step`` at given points, without side effects."""
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer = trainer
@@ -67,14 +67,14 @@ class GradientPass:
 
     @contextmanager
     def silent(self) -> Iterator[Callable[[], None]]:
-        """Hide loggers, metrics, buffers and gradients from what runs inside.
+        """Protect loggers, metrics, buffers and gradients from the code inside.
 
-        What it gives takes back what has run inside so far did to metrics and buffers.
+        It yields a function that undoes all changes of metrics and buffers so far.
         """
         module, trainer = self.trainer.lightning_module, self.trainer
         loggers, trainer.loggers = trainer.loggers, self._logger
         grads = [p.grad for p in self.flat.params]
-        # a step may have assigned another tensor than the one that was there when the fit began
+        # a step may have assigned another tensor since the fit began
         buffers = [(owner, name, owner.get_buffer(name)) for owner, name in self._buffers]
         values = [buffer.clone() for _, _, buffer in buffers]
         attributes: dict[str, Any] = module.__dict__
@@ -107,13 +107,13 @@ class GradientPass:
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
         """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P].
 
-        Under a gradient scaler an overflow here would go unseen, so the pass is repeated at a lower scale.
+        A gradient scaler would not see an overflow here, so the pass is repeated at a lower scale.
 
         Args:
-            point: The parameters at which to take it, in the parameters' own shapes.
+            point: The point, in the parameters' shapes.
             batch: The batch, on the device.
-            batch_idx: Its index.
-            out: The sum to add to; [P + Q] with the gradient of personal parameters.
+            batch_idx: The batch's index.
+            out: The sum; [P + Q] with the gradient of personal parameters.
             scale: The factor.
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -157,12 +157,12 @@ class GradientPass:
         return [p.grad for p in self.flat.params]
 
     def forward(self, batch: Any, batch_idx: int) -> None:
-        """Run the module's step on one prepared batch, with the parameters as they are; inside :meth:`silent`."""
+        """Run the module's step on one prepared batch with the current parameters; inside :meth:`silent`."""
         with torch.enable_grad():
             self._forward(batch, batch_idx)
 
     def full(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]) -> Vector:
-        """Return the full-batch gradient [P] at a point: the means over batches, combined by their sizes."""
+        """Return the full-batch gradient [P] at a point: the mean over batches, weighted by size."""
         views = self.flat.layout.views(point)
         out = torch.zeros_like(point)
         with self.silent():
@@ -178,7 +178,7 @@ class GradientPass:
     def hessian_vector(
         self, point: Vector, vector: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]
     ) -> Vector:
-        """Return the product [P] of a client's full-batch Hessian at a point with a vector; else as :meth:`full`."""
+        """Return a client's full-batch Hessian at a point times a vector [P]; otherwise like :meth:`full`."""
         parts, out = self.flat.layout.views(vector), torch.zeros_like(point)
         with self.silent():
             self.flat.point_to(self.flat.layout.views(point))
@@ -205,8 +205,8 @@ class GradientPass:
             try:
                 grads = () if loss is None else torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
                 terms = [(g * v).sum() for g, v in zip(grads, parts, strict=False) if g is not None and g.requires_grad]
-                if terms:  # none if the loss is linear
-                    torch.stack(terms).sum().backward()  # not autograd.grad, which walks around what it cannot do
+                if terms:  # empty if the loss is linear
+                    torch.stack(terms).sum().backward()  # not autograd.grad, which skips unsupported nodes
             except RuntimeError as error:
                 raise FederatedError(
                     f"The loss of {type(self.trainer.lightning_module).__name__} cannot be differentiated twice:"
@@ -217,11 +217,11 @@ class GradientPass:
 
     @contextmanager
     def losses(self, point: Vector) -> Iterator[Callable[[Iterable[tuple[Any, int]], int], float]]:
-        """Give a function that returns the sum over a client's examples of the loss at a point [P], in eval mode.
+        """Yield a function that returns the loss at a point [P], summed over examples, in eval mode.
 
-        It is added up in float64; where processes split batches, over this one's examples.
-        The function takes the client's (batch, examples in it) pairs, which visit every example once, and the seed of
-        what is random in eval mode too; the global generators are as they were afterwards.
+        The sum is in float64; if processes split batches, it is over this process's examples. The function takes the
+        client's (batch, examples in it) pairs, which visit every example once, and the seed of any randomness in eval
+        mode. The global generators are restored afterwards.
         """
         module = self.trainer.lightning_module
         with self.silent() as forget, preserved_random_state(point.device), preserved_modes(module):
@@ -230,7 +230,7 @@ class GradientPass:
             @torch.no_grad()
             def loss_of(batches: Iterable[tuple[Any, int]], seed: int) -> float:
                 seed_global(seed, point.device)
-                module.eval()  # the last client's training_step may have changed that
+                module.eval()  # the last client's training_step may have changed it
                 total = torch.zeros((), **accumulation(point.device))
                 try:
                     for i, (batch, own) in enumerate(self._parts(batches)):
@@ -246,7 +246,7 @@ class GradientPass:
 
 @contextmanager
 def preserved_modes(module: nn.Module) -> Iterator[None]:
-    """Restore the modes of all parts of a module, training or evaluation, afterwards."""
+    """Restore the training or evaluation mode of all parts of a module on exit."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -264,7 +264,7 @@ def _outside_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 
 def buffer_owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the owner and local name of every buffer that is no metric's, by qualified name; shared ones once."""
+    """Return the owner and local name of every non-metric buffer, by qualified name; shared ones once."""
     seen: set[int] = set()
     owners = {}
     for prefix, parent in _outside_metrics(module):

@@ -1,4 +1,4 @@
-"""What ``self.log`` collects: over a round, per client and over the cohort; over an evaluation; in all processes."""
+"""Collection of values from ``self.log``: per client, over a round or an evaluation, in all processes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,18 +18,18 @@ __all__ = ["EvaluationResults", "Logged", "RoundResults", "SharedResults"]
 
 _MEANS = (torch.mean, "mean", "avg")
 _SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")
-_PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged by every process alike
+_PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged alike by every process
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What one process logged under one name.
+    """The values that one process logged under one name.
 
     Attributes:
-        flags: The arguments of ``self.log``, and the hook it was called in.
-        value: The sum of values times examples, or the sum, least or largest of values.
+        flags: The arguments of ``self.log``, and the hook that called it.
+        value: The sum of values times examples, or the sum, minimum or maximum of values.
         weight: The sum of the batch sizes.
-        dtype: The type in which the value is kept.
+        dtype: The dtype of the value.
     """
 
     flags: dict[str, Any]
@@ -41,25 +41,25 @@ class Logged:
 class _ClientMean:
     """The running example-weighted mean of one logged value over one client's round.
 
-    The sum stays on an accelerator, which a local step must not wait for. On a CPU it is a number: adding tensors there
-    takes several times as long as reading one.
+    On an accelerator, the sum stays there, so that a local step does not wait. On a CPU it is a number, since adding
+    tensors takes several times longer than reading one.
     """
 
     __slots__ = ("device", "flags", "options", "total", "weight")
 
     def __init__(self, device: torch.device, flags: tuple[Any, ...]) -> None:
         self.device, self.flags = device, flags
-        self.options: dict[str, Any] | None = None  # what `self.log` was given, once Lightning has checked it
+        self.options: dict[str, Any] | None = None  # the arguments of `self.log`, once Lightning has checked them
         self.reset()
 
     def reset(self) -> None:
-        """Start the mean of the next client."""
+        """Reset the mean for the next client."""
         kind = accumulation(self.device)
         self.total: float | Tensor = 0.0 if kind["device"].type == "cpu" else torch.zeros((), **kind)
         self.weight: float = 0
 
     def add(self, value: Tensor, examples: int) -> None:
-        """Add the mean over a batch."""
+        """Add a batch's mean."""
         if isinstance(self.total, Tensor):
             self.total.add_(value.detach(), alpha=examples)
         else:
@@ -68,20 +68,20 @@ class _ClientMean:
 
 
 class SharedResults(_ResultCollection):
-    """Lightning's result collection, put together from those of several processes.
+    """Lightning's result collection, merged over several processes.
 
-    Lightning would exchange value after value, and wait for ever where one process did not log what others did; it
-    averages counts of examples as integers. Here everything is exchanged at once: values are weighted exactly, and one
-    that only some processes logged is theirs.
+    Lightning would exchange values one by one, hang if a process did not log one of them, and average counts of
+    examples as integers. Here, all are exchanged at once and weighted exactly; a value may come from some processes
+    only.
     """
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
-        flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # or values would differ from other processes'
+        flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # or processes' values would differ
         super().log(fx, name, value, *args, **flags)
 
     def partial(self) -> dict[str, Logged]:
-        """Return the numbers that were logged, for other processes."""
+        """Return the logged numbers, for other processes."""
         out = {}
         for key, item in self.valid_items():
             if item.is_tensor and item.meta.on_epoch and item.meta.fx not in _PER_ROUND:
@@ -90,7 +90,7 @@ class SharedResults(_ResultCollection):
         return out
 
     def merge(self, partials: Sequence[Mapping[str, Logged]]) -> None:
-        """Put the numbers together from every process's :meth:`partial`."""
+        """Merge the numbers of every process's :meth:`partial`."""
         for key in dict.fromkeys(key for partial in partials for key in partial):
             parts = [partial[key] for partial in partials if key in partial]
             if key not in self:
@@ -103,19 +103,19 @@ class SharedResults(_ResultCollection):
             item.has_reset, item._computed = False, None
 
     def metrics(self, on_step: bool) -> Any:
-        """Return what is to be shown, logged and monitored."""
+        """Return the values to show, log and monitor."""
         for _, item in () if on_step else self.valid_items():
             if item.is_tensor and item.meta.on_epoch and item._computed is None:
-                item.compute()  # or Lightning would advise to synchronise what every process has alike
+                item.compute()  # avoids Lightning's advice to synchronize values that are equal everywhere
         return super().metrics(on_step)
 
 
 class EvaluationResults(SharedResults):
-    """What is logged in an evaluation whose batches several processes may share.
+    """The values logged in an evaluation whose batches several processes may share.
 
     Attributes:
-        count: Returns the number of examples in the batch at hand, or None to let Lightning look for it; asked if a
-            value is logged without ``batch_size``.
+        count: Returns the number of examples in the current batch, or None for Lightning's guess; called if a value is
+            logged without ``batch_size``.
     """
 
     count: Callable[[], int | None] | None = None
@@ -126,7 +126,7 @@ class EvaluationResults(SharedResults):
         return super()._extract_batch_size(value, batch_size, meta)
 
     def share(self, ranks: Ranks) -> None:
-        """Put everything together that was logged for the current loader; metric objects are made ready to do so."""
+        """Merge the values logged for the current loader, and prepare metric objects for their exchange."""
         metrics = [key for key, item in self.valid_items() if not item.is_tensor]
         parts = ranks.gather((metrics, self.partial()))
         first = parts[0][0]
@@ -139,15 +139,15 @@ class EvaluationResults(SharedResults):
         self.merge([partial for _, partial in parts])
         for key in first:  # they exchange their states in this order
             self[key] = self.pop(key)
-            self[key].value._computed = None  # what this process alone would come to
+            self[key].value._computed = None  # this process's result
 
 
 class RoundResults(SharedResults):
-    """Lightning's result collection, counted in rounds.
+    """Lightning's result collection, with one value per round.
 
-    A value logged in a local step without flags is the round's mean under its plain name: with the round as the axis
-    of every logger, there is no place for a value per step. Lightning checks and rebuilds a value's metadata on every
-    call; here that happens once per value, and a local step adds to a running sum.
+    A value logged in a local step without flags becomes the round's mean under its plain name, since the round is the
+    axis of every logger. Lightning checks and rebuilds a value's metadata on every call; here that happens once per
+    value, and a local step adds to a running sum.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class RoundResults(SharedResults):
             self._registering = averaged
             try:
                 super().log(fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=size, **kwargs)
-            finally:  # Lightning refuses bad calls, and a callback may catch that
+            finally:  # Lightning raises for invalid calls, and a callback may catch that
                 self._registering = False
             if not averaged:
                 return
@@ -203,10 +203,10 @@ class RoundResults(SharedResults):
 
     @contextmanager
     def of_client(self, module: pl.LightningModule) -> Iterator[None]:
-        """Collect what is logged inside as one client's; ``module.log`` then adds straight to the running means.
+        """Collect values logged inside as one client's; ``module.log`` then adds directly to the running means.
 
-        Anything that Lightning has not checked before, or anything but a 0-dim tensor, still goes Lightning's way. A
-        module that overrides ``log`` is left alone.
+        Calls that Lightning has not checked before, and values other than 0-dim tensors, still use Lightning's code, as
+        do modules that override ``log``.
         """
         has_shortcut = type(module).log is pl.LightningModule.log and "log" not in module.__dict__
         checked = module.log
@@ -233,7 +233,7 @@ class RoundResults(SharedResults):
                 del module.__dict__["log"]
 
     def partial(self) -> dict[str, Logged]:
-        """Return what was logged in this round's local steps, for other processes."""
+        """Return the values logged in this round's local steps, for other processes."""
         for _, item in self.valid_items():
             if not item.is_tensor and item.meta.fx not in _PER_ROUND:
                 raise FederatedError(
@@ -249,11 +249,11 @@ class RoundResults(SharedResults):
 
     def _client_size(self, batch_size: int | None) -> int:
         size = self.batch_size if batch_size is None else batch_size
-        return 1 if size is None else size  # 0 for a process that has no example of a batch
+        return 1 if size is None else size  # 0 for a process without examples of a batch
 
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that takes back what is logged from here on; between clients only."""
-        kept = {key: dict(vars(item)) for key, item in self.items()}  # values are replaced, never written to
+        """Return a function that undoes later logging; between clients only."""
+        kept = {key: dict(vars(item)) for key, item in self.items()}  # values are replaced, never changed in place
 
         def undo() -> None:
             for key in [key for key in self if key not in kept]:
@@ -269,13 +269,13 @@ class RoundResults(SharedResults):
         return undo
 
     def forget_clients(self) -> None:
-        """Forget all that was logged in local steps in this round."""
+        """Discard all values logged in local steps of this round."""
         for key in [key for key, item in self.items() if item.meta.fx not in _PER_ROUND]:
             del self[key]
         self._means.clear()
 
     def client_partial(self) -> dict[str, Logged]:
-        """Return the sums of the client at work, for the processes that split its batches with this one."""
+        """Return the current client's sums, for processes that split its batches with this one."""
         return {
             key: Logged(_flags_of(self[key].meta), float(mean.total), mean.weight, torch.float64)
             for key, mean in self._means.items()
@@ -283,7 +283,7 @@ class RoundResults(SharedResults):
         }
 
     def merge_client(self, partials: Sequence[Mapping[str, Logged]], device: torch.device) -> None:
-        """Put the client's sums together from every process's :meth:`client_partial`."""
+        """Merge the client's sums of every process's :meth:`client_partial`."""
         for key in dict.fromkeys(key for partial in partials for key in partial):
             parts = [partial[key] for partial in partials if key in partial]
             if key not in self._means:  # this process had no example to log it for
@@ -296,7 +296,7 @@ class RoundResults(SharedResults):
             mean.weight = sum(part.weight for part in parts)
 
     def close_client(self) -> dict[str, float | Tensor]:
-        """Add the client's means to the round's and return them by name; on an accelerator they are not yet read."""
+        """Add the client's means to the round's, and return them by name, on an accelerator without reading them."""
         closed: dict[str, float | Tensor] = {}
         for key, mean in self._means.items():
             if mean.weight:

@@ -1,4 +1,4 @@
-"""The wrapper that puts a method's correction between backward and the user's optimizer step."""
+"""The optimizer wrapper that applies a method's correction between backward and the user's optimizer step."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,15 +22,15 @@ _NO_CONTEXT = nullcontext()
 
 
 class StepPlan(NamedTuple):
-    """How a method and the wrapped optimizer, as it is set now, make local steps.
+    """Properties of local steps under a method and the current options of the wrapped optimizer.
 
     Attributes:
         rates: The learning rate of every parameter, personal ones last.
         is_plain: Whether the wrapped optimizer is SGD without momentum.
         is_straight: Whether y - x equals the sum of -lr * direction over the steps, as for plain SGD.
-        tracks: Whether the method reads that sum, and it has to be added up step by step.
+        tracks: Whether the method reads that sum, and it has to be computed step by step.
         injects: Whether gradients are modified before the wrapped optimizer steps.
-        is_bare: Whether a step is one rate times a direction, and leaves nothing behind but parameters.
+        is_bare: Whether a step is one rate times a direction, and only changes parameters.
     """
 
     rates: list[float]
@@ -43,19 +43,19 @@ class StepPlan(NamedTuple):
 
 @dataclass(slots=True)
 class LocalWork:
-    """One client's round as the optimizer sees it: what the hooks may read, and what was done so far.
+    """The optimizer's view of one client's round: the hooks' inputs, and the progress so far.
 
     Attributes:
         algorithm: The method.
-        steps: What ``correct`` may read, one :class:`Step` per parameter; needed only if gradients are modified.
-        is_joined: Whether :attr:`steps` is a single one of whole vectors instead, with one rate for all parameters.
+        steps: The inputs of ``correct``, one :class:`Step` per parameter, only needed if gradients are modified.
+        is_joined: Whether :attr:`steps` is one step of whole vectors instead, with one rate for all parameters.
         solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
-        whole: What ``second_gradient_at`` may read, as whole vectors; needed only if a method has that hook.
-        second_gradient: From a point [P] to the gradient [P] there on the current batch, if a method asks for it.
+        whole: The input of ``second_gradient_at``, as whole vectors; only needed if a method has that hook.
+        second_gradient: A function from a point [P] to the gradient [P] on the current batch, if the method needs it.
         num_steps: The steps taken.
-        lr_sum: The sum of their learning rates, per coordinate [P] if groups differ; known at the end.
-        path: The sum of lr_k v_k, if it is not simply x - y.
-        still: The sum of v_k over steps at rate zero.
+        lr_sum: The sum of the steps' learning rates, per coordinate [P] if groups differ; set at the end.
+        path: The sum of lr_k v_k, if it differs from x - y.
+        still: The sum of v_k over steps with rate zero.
     """
 
     algorithm: Algorithm
@@ -71,19 +71,18 @@ class LocalWork:
 
 
 class FederatedOptimizer(Optimizer):
-    """Wrap the user's optimizer and correct each gradient right before its step.
+    """Wraps the user's optimizer and corrects each gradient right before its step.
 
     One ``step(closure)`` is:
 
-    1. run the closure if there is one (forward, backward, clipping); under a gradient scaler it has already run and
+    1. run the closure, if any (forward, backward, clipping); under a gradient scaler it has already run and
        the gradients are unscaled and finite;
-    2. hand every gradient, with coupled weight decay added, to the method's ``correct``; before, if the method looks
+    2. pass every gradient, plus coupled weight decay, to the method's ``correct``; before, if the method looks
        ahead, all of them to ``second_gradient_at``, and take the gradient there on the same batch;
-    3. step the user's optimizer, coupled decay switched off.
+    3. step the user's optimizer without coupled decay.
 
-    ``param_groups``, ``state``, ``defaults`` and ``state_dict`` are the wrapped optimizer's own, so schedulers,
-    monitors and checkpoints see one optimizer. The wrapper takes the class name of what it wraps, which is what
-    ``LearningRateMonitor`` prints.
+    ``param_groups``, ``state``, ``defaults`` and ``state_dict`` are the wrapped optimizer's, so schedulers, monitors
+    and checkpoints see one optimizer. The wrapper has the wrapped class's name, which ``LearningRateMonitor`` prints.
 
     Args:
         base: The optimizer that ``configure_optimizers`` returned.
@@ -91,12 +90,12 @@ class FederatedOptimizer(Optimizer):
 
     Attributes:
         work: The work of the current client.
-        plan: How its local steps are made.
-        clip: Clips the corrected gradients, if that is wanted.
+        plan: The properties of its local steps.
+        clip: Clips the corrected gradients, if requested.
     """
 
     def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
-        self._base: Optimizer | None = None  # until set, assignments by Optimizer.__init__ go nowhere
+        self._base: Optimizer | None = None  # until set, assignments in Optimizer.__init__ have no effect
         super().__init__([torch.zeros(0)], base.defaults)
         self._base = base
         self.flat = flat
@@ -143,7 +142,7 @@ class FederatedOptimizer(Optimizer):
         self.base.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new groups: the federated vector is laid out once."""
+        """Raise, since the federated vector has a fixed layout."""
         if self._base is not None:
             raise FederatedError(
                 "A parameter group was added during training, which would change what clients and server exchange."
@@ -168,7 +167,7 @@ class FederatedOptimizer(Optimizer):
 
     @property
     def decay(self) -> list[float]:
-        """The coupled weight decay of every parameter: part of the client's loss, hence of every gradient of it."""
+        """The coupled weight decay of every parameter: part of the client's loss, and so of every gradient."""
         return [coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
 
     @property
@@ -177,7 +176,7 @@ class FederatedOptimizer(Optimizer):
         return [float(self.base.param_groups[g]["lr"]) for g in self._groups]
 
     def plan_of(self, algorithm: Algorithm) -> StepPlan:
-        """Return how local steps are made under a method, with the wrapped optimizer as it is set now."""
+        """Return the properties of local steps under a method, with the wrapped optimizer's current options."""
         rates, is_plain, reads_path = self.rates, is_plain_sgd(self.base), algorithm.reads_path_gradient
         is_straight = is_plain and not algorithm.overrides("start")
         tracks = reads_path and not is_straight
@@ -189,7 +188,7 @@ class FederatedOptimizer(Optimizer):
         return StepPlan(rates, is_plain, is_straight, tracks, injects, is_bare)
 
     def begin(self, work: LocalWork, kept: State | None = None) -> None:
-        """Start a client's local work, from the optimizer's state that it kept (see :meth:`solver_state`), if any."""
+        """Start a client's local work, from the optimizer state that it kept, if any (see :meth:`solver_state`)."""
         if kept:
             self._load_solver(solver_entries(kept, len(self.flat.params)))
         else:
@@ -200,13 +199,13 @@ class FederatedOptimizer(Optimizer):
         self._decay = self.decay if self.plan.injects else []
 
     def end(self) -> None:
-        """End a client's local work; the optimizer's own state is dropped."""
+        """End a client's local work, and discard the optimizer's state."""
         assert self.work is not None
         self.work.lr_sum, self.work = self._lr_sum(), None
         self.base.state.clear()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take one local step: closure, correction, the wrapped optimizer's step; return what the closure returned.
+        """Take one local step: closure, correction, the wrapped optimizer's step; return the closure's result.
 
         If there is no gradient at all (``training_step`` returned None), no step is taken or counted.
         """
@@ -258,7 +257,7 @@ class FederatedOptimizer(Optimizer):
             g = torch.zeros_like(y) if p.grad is None else p.grad
             if decay:
                 g = g.add(y, alpha=decay)
-            if i >= shared:  # personal parameters are of no concern to the method
+            if i >= shared:  # the method does not see personal parameters
                 p.grad = g
                 continue
             step = work.steps[i]
@@ -279,7 +278,7 @@ class FederatedOptimizer(Optimizer):
             step.local = algorithm.advance(g, y, step)
 
     def _joined_gradient(self) -> Vector:
-        """Return the gradient [P] of the exchanged parameters with that of coupled weight decay, as a copy."""
+        """Return a copy of the gradient [P] of the exchanged parameters, plus coupled weight decay."""
         flat = self.flat
         params = flat.params[: flat.num_shared]
         g = flat.layout.joined([torch.zeros_like(p.data) if p.grad is None else p.grad for p in params])
@@ -292,7 +291,7 @@ class FederatedOptimizer(Optimizer):
         return g
 
     def _look_ahead(self, work: LocalWork, second_gradient: Callable[[Vector], Vector]) -> None:
-        """Take the second gradient where the method wants it, before anything is corrected."""
+        """Compute the second gradient at the method's point, before any correction."""
         layout, whole = self.flat.layout, work.whole
         assert whole is not None
         whole.lr = self.spread(self.rates)
@@ -304,7 +303,7 @@ class FederatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def _track(self, work: LocalWork) -> None:
-        """Add the corrected directions to the path, per coordinate with its group's rate."""
+        """Add the corrected directions to the path, with each coordinate's group rate."""
         rates = self.rates
         if work.path is None:
             work.path, work.still = torch.zeros_like(self.flat.y), torch.zeros_like(self.flat.y)
@@ -327,7 +326,7 @@ class FederatedOptimizer(Optimizer):
                 base.state[p] = {name: value.to(home_of(name, p, group), copy=True) for name, value in entries.items()}
 
     def placed(self, state: State) -> State:
-        """Return a server state with statistics of the wrapped optimizer where it reads them, all else as it is."""
+        """Return a server state with the wrapped optimizer's statistics on the device that it reads them on."""
         if not any(name.startswith("solver.") for name in state):
             return state
         found = dict(state)
@@ -349,12 +348,12 @@ class FederatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def advance_solver(self, state: State, g: Vector, x: Vector) -> State:
-        """Return the wrapped optimizer's statistics after a step with one gradient; no parameter moves.
+        """Return the wrapped optimizer's statistics after one gradient, without changing parameters.
 
         Args:
             state: The statistics, as :meth:`solver_state` returns them; empty before the first gradient.
             g: The gradient [P], coupled decay included.
-            x: The point [P] at which it was taken.
+            x: The point [P] of the gradient.
         """
         flat = self.flat
         kept = flat.y.clone()
@@ -378,7 +377,7 @@ class FederatedOptimizer(Optimizer):
         return self.spread([self._lr_sums[g] for g in self._groups])
 
     def spread(self, of_parameters: Sequence[float]) -> float | Vector:
-        """Return the number that all exchanged parameters have; per coordinate [P] where they differ."""
+        """Return the common number of all exchanged parameters, per coordinate [P] if they differ."""
         of_parameters = of_parameters[: self.flat.num_shared]
         if len(set(of_parameters)) == 1:
             return of_parameters[0]
@@ -387,7 +386,7 @@ class FederatedOptimizer(Optimizer):
         return torch.cat(parts).to(self.flat.y.device)
 
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
-        """The mean corrected direction along the path, weighted by the rates; the plain mean where all were zero."""
+        """Return the mean corrected direction along the path, weighted by rates unless all are zero."""
         if not self.plan.tracks and not self.plan.is_straight:
             raise FederatedError(
                 f"{type(work.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set"
@@ -404,7 +403,7 @@ class FederatedOptimizer(Optimizer):
         return torch.where(rates == 0, still / work.num_steps, moved / torch.where(rates == 0, 1.0, rates))
 
     def __repr__(self) -> str:
-        """Show what is wrapped."""
+        """Return the wrapped optimizer as text."""
         return f"FederatedOptimizer({self.base!r})"
 
 
@@ -412,7 +411,7 @@ FederatedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # the wrapp
 
 
 def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:
-    """Sort statistics named ``solver.<parameter>.<name>`` by parameter."""
+    """Group statistics named ``solver.<parameter>.<name>`` by parameter."""
     entries: list[dict[str, Tensor]] = [{} for _ in range(num_params)]
     for key, value in state.items():
         if key.startswith("solver."):

@@ -1,4 +1,4 @@
-"""All that local work needs of a module and a trainer, inside a fit and without one."""
+"""The preparation of a module and a trainer for local work, with or without a fit."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -28,10 +28,9 @@ __all__ = ["PreparedModule", "personal_names"]
 
 
 class PreparedModule:
-    """A module whose trained parameters are one vector and whose optimizer corrects gradients, ready for an engine.
+    """A module ready for an engine: one vector of trained parameters, and an optimizer that corrects gradients.
 
-    The trainer's strategy has set up module, precision and optimizer; the wrapped optimizer takes the place of the
-    user's there.
+    The trainer's strategy has set up module, precision and optimizer; the wrapped optimizer replaces the user's there.
 
     Attributes:
         flat: The trained parameters.
@@ -41,7 +40,7 @@ class PreparedModule:
         split: The processes that share every batch.
         seed: The run's seed.
         shuffle: Whether local epochs visit batches in random order.
-        round: The round at which the schedules are, as far as :meth:`set_round` has set it.
+        round: The round of the schedules, if set by :meth:`set_round`.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -55,7 +54,7 @@ class PreparedModule:
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
         if self.flat.whole.device.type == "cpu":
-            keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half as much
+            keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half of that
         self.optimizer = FederatedOptimizer(base, self.flat)
         trainer.strategy.optimizers = [self.optimizer]
         if (clip := trainer.fit_loop.corrected_clip) is not None:
@@ -67,14 +66,14 @@ class PreparedModule:
         if isinstance(trainer.strategy, WithinClientStrategy):
             trainer.strategy.share(self.flat.params)
         self.split = split_of(trainer)
-        self.shuffle = not trainer.overfit_batches  # on top of the data module's own choice
+        self.shuffle = not trainer.overfit_batches  # in addition to the data module's setting
         self.keeps_solver = settings.keeps_solver
         self.round = 0
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
         self._made_dense = self._make_dense()
 
     def _make_dense(self) -> list[nn.Embedding | nn.EmbeddingBag]:
-        """Give sparse embeddings dense gradients, unless plain SGD alone reads them; warn of it, and return them."""
+        """Give sparse embeddings dense gradients, with a warning, unless only plain SGD reads them; return them."""
         layers = {
             name: layer
             for name, layer in self.module.named_modules()
@@ -105,10 +104,10 @@ class PreparedModule:
         return list(layers.values())
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Let learning rates be those of a round, whichever round was the last; the trainer's epoch is the round too.
+        """Set the learning rates, and the trainer's epoch, to those of a round, from any earlier round.
 
-        Schedules are stepped one by one, as in a fit: rates have the same bits. ``plateaus`` are the states, after the
-        round before, of the schedules that follow a metric (``ReduceLROnPlateau``); the last of them decides on rates.
+        Schedules step one by one, as in a fit, so rates have the same bits. ``plateaus`` are the states after the
+        previous round of schedules that follow a metric (``ReduceLROnPlateau``); the last of them sets the rates.
         """
         configs = self.trainer.lr_scheduler_configs
         metric_schedules = [config.scheduler for config in configs if config.reduce_on_plateau]
@@ -132,7 +131,7 @@ class PreparedModule:
                 group["lr"] = rate
 
     def _rewind(self, round: int) -> None:
-        """Set schedules and rates back to the start, unless they are at the round or before it."""
+        """Reset schedules and rates to the start, unless they are at or before the round."""
         configs, groups = self.trainer.lr_scheduler_configs, self.optimizer.param_groups
         if self._at_start is None:
             options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -148,7 +147,7 @@ class PreparedModule:
         self.round = 0
 
     def release(self) -> None:
-        """Give the module's parameters their own storage, and its embeddings their gradients; drop copies of data."""
+        """Give the module's parameters their own storage, restore its embeddings, and drop copies of data."""
         self.flat.release()
         self.data.clear()
         for layer in self._made_dense:
@@ -158,7 +157,7 @@ class PreparedModule:
 def personal_names(
     settings: Settings, module: nn.Module, trained: Mapping[str, Any], buffers: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the trained parameters, and of the buffers, that stay with each client."""
+    """Return the names of the trained parameters, and of the buffers, that stay on each client."""
     algorithm = settings.algorithm
     patterns = (*settings.personal, *algorithm.personal_names(module))
     names = (*trained, *buffers)

@@ -1,4 +1,4 @@
-"""What a processor cannot do, or does slowly: LSTMs in mixed precision, and denormal numbers."""
+"""Limits of processors: LSTMs in mixed precision, and slow denormal numbers."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ __all__ = ["check_lstm", "denormals_as_zero", "lstm_errors"]
 
 
 def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Iterator[WorkPlan]]) -> None:
-    """Refuse an LSTM that this processor does not have, before the first round.
+    """Raise before the first round if this processor does not support the module's LSTM.
 
-    PyTorch hands an LSTM under autocast to oneDNN, which has a bfloat16 LSTM for processors with AVX-512 only. A module
-    may run its LSTM outside autocast, so its layers do not decide: its step is tried on a client's first batch.
+    PyTorch runs an LSTM under autocast in oneDNN, whose bfloat16 LSTM requires AVX-512. A module may run its LSTM
+    outside autocast, so this tries its step on a client's first batch.
     """
     if trainer.strategy.root_device.type != "cpu":
         return
@@ -40,12 +40,12 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Ite
         except FederatedError:
             raise
         except Exception:
-            return  # it is reported with the client's name when the client is at work
+            return  # reported with the client's name when the client trains
 
 
 @contextmanager
 def lstm_errors(trainer: pl.Trainer) -> Iterator[None]:
-    """Replace oneDNN's error by one that names the LSTMs, the precision and the remedies."""
+    """Replace oneDNN's error with one that names the LSTMs, the precision and the remedies."""
     try:
         yield
     except RuntimeError as error:
@@ -66,7 +66,7 @@ def _lstms(module: nn.Module) -> list[str]:
 
 @cache
 def _has_lstm(dtype: torch.dtype) -> bool:
-    """Whether an LSTM can be trained under autocast to a type on this processor."""
+    """Return whether this processor can train an LSTM under autocast to a type."""
     try:
         with preserved_random_state(), torch.enable_grad(), torch.autocast("cpu", dtype):
             nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
@@ -77,17 +77,17 @@ def _has_lstm(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def denormals_as_zero() -> Iterator[None]:
-    """Let this thread treat denormal numbers as zero inside; a processor works several times as slowly with them.
+    """Flush denormal numbers to zero in this thread; processors are several times slower with them.
 
-    In float32 these are below 1.2e-38. The momentum of a weight whose gradient stays zero, such as that of a pixel at
-    the border, decays to them within a thousand rounds; a network that has died has such gradients. MimeLite with Adam
-    in ``reproduce mime_fig3 --scale part`` spends a third less time in its thousandth round.
+    In float32 these are below 1.2e-38. The momentum of a weight with zero gradient, such as that of a pixel at the
+    border, decays to them within a thousand rounds; dead networks have such gradients. MimeLite with Adam in
+    ``reproduce mime_fig3 --scale part`` takes a third less time in round 1,000.
 
-    With several threads, and on a processor that cannot do so, nothing changes: what the other threads do would depend
-    on when PyTorch has started them, and a resumed run could differ in such numbers.
+    Nothing changes with several threads, or if the processor does not support it. The other threads' mode would depend
+    on when PyTorch started them, and a resumed run could differ in such numbers.
     """
     smallest = sys.float_info.min
-    is_so = smallest / 2 == 0  # as the user wishes
+    is_so = smallest / 2 == 0  # the user's setting
     if is_so or torch.get_num_threads() > 1 or not torch.set_flush_denormal(True):
         yield
         return

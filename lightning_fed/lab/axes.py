@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import Axis, Label
+from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.reading_claims import check_label
 from lightning_fed.lab.yaml_files import check_keys, unknown
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from lightning_fed._version import __version__
 from lightning_fed.cli.configuration import CellParts
-from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import USED, pl
 from lightning_fed.core.devices import accelerator_name
+from lightning_fed.core.errors import refusal_in
 from lightning_fed.data.files.stored import StoredDataModule
-from lightning_fed.lab.configurations import Config, overlay
+from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.provenance import checksums, commit, files_read
 from lightning_fed.lab.records import Record, write_record
 from lightning_fed.lab.store import settle

@@ -19,7 +19,7 @@ from lightning_fed.lab.yaml_files import unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["compare", "read_log"]
+__all__ = ["compare", "make_parser", "read_log"]
 
 _LABELS = {
     "rounds": "rounds",
@@ -39,7 +39,7 @@ def compare(args: Sequence[str]) -> None:
         FederatedError: If a folder has no log, or a run did not log the metric.
         SystemExit: If the arguments are not understood.
     """
-    options = _parser().parse_args(list(args))
+    options = make_parser().parse_args(list(args))
     if options.mode is None and options.metric != "val_acc":
         raise FederatedError(
             f"compare: say whether {options.metric} is good where it is high or low: --mode max or min."
@@ -178,7 +178,8 @@ def _finite(curve: Curve) -> dict[int, float]:
     return {number: value for number, value in curve.items() if math.isfinite(value)}
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed compare",
         description="Put a metric against rounds, gradients, bytes and simulated seconds, from the logs of any runs.",

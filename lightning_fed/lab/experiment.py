@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from lightning_fed.lab.configurations import Config
+from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import Metric, Quantity
 
 __all__ = [

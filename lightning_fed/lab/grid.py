@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import make_tune_axis, revise
-from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import Axis, Experiment, Label, Scale
+from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.places import is_within
 from lightning_fed.lab.yaml_files import unknown
 

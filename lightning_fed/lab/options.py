@@ -2,19 +2,36 @@
 
 import os
 import shlex
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import PAPERS
 
-__all__ = ["add_run_options", "command_line", "default_jobs", "reproduce_command"]
+__all__ = ["Count", "add_run_options", "command_line", "default_jobs", "reproduce_command"]
 
 _MACHINES = ("--out", "--jobs")
-_PLACES = ("--data-root",)
+_PLACES = ("--data_root",)
+
+
+class Count:
+    """The type of an option: an integer of at least ``least``; help calls it an int."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __call__(self, value: str) -> int:
+        """Return the number of a word."""
+        if int(value) < self.least:
+            raise ArgumentTypeError(f"expected an integer of at least {self.least}, found {value}")
+        return int(value)
+
+    def __repr__(self) -> str:
+        """Return what help shows."""
+        return "int"
 
 
 def add_run_options(parser: ArgumentParser, out: str) -> None:
@@ -24,11 +41,11 @@ def add_run_options(parser: ArgumentParser, out: str) -> None:
         parser: The parser.
         out: Where results go by default, in words.
     """
-    parser.add_argument("--seeds", type=PositiveInt, help="The number of seeds, in place of the file's.")
+    parser.add_argument("--seeds", type=Count(1), help="The number of seeds, in place of the file's.")
     workers = "Worker processes; 0 runs in this one."
-    parser.add_argument("--jobs", type=NonNegativeInt, default=default_jobs(), help=workers)
+    parser.add_argument("--jobs", type=Count(0), default=default_jobs(), help=workers)
     parser.add_argument("--out", type=str, help=f"The folder of the results; {out} by default.")
-    parser.add_argument("--data-root", type=str, help="The folder of data sets.")
+    parser.add_argument("--data_root", type=str, help="The folder of data sets.")
     parser.add_argument("--accelerator", type=str, help="Where to train: cpu, gpu, as for a Trainer.")
 
 
@@ -36,8 +53,8 @@ def command_line(command: str, args: Sequence[str]) -> str:
     """Return the command line without what is the machine's own: where files lie, and how many jobs there are.
 
     Example:
-        >>> command_line("reproduce", ["mime_fig1", "--data-root", "/mnt/data", "--jobs=4"])
-        'lightning-fed reproduce mime_fig1 --data-root DATA'
+        >>> command_line("reproduce", ["mime_fig1", "--data_root", "/mnt/data", "--jobs=4"])
+        'lightning-fed reproduce mime_fig1 --data_root DATA'
         >>> command_line("sweep", ["--config=configs/quickstart.yaml", "--grid", "/home/ann/grid.yaml"])
         'lightning-fed sweep --config=configs/quickstart.yaml --grid grid.yaml'
     """
@@ -47,7 +64,7 @@ def command_line(command: str, args: Sequence[str]) -> str:
         if name in (*_MACHINES, *_PLACES):
             if not has_value:
                 next(words, None)
-            kept += ["--data-root DATA"] if name in _PLACES else []
+            kept += ["--data_root DATA"] if name in _PLACES else []
         else:
             option = f"{name}=" if has_value and name.startswith("--") else ""
             value = word.removeprefix(option)
@@ -67,7 +84,7 @@ def reproduce_command(grid: Grid) -> str:
     options = [] if grid.scale.name == "full" else [f"--scale {grid.scale.name}"]
     options += [f"--seeds {grid.seeds}"] if grid.seeds != (grid.scale.seeds or experiment.seeds) else []
     options += [f"--add {shlex.quote(experiment.added)} --published PUBLISHED"] if experiment.added else []
-    options += ["--data-root DATA"] if grid.data_sets else []
+    options += ["--data_root DATA"] if grid.data_sets else []
     return " ".join(["lightning-fed reproduce", name, *options])
 
 

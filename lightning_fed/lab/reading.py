@@ -7,9 +7,9 @@ from typing import Any
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import check_overrides, make_tune_axis, read_axis, read_labels, read_tuned
-from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import METHOD, Axis, Cases, Experiment, Label, Scale, Tune
 from lightning_fed.lab.outputs import read_figures, read_tables
+from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.places import read_place, read_skip
 from lightning_fed.lab.quantities import Metric, parse_quantity
 from lightning_fed.lab.reading_claims import ClaimReader, read_departures

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab.configurations import Config
+from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import Series
 
 __all__ = ["Record", "number_text", "read_record", "read_series", "write_record", "write_rounds"]

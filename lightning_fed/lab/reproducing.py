@@ -26,7 +26,7 @@ from lightning_fed.lab.tables import write_choices
 from lightning_fed.lab.verdict import write_claims
 from lightning_fed.lab.workers import make_workers
 
-__all__ = ["draw_figures", "page", "reproduce", "write_page"]
+__all__ = ["draw_figures", "make_parser", "page", "reproduce", "write_page"]
 
 
 def reproduce(args: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ def reproduce(args: Sequence[str]) -> None:
         FederatedError: If the experiment, a configuration or a data set is not as it must be; before the first cell.
         SystemExit: If the arguments are not understood, or on Ctrl-C.
     """
-    options = _parser().parse_args(list(args))
+    options = make_parser().parse_args(list(args))
     if options.list:
         print(listing())
         return
@@ -131,7 +131,8 @@ def _picture(results: Results, plan: Figure) -> str:
     return f"{results.grid.experiment.name}_{plan.name}.png"
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed reproduce",
         description="Run an experiment of a paper, draw its figures, and say which of its claims hold.",

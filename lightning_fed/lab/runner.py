@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning_fed.compat.private import Tqdm
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab.configurations import Config, Configurations, key_of, with_root
+from lightning_fed.lab.configurations import Configurations, key_of, with_root
+from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import COSTS, Metric
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import Task, TaskRunner, quietly

@@ -12,13 +12,13 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import read_axis
 from lightning_fed.lab.checking import check_outputs
-from lightning_fed.lab.configurations import Config, overlay
 from lightning_fed.lab.experiment import Experiment, Scale
 from lightning_fed.lab.figures import draw_best, new_figure, save
 from lightning_fed.lab.grid import Cell, Grid, Point
 from lightning_fed.lab.how import losses, means
 from lightning_fed.lab.options import add_run_options, command_line
 from lightning_fed.lab.outputs import read_figures, read_tables
+from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.places import read_skip
 from lightning_fed.lab.quantities import Quantity, parse_quantity
 from lightning_fed.lab.reading import read_metrics
@@ -31,7 +31,7 @@ from lightning_fed.lab.tables import markdown, rows_of, write_series
 from lightning_fed.lab.workers import make_workers
 from lightning_fed.lab.yaml_files import check_keys, read_yaml, unknown
 
-__all__ = ["sweep"]
+__all__ = ["make_parser", "sweep"]
 
 _KEYS = ("metrics", "axes", "skip", "seeds", "by", "figures", "tables")
 _LEFT_OUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
@@ -48,7 +48,7 @@ def sweep(args: Sequence[str]) -> None:
         FederatedError: If a file, a configuration or a data set is not as it must be; before the first cell.
         SystemExit: If the arguments are not understood, or on Ctrl-C.
     """
-    options = _parser().parse_args(list(args))
+    options = make_parser().parse_args(list(args))
     entry = check_keys(options.grid, read_yaml(Path(options.grid)), _KEYS, ("metrics", "axes"))
     experiment = _read(options.grid, entry, _base(options.config))
     by = parse_quantity(f"{options.grid}: by", entry.get("by", "best"), experiment.metrics)
@@ -200,7 +200,8 @@ def _number(label: str) -> float | str:
         return label
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed sweep",
         description="Run a grid over any keys of a configuration.",

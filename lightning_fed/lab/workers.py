@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import NAMES
+from lightning_fed.core.errors import refusal_in
 from lightning_fed.lab.cell import CellRunner
-from lightning_fed.lab.configurations import Config
+from lightning_fed.lab.overlays import Config
 
 __all__ = ["Inline", "Outcome", "Task", "TaskRunner", "Workers", "make_workers", "quietly"]
 

@@ -1,4 +1,4 @@
-"""How much clients differ: pure functions of gradients, Hessian-vector products, updates and per-client metrics."""
+"""Client heterogeneity: pure functions of gradients, Hessian-vector products, updates and metrics."""
 
 from lightning_fed.metrics.gradients import GradientDissimilarities, PairwiseCosine, gradient_dissimilarity
 from lightning_fed.metrics.hessians import Eigenvalue, extreme_eigenvalue, hessian_dissimilarity

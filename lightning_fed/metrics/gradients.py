@@ -1,4 +1,4 @@
-"""How much the clients' gradients at one point differ, and whether their updates point the same way."""
+"""Dissimilarity of the clients' gradients at one point, and the alignment of their updates."""
 
 import math
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ __all__ = ["GradientDissimilarities", "PairwiseCosine", "gradient_dissimilarity"
 
 @dataclass(frozen=True, slots=True)
 class GradientDissimilarities:
-    r"""How the gradients :math:`g_i` differ from their weighted mean :math:`g`.
+    r"""The dissimilarity of gradients :math:`g_i` from their weighted mean :math:`g`.
 
     Attributes:
-        G2: :math:`\mathbb{E}_i \|g_i - g\|^2`: the :math:`G^2` of Mime's assumption (A1) at this point, and what
-            FedProx calls the variance of local gradients.
+        G2: :math:`\mathbb{E}_i \|g_i - g\|^2`: the :math:`G^2` of Mime's assumption (A1) at this point, and FedProx's
+            variance of local gradients.
         mean_square: :math:`\mathbb{E}_i \|g_i\|^2`, which SCAFFOLD's assumption (A1) bounds by
             :math:`G^2 + B^2 \|g\|^2`.
         norm: :math:`\|g\|`.
@@ -33,9 +33,9 @@ class GradientDissimilarities:
 
     @property
     def B(self) -> float:  # noqa: N802
-        r"""FedProx's B, :math:`\sqrt{\mathbb{E}_i \|g_i\|^2 / \|g\|^2}`; 1 where all agree, infinite where g is 0.
+        r"""FedProx's B, :math:`\sqrt{\mathbb{E}_i \|g_i\|^2 / \|g\|^2}`; 1 if all agree, infinite if g is 0.
 
-        Where every gradient is 0 it is 1, which is the exception to Definition 3.
+        If all gradients are 0 it is 1, the exception in Definition 3.
         """
         if self.mean_square == 0:
             return 1.0
@@ -43,7 +43,7 @@ class GradientDissimilarities:
 
 
 def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> GradientDissimilarities:
-    r"""Measure how the clients' gradients at one point differ, in one pass and the memory of two vectors.
+    r"""Measure the dissimilarity of the clients' gradients at one point, in one pass and two vectors' memory.
 
     - Karimireddy et al., *Mime* (https://arxiv.org/abs/2008.03606), assumption (A1):
       :math:`\mathbb{E}_i \|\nabla f_i(x) - \nabla f(x)\|^2 \le G^2`.
@@ -52,13 +52,13 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
     - Li et al., *FedProx* (https://arxiv.org/abs/1812.06127), Definition 3:
       :math:`B(x) = \sqrt{\mathbb{E}_i \|\nabla F_i(x)\|^2 / \|\nabla f(x)\|^2}`.
 
-    The mean is updated client by client (West, 1979), which does not cancel where gradients nearly agree.
+    The mean is updated client by client (West, 1979), which avoids cancellation if gradients nearly agree.
 
     Args:
         gradients: Pairs of a client's gradient [P] and its weight; the weights need not sum to one.
 
     Raises:
-        FederatedError: If there is no gradient of positive weight.
+        FederatedError: If there is no gradient with positive weight.
 
     Example:
         >>> measured = gradient_dissimilarity([(torch.tensor([3.0, 0.0]), 1), (torch.tensor([1.0, 2.0]), 1)])
@@ -100,7 +100,7 @@ class PairwiseCosine:
 
     .. math:: \frac{\|\sum_i u_i\|^2 - S}{S (S - 1)}
 
-    which lies between :math:`-1 / (S - 1)` and 1. A vector of length 0 has no direction and is left out.
+    which lies between :math:`-1 / (S - 1)` and 1. Vectors of length 0 have no direction and are left out.
 
     Example:
         >>> cosine = PairwiseCosine()
@@ -123,7 +123,7 @@ class PairwiseCosine:
             self.count += 1
 
     def merge(self, other: "PairwiseCosine") -> None:
-        """Add all vectors that were added to another one."""
+        """Add all vectors of another instance."""
         self._sum = self._sum + other._sum.to(self._sum.device) if self.count else other._sum
         self.count += other.count
 

@@ -1,4 +1,4 @@
-"""Dissimilarity of the clients' Hessians at one point, from Hessian-vector products alone."""
+"""Dissimilarity of the clients' Hessians at one point, from Hessian-vector products."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Eigenvalue:
     r"""An estimate of the eigenvalue of largest absolute value.
 
     Attributes:
-        value: The Ritz value, with its sign. In absolute value it does not exceed the true one, rounding aside.
-        residual: :math:`\|H u - \text{value} \cdot u\|` of the unit Ritz vector u: some eigenvalue is this close.
-        iterations: The products taken.
+        value: The Ritz value, with its sign. Up to rounding, its absolute value does not exceed the true one.
+        residual: :math:`\|H u - \text{value} \cdot u\|` for the unit Ritz vector u: an eigenvalue lies this close.
+        iterations: The number of products.
     """
 
     value: float
@@ -37,14 +37,14 @@ def extreme_eigenvalue(
 ) -> Eigenvalue:
     r"""Estimate the eigenvalue of largest absolute value of a symmetric operator by Lanczos' iteration.
 
-    Every new basis vector is orthogonalised twice against all earlier ones (Golub & Van Loan, *Matrix Computations*,
-    section 10.3), so that no spurious copies of an eigenvalue appear; this keeps at most ``max_iterations`` vectors.
+    Every new basis vector is orthogonalized twice against all earlier ones (Golub & Van Loan, *Matrix Computations*,
+    section 10.3), which avoids spurious copies of an eigenvalue; this stores at most ``max_iterations`` vectors.
 
     Args:
         product: The operator.
-        start: The first basis vector [P], not 0; a random one misses no eigenvector.
+        start: The first basis vector [P], not 0; a random one has a part along every eigenvector.
         tolerance: Stop when the residual is at most this share of the value.
-        max_iterations: Stop after so many products.
+        max_iterations: The largest number of products.
 
     Raises:
         FederatedError: If an argument is not allowed, or a product is not finite.
@@ -87,14 +87,13 @@ def hessian_dissimilarity(
     tolerance: float = 1e-3,
     max_iterations: int = 50,
 ) -> list[Eigenvalue]:
-    r"""Measure how far each client's Hessian is from their weighted mean, in the spectral norm.
+    r"""Measure the distance of each client's Hessian from the weighted mean, in the spectral norm.
 
     The largest of the values, in absolute value, is the :math:`\delta` of assumption (A2) of SCAFFOLD (Karimireddy et
-    al., 2020, https://arxiv.org/abs/1910.06378) at this point:
-    :math:`\|\nabla^2 f_i(x) - \nabla^2 f(x)\| \le \delta`. Mime (https://arxiv.org/abs/2008.03606) asks for the same of
-    the loss of every single example.
+    al., 2020, https://arxiv.org/abs/1910.06378) at this point: :math:`\|\nabla^2 f_i(x) - \nabla^2 f(x)\| \le \delta`.
+    Mime (https://arxiv.org/abs/2008.03606) assumes the same of the loss of every single example.
 
-    It takes the products of all N clients in each of the iterations for each client: :math:`N^2` times the iterations.
+    Each iteration for each client needs the products of all N clients: :math:`N^2` times the iterations in total.
 
     Args:
         products: Each client's Hessian as an operator.
@@ -104,7 +103,7 @@ def hessian_dissimilarity(
         max_iterations: As for :func:`extreme_eigenvalue`.
 
     Returns:
-        For each client the eigenvalue of largest absolute value of its difference from the mean.
+        Each client's eigenvalue of largest absolute value of the difference from the mean.
 
     Raises:
         FederatedError: If an argument is not allowed, or a product is not finite.
@@ -136,7 +135,7 @@ def hessian_dissimilarity(
 
 
 def _check(owner: str, products: Sequence[Product], start: Vector, tolerance: float, max_iterations: int) -> None:
-    """Refuse arguments that no iteration could begin with."""
+    """Raise if the arguments do not allow a first iteration."""
     what = "product" if owner == "extreme_eigenvalue" else "products"
     if not isinstance(products, Sequence) or not products or not all(callable(product) for product in products):
         raise FederatedError(f"{owner}({what}=...) got {products!r}: {what} must map a vector [P] to a vector [P].")

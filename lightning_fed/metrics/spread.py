@@ -1,4 +1,4 @@
-"""How a metric is spread over the clients."""
+"""Statistics of a metric over clients."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ __all__ = ["Spread", "spread"]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A metric over the clients, every client counting alike.
+    """Statistics of a metric over clients with equal weights.
 
     Attributes:
         mean: The mean.
-        std: The standard deviation, of the clients measured (divided by N).
+        std: The standard deviation of the measured clients (divided by N).
         worst_10: The mean over the worst tenth of the clients, at least one.
         p10: The 10th percentile, interpolated linearly.
         p90: The 90th percentile.
@@ -38,14 +38,14 @@ class Spread:
 
 
 def spread(values: Sequence[float], mode: Literal["max", "min"] = "max") -> Spread:
-    """Summarise one metric over clients: its mean, its spread, and the mean of the worst tenth.
+    """Summarize a metric over clients: its mean, its spread, and the mean of the worst tenth.
 
-    The mean of the worst 10 % and the spread are what Li et al., *Fair Resource Allocation in Federated Learning*, ICLR
-    2020 (https://arxiv.org/abs/1905.10497), compare methods by.
+    Li et al., *Fair Resource Allocation in Federated Learning*, ICLR 2020 (https://arxiv.org/abs/1905.10497), compare
+    methods by the mean of the worst 10 % and the spread.
 
     Args:
         values: The metric of each client.
-        mode: "max" if more is better, as of an accuracy; "min" if less is, as of a loss.
+        mode: "max" if larger is better, as for an accuracy; "min" if smaller is, as for a loss.
 
     Raises:
         FederatedError: If there are no values.
@@ -55,13 +55,13 @@ def spread(values: Sequence[float], mode: Literal["max", "min"] = "max") -> Spre
         0.5
     """
     check_one_of("spread", "mode", mode, ("max", "min"))
-    if not isinstance(values, list | tuple) or not all(isinstance(v, Real) for v in values):  # of a diverged run: NaN
+    if not isinstance(values, list | tuple) or not all(isinstance(v, Real) for v in values):  # NaN after divergence
         raise FederatedError(f"spread(values={values!r}): values must be a list of numbers.")
     if not values:
         raise FederatedError("spread(values=[]) got no values: there is no client to compare.")
     found = torch.tensor([float(value) for value in values], dtype=torch.float64)
     worst = found.sort(descending=mode == "min").values[: math.ceil(len(values) / 10)]
-    if found.isnan().any():  # sorted last, and as bad as it gets
+    if found.isnan().any():  # NaN sorts last, and counts as worst
         worst = found.new_tensor([math.nan])
     p10, p90 = torch.quantile(found, torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
     return Spread(float(found.mean()), float(found.std(correction=0)), float(worst.mean()), p10, p90)

@@ -1,4 +1,4 @@
-"""Ordinary LightningModules for the quickstart, the examples and the papers' experiments."""
+"""Ordinary LightningModules for the quickstart, the examples and the experiments of papers."""
 
 from lightning_fed.models.classifier import Classifier, MLPClassifier
 from lightning_fed.models.convnet import CifarCNN, ConvNet, EmnistCNN, MnistCNN

@@ -1,4 +1,4 @@
-"""What models refuse by name: arguments that are not allowed, and batches that do not fit."""
+"""Checks of models' arguments, and of batches that do not fit a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def check_widths(owner: str, name: str, values: Any) -> list[int]:
 
 @contextmanager
 def sized(owner: str, **sizes: Any) -> Iterator[None]:
-    """Make layers inside; where torch finds no memory for them, name the arguments that decide their size."""
+    """Build layers inside; if memory runs out, raise an error with the arguments that set their size."""
     try:
         yield
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
@@ -32,7 +32,7 @@ def sized(owner: str, **sizes: Any) -> Iterator[None]:
 
 
 def check_floating(module: pl.LightningModule, x: Tensor) -> None:
-    """Refuse inputs of a type that the module's parameters cannot be multiplied with."""
+    """Raise if the inputs' type does not match that of the module's parameters."""
     name = type(module).__name__
     if not x.is_floating_point():
         raise FederatedError(f"{name} got inputs of type {x.dtype}: give floating point numbers, such as x / 255.")
@@ -44,7 +44,7 @@ def check_floating(module: pl.LightningModule, x: Tensor) -> None:
 
 
 def as_images(module: pl.LightningModule, x: Tensor, channels: int, size: int | None = None) -> Tensor:
-    """Return images as [B, channels, height, width]; those of one channel may come as [B, height, width]."""
+    """Return images as [B, channels, height, width]; one channel also allows [B, height, width]."""
     if channels == 1 and x.ndim == 3:
         x = x.unsqueeze(1)
     if x.ndim != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != (size, size)):

@@ -1,4 +1,4 @@
-"""The base of all classifiers here, and the multilayer perceptron: ordinary LightningModules."""
+"""The base of all classifiers of this package, and the multilayer perceptron."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,14 +18,14 @@ __all__ = ["Classifier", "MLPClassifier"]
 
 
 class Classifier(pl.LightningModule):
-    """A network that gives logits, with cross-entropy loss and SGD.
+    """A network that returns logits, with cross-entropy loss and SGD.
 
     It logs ``train_loss``, ``val_loss``, ``val_acc``, ``test_loss`` and ``test_acc``; ``predict_step`` returns classes.
-    A label of -100 is left out of loss and accuracy, as everywhere in PyTorch.
+    Loss and accuracy ignore labels of -100, as is usual in PyTorch.
 
-    The arguments are the hyper-parameters of its checkpoints, those of a subclass's ``__init__`` included, and ``net``
-    left out. A subclass that builds its own network therefore comes back with ``load_from_checkpoint(path)``, and a
-    network passed in is passed again: ``Classifier.load_from_checkpoint(path, net=net)``.
+    Checkpoints save the arguments as hyper-parameters, including those of a subclass's ``__init__`` but not ``net``. A
+    subclass that builds its network therefore loads with ``load_from_checkpoint(path)``. Otherwise, pass the network
+    again: ``Classifier.load_from_checkpoint(path, net=net)``.
 
     Args:
         net: Any network from inputs [B, ...] to logits [B, num_classes].
@@ -54,9 +54,9 @@ class Classifier(pl.LightningModule):
         check_count(owner, "num_classes", num_classes, least=2)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_number(owner, name, value, least=0)
-            self.hparams.setdefault(name, value)  # the command line saves what a subclass itself takes, no more
+            self.hparams.setdefault(name, value)  # the command line only saves the arguments of the subclass
         self.net = net
-        # The loss refuses labels that are no classes.
+        # The loss raises for invalid labels.
         accuracy = partial(MulticlassAccuracy, num_classes, average="micro", ignore_index=-100, validate_args=False)
         self.val_acc, self.test_acc = accuracy(), accuracy()
 
@@ -80,7 +80,7 @@ class Classifier(pl.LightningModule):
         self._evaluate(batch, "test", self.test_acc)
 
     def predict_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> Tensor:
-        """Return the predicted classes [B] of bare inputs, or of the inputs in (inputs, labels)."""
+        """Return the predicted classes [B] of inputs, or of the inputs in (inputs, labels)."""
         classes: Tensor = self(batch if isinstance(batch, Tensor) else batch[0]).argmax(dim=1)
         return classes
 
@@ -124,15 +124,15 @@ class Classifier(pl.LightningModule):
 
 
 class MLPClassifier(Classifier):
-    """A multilayer perceptron; with no hidden layer, multinomial logistic regression.
+    """A multilayer perceptron; without hidden layers, multinomial logistic regression.
 
     With ``in_features=784, num_classes=62, hidden=[300, 100]`` it is the EMNIST network of Mime (Karimireddy et al.,
-    NeurIPS 2021, arXiv:2008.03606). Logging, checkpoints and predictions are those of :class:`Classifier`.
+    NeurIPS 2021, arXiv:2008.03606). Logging, checkpoints and predictions are as in :class:`Classifier`.
 
     Args:
-        in_features: Numbers per example; examples [B, ...] are flattened.
+        in_features: Numbers per example. Examples [B, ...] are flattened.
         num_classes: The number of classes.
-        hidden: Widths of the hidden layers; none gives multinomial logistic regression.
+        hidden: Widths of the hidden layers; an empty list gives multinomial logistic regression.
         dropout: The share of activations dropped after each hidden layer.
         lr: The learning rate of the local steps.
         momentum: SGD's momentum.

@@ -17,16 +17,16 @@ class ConvNet(Classifier):
     """Convolutions with ReLU and 2x2 max pooling, then dense layers with ReLU.
 
     The papers' networks are its subclasses: :class:`EmnistCNN`, :class:`MnistCNN` and :class:`CifarCNN`. Logging,
-    checkpoints and predictions are those of :class:`Classifier`.
+    checkpoints and predictions are as in :class:`Classifier`.
 
     Args:
         image_size: Height and width of the images.
-        in_channels: Channels of the images [B, in_channels, image_size, image_size]; with one channel they may also
-            come as [B, image_size, image_size].
+        in_channels: Channels of the images [B, in_channels, image_size, image_size]; one channel also allows [B,
+            image_size, image_size].
         num_classes: The number of classes.
         channels: Output channels of each convolution.
         kernel_size: Height and width of each convolution's kernel.
-        padding: ``"valid"`` for none, or ``"same"`` for zeros that keep height and width.
+        padding: ``"valid"`` for none, or ``"same"`` for zeros that preserve height and width.
         pool: Whether max pooling follows ``"each"`` convolution or the ``"last"`` one only.
         hidden: Widths of the hidden dense layers.
         conv_dropout: The share of activations dropped after the convolutions.

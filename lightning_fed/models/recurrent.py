@@ -1,4 +1,4 @@
-"""Stacked LSTMs for text: the next character, and the sentiment of a sentence."""
+"""Stacked LSTMs for text: next-character prediction and sentiment classification."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_fed.models.classifier import Classifier
 
 __all__ = ["CharLSTM", "SentimentLSTM"]
 
-_MAX_LAYERS = 100  # they are made one by one
+_MAX_LAYERS = 100  # they are built one by one
 
 
 class CharLSTM(Classifier):
@@ -22,11 +22,11 @@ class CharLSTM(Classifier):
 
     By default FedProx's network (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): an 8-dimensional embedding,
     two layers of 100 units and one dense layer. Federated averaging (McMahan et al., AISTATS 2017, arXiv:1602.05629)
-    has 256 units. A layer of PyTorch has two bias vectors where Keras has one: 4 ``hidden_size`` more parameters.
-    Logging, checkpoints and predictions are those of :class:`Classifier`.
+    has 256 units. PyTorch's layers have two bias vectors, Keras' have one: 4 ``hidden_size`` more parameters per layer.
+    Logging, checkpoints and predictions are as in :class:`Classifier`.
 
-    Inputs are codes [B, T] of any integer type. Labels [B] are the characters after the texts; labels [B, T] are those
-    after every position, and then count alike (-100 leaves a position out).
+    Inputs are codes [B, T] of any integer type. Labels [B] are the characters after the texts. Labels [B, T] are those
+    after every position, with equal weights (-100 ignores a position).
 
     Args:
         vocab_size: The number of different characters, which are the classes.
@@ -84,10 +84,11 @@ class SentimentLSTM(Classifier):
     """A stacked LSTM that classifies texts, as for the tweets of Sentiment140.
 
     By default the network of FedProx (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): two layers of 256 units
-    and one dense layer. There the embedding is 300-dimensional GloVe, frozen: ``vectors="glove.npy",
-    freeze_embedding=True``. Logging, checkpoints and predictions are those of :class:`Classifier`.
+    and one dense layer. The paper uses frozen 300-dimensional GloVe vectors: ``vectors="glove.npy",
+    freeze_embedding=True``. Logging, checkpoints and predictions are as in :class:`Classifier`.
 
-    Inputs are word codes [B, T] of any integer type. The output after the last position decides: pad texts in front.
+    Inputs are word codes [B, T] of any integer type. The logits depend on the output after the last position, so pad
+    texts in front.
 
     Args:
         vocab_size: The number of different words, padding included.
@@ -95,9 +96,9 @@ class SentimentLSTM(Classifier):
         hidden_size: Units of each LSTM layer.
         num_layers: LSTM layers.
         num_classes: The number of classes.
-        vectors: Word vectors [vocab_size, embedding_dim] to start from: a ``.npy`` file, or a tensor; none for random
-            ones. They are part of checkpoints, which load without the file.
-        freeze_embedding: Whether the embedding keeps its values; it is then not exchanged.
+        vectors: Initial word vectors [vocab_size, embedding_dim]: a ``.npy`` file, or a tensor; None for random ones.
+            Checkpoints contain them, and load without the file.
+        freeze_embedding: Whether the embedding is fixed; it is then not exchanged.
         lr: The learning rate of the local steps.
         momentum: SGD's momentum.
         weight_decay: SGD's weight decay.
@@ -171,7 +172,7 @@ class _StackedLSTM(nn.Module):
 
 
 def _read_vectors(owner: str, vectors: str | Path | Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return word vectors of a given shape, from a file if need be."""
+    """Return word vectors of a given shape, from a tensor or a file."""
     if isinstance(vectors, Tensor):
         found, source = vectors, "a tensor"
     else:

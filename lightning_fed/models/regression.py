@@ -1,4 +1,4 @@
-"""Regression, and problems with a known optimum: ordinary LightningModules with nothing federated in them."""
+"""Regression, and problems with a known optimum, as ordinary LightningModules."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["LinearRegression", "Quadratic"]
 
 
 class _KnownOptimum(pl.LightningModule):
-    """A model whose parameters can be compared with an optimum, flat [P], where it is given."""
+    """A model with the option to compare its parameters with a known optimum, flat [P]."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss on a batch."""
@@ -50,20 +50,20 @@ class _KnownOptimum(pl.LightningModule):
 
 
 class LinearRegression(_KnownOptimum):
-    """A linear map with half the mean squared error as loss, from zero, with SGD.
+    """A linear map from zero, with half the mean squared error as the loss, and SGD.
 
     It logs ``train_loss``, ``val_loss``, ``val_mae``, ``test_loss`` and ``test_mae`` (the mean absolute error), and
     ``val_distance`` if the optimum is given. Its parameters have PyTorch's default type; float64 data need
     ``Trainer(precision="64-true")``.
 
     Args:
-        in_features: Numbers per example; examples [B, ...] are flattened.
-        out_features: Numbers per target; targets have shape [B, out_features].
+        in_features: Numbers per example. Examples [B, ...] are flattened.
+        out_features: Numbers per target. Targets have shape [B, out_features].
         lr: The learning rate of the local steps.
         bias: Whether there is an intercept.
         weight_decay: SGD's weight decay.
-        optimum: Where the loss is least, as one flat list: the weight's rows, then the bias. ``val_distance`` is the
-            Euclidean distance of the parameters from it.
+        optimum: The minimizer as one flat list: the weight's rows, then the bias. ``val_distance`` is the Euclidean
+            distance of the parameters from it.
 
     Raises:
         FederatedError: If an argument is not allowed, ``optimum`` does not fit the parameters, or targets do not fit
@@ -127,18 +127,18 @@ class LinearRegression(_KnownOptimum):
 
 
 class Quadratic(_KnownOptimum):
-    """One float64 parameter x, with the mean of a x^2 / 2 + b x over the rows (a, b) of a batch as loss, and SGD.
+    """One float64 parameter x with SGD; the loss is the mean of a x^2 / 2 + b x over a batch of rows (a, b).
 
-    With a list of starts x is a vector [d], a and b are [B, d], and the loss is summed over the coordinates. It logs
-    ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given.
+    With a list of initial values x is a vector [d], a and b are [B, d], and the loss is summed over the coordinates. It
+    logs ``train_loss``, ``val_loss`` and ``test_loss``, and ``val_distance`` if the optimum is given.
 
     Args:
-        x0: Where x starts: a number, or one for each coordinate.
+        x0: The initial x: a number, or one per coordinate.
         lr: The learning rate of the local steps.
-        optimum: Where the loss is least, in every coordinate. ``val_distance`` is the distance of x from it.
+        optimum: The minimizer, in every coordinate. ``val_distance`` is the distance of x from it.
 
     Raises:
-        FederatedError: If an argument is not allowed, or rows have another number of coordinates than x.
+        FederatedError: If an argument is not allowed, or the rows and x differ in the number of coordinates.
 
     Example:
         >>> model = Quadratic(x0=3.0)
@@ -159,7 +159,7 @@ class Quadratic(_KnownOptimum):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the loss of each row [B]."""
-        if a.shape[1:] != self.x.shape or b.shape != a.shape:  # others might broadcast
+        if a.shape[1:] != self.x.shape or b.shape != a.shape:  # other shapes might broadcast
             raise FederatedError(
                 f"Quadratic got rows of shapes {list(a.shape)} and {list(b.shape)} for x of shape {list(self.x.shape)}:"
                 " give x0 as many numbers as a client's second derivatives."

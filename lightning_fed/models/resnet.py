@@ -1,4 +1,4 @@
-"""Residual networks for small images, with group normalization unless told otherwise."""
+"""Residual networks for small images, by default with group normalization."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,21 +23,20 @@ _Norm = Callable[[int], nn.Module]
 class ResNet(Classifier):
     """ResNet-18 or ResNet-20 (He et al., CVPR 2016, arXiv:1512.03385) for images of about 32 x 32 pixels.
 
-    Both start with one 3x3 convolution and no pooling and are built of torchvision's basic blocks. ResNet-18 has four
-    stages of 64, 128, 256 and 512 channels, and 1x1 convolutions where the shape changes (the paper's option B);
-    ResNet-20 has the paper's three CIFAR stages of 16, 32 and 64 channels, and shortcuts without parameters (option A).
+    Both start with one 3x3 convolution without pooling, and use torchvision's basic blocks. ResNet-18 has four stages
+    of 64, 128, 256 and 512 channels, with 1x1 convolutions at changes of shape (the paper's option B). ResNet-20 has
+    the paper's three CIFAR stages of 16, 32 and 64 channels, and shortcuts without parameters (option A).
 
-    Batch normalization does badly when clients' labels differ, and group normalization well (Hsieh et al., ICML 2020,
-    arXiv:1910.00189). Two groups are the default, as in Reddi et al. (ICLR 2021, arXiv:2003.00295). The running
+    Batch normalization works badly if clients' labels differ, and group normalization works well (Hsieh et al., ICML
+    2020, arXiv:1910.00189). Two groups are the default, as in Reddi et al. (ICLR 2021, arXiv:2003.00295). The running
     statistics of batch normalization are buffers, which the server averages.
 
     Args:
         depth: 18 (11.2 million parameters) or 20 (0.27 million).
         num_classes: The number of classes.
-        in_channels: Channels of the images [B, in_channels, height, width]; with one channel they may also come as
-            [B, height, width].
+        in_channels: Channels of the images [B, in_channels, height, width]; one channel also allows [B, height, width].
         norm: ``"group"`` or ``"batch"`` normalization.
-        groups: Groups of group normalization; must divide the stages' channels.
+        groups: The number of normalization groups, which must divide the stages' channels.
         lr: The learning rate of the local steps.
         momentum: SGD's momentum.
         weight_decay: SGD's weight decay.
@@ -68,7 +67,7 @@ class ResNet(Classifier):
         check_one_of(owner, "norm", norm, ("group", "batch"))
         check_count(owner, "groups", groups)
         widths, _ = _STAGES[depth]
-        if norm == "group" and widths[0] % groups:  # the later stages have multiples of the first one's channels
+        if norm == "group" and widths[0] % groups:  # later stages have multiples of the first one's channels
             raise FederatedError(
                 f"{owner}(groups={groups}): the {widths[0]} channels of ResNet-{depth}'s first stage cannot be cut into"
                 f" {groups} equal groups. Set groups to a power of two up to {widths[0]}."
@@ -84,7 +83,7 @@ class ResNet(Classifier):
 
 
 class _PaddedShortcut(nn.Module):
-    """Every second pixel, with zeros for the channels that the input lacks: the paper's option A."""
+    """Every second pixel, with zeros for the missing channels: the paper's option A."""
 
     def __init__(self, new_channels: int) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ class _PaddedShortcut(nn.Module):
 
 
 def _network(depth: int, in_channels: int, num_classes: int, norm: _Norm) -> nn.Sequential:
-    """Return stem, stages and head, under the names that torchvision gives them."""
+    """Return stem, stages and head, with torchvision's names."""
     widths, blocks = _STAGES[depth]
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(in_channels, widths[0], kernel_size=3, padding=1, bias=False),

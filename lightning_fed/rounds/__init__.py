@@ -1,1 +1,1 @@
-"""The rounds of a run: cohorts, the clients' work, and what the server makes of it."""
+"""The rounds of a run: cohorts, the clients' work, and the server's step."""

@@ -1,4 +1,4 @@
-"""Clients shared among processes: which one trains whom, and the states that travel there and back."""
+"""The assignment of clients to processes, and the transfer of their states."""
 
 import math
 from bisect import bisect_left
@@ -22,11 +22,11 @@ __all__ = ["Kinds", "StateTransfer", "assign", "pack", "unpack"]
 Kinds: TypeAlias = Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shapes and types of clients' states, by stored index and name."""
 
-_MODELS = (2**13, 2**20)  # parameters from which a model is middling, and large: a step takes longer than to send them
-# In local steps on a batch of 20, about, of a small model, a middling and a large one:
-_AROUND = (4, 4, 0)  # what a client that keeps a state takes beside its steps
-_MOVE = (2, 2, 1)  # what it takes to send its state of one vector, there and back
-_TRIP = (25, 2, 1)  # what it takes to send anything at all
+_MODELS = (2**13, 2**20)  # smallest sizes of medium and large models, whose steps take longer than a transfer
+# Rough costs in local steps on a batch of 20, for a small, a medium and a large model:
+_AROUND = (4, 4, 0)  # a client that keeps a state, in addition to its steps
+_MOVE = (2, 2, 1)  # transferring a state of one vector, both ways
+_TRIP = (25, 2, 1)  # transferring anything at all
 
 
 def assign(
@@ -37,10 +37,10 @@ def assign(
     Args:
         cohort: The clients, with the steps planned for them.
         ranks: The processes.
-        keeps_state: Whether clients keep state from round to round. If so, the process that owns a state trains the
-            client, except for those that move because the round then ends sooner. If not, the largest clients come
-            first, and each goes to the process with the fewest local steps so far.
-        most_moves: The most clients that are trained by another process than the owner of their state.
+        keeps_state: Whether clients keep state from round to round. If so, a client trains in the process that owns its
+            state, unless moving it makes the round shorter. If not, clients are assigned in descending order of size,
+            each to the process with the fewest local steps so far.
+        most_moves: The largest number of clients trained outside the process that owns their state.
         numel: The number of parameters.
     """
     members = {member.index: member for member in cohort}
@@ -63,7 +63,7 @@ def assign(
 def _balanced(
     owners: Mapping[int, int], work: Mapping[int, int], size: int, most_moves: int, a_move: int, a_trip: int
 ) -> Mapping[int, int]:
-    """Move clients from the process with the most work to that with the least, as long as it gains."""
+    """Move clients from the process with the most work to that with the least, while that helps."""
     loads = [0] * size
     for index, rank in owners.items():
         loads[rank] += work[index]
@@ -85,7 +85,7 @@ def _balanced(
 
 
 def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[int, int]]:
-    """Return the clients with the work next to an amount, below and above, the lowest index of each.
+    """Return the clients with the closest work below and above an amount, with the lowest index of each.
 
     ``movable`` is the sorted work and negated index of each client.
     """
@@ -95,16 +95,16 @@ def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[in
 
 
 class StateTransfer(ClientStates):
-    """The client states of a round in several processes, some of which are trained by another process than the owner.
+    """The client states of a round in several processes; some clients train outside their state's owner.
 
     Args:
         server: The server's side, with this process's store.
         ranks: The processes.
-        workers: The rank that trains each client of the round, by stored index. None if clients are not known to keep
-            anything.
+        workers: The rank that trains each client of the round, by stored index; None if clients are not known to keep
+            state.
 
     Attributes:
-        moves: The same of the clients whose state travels.
+        moves: The same for clients whose state is transferred.
     """
 
     def __init__(self, server: Server, ranks: Ranks, workers: Mapping[int, int] | None) -> None:
@@ -117,7 +117,7 @@ class StateTransfer(ClientStates):
         self._returning: dict[int, State] = {}
 
     def last(self, chunks: Iterable[Sequence[int]]) -> list[Sequence[int]]:
-        """Return chunks of clients, those whose states travel last: the others need not wait for them."""
+        """Return chunks of clients, those with transferred states last, so that the others need not wait."""
         return sorted(chunks, key=lambda indices: not self.moves.keys().isdisjoint(indices))
 
     def send(self) -> None:
@@ -136,7 +136,7 @@ class StateTransfer(ClientStates):
             raise failure
 
     def _await(self, indices: Sequence[int]) -> None:
-        """Wait until the states of these clients have arrived, if another process owns any."""
+        """Wait for the states of these clients, if another process owns any."""
         if self._deliver is None or self.moves.keys().isdisjoint(indices):
             return
         letters, received = zip(*self._deliver(), strict=True)
@@ -145,11 +145,11 @@ class StateTransfer(ClientStates):
         self._arrived = unpack([kinds for kinds, _ in letters], received, self.moves, self.ranks.rank)
 
     def wait(self) -> None:
-        """Wait for the states that were sent, if the round ends before they are used."""
+        """Wait for transferred states, if the round ends before they are used."""
         self._await(list(self.moves))
 
     def of(self, index: int) -> State | None:
-        """Return what one client keeps; see :meth:`ClientStates.of`."""
+        """Return one client's state; see :meth:`ClientStates.of`."""
         if self.moves:
             self._await([index])
         return self._arrived.get(index) or self.store.get(index)
@@ -170,7 +170,7 @@ class StateTransfer(ClientStates):
         return states
 
     def keep(self, index: int, state: State) -> None:
-        """Stage a client's state, or hold it until it goes back to its owner."""
+        """Stage a client's state, or hold it until it returns to its owner."""
         self._check_announced(state)
         if index in self.moves:
             self._returning[index] = state
@@ -178,7 +178,7 @@ class StateTransfer(ClientStates):
             super().keep(index, state)
 
     def keep_all(self, indices: Sequence[int], states: State) -> None:
-        """Do the same for several clients' states [S, ...], which are copied."""
+        """Stage or hold copies of several clients' states [S, ...]."""
         self._check_announced(states)
         staying = []
         for row, index in enumerate(indices):
@@ -193,7 +193,7 @@ class StateTransfer(ClientStates):
             super().keep_all(indices, states)
 
     def _check_announced(self, state: State) -> None:
-        """Refuse a state if other processes do not know that clients keep any."""
+        """Raise for a state if other processes do not know that clients keep any."""
         if not self._is_announced:
             raise FederatedError(
                 f"{self.expected.method}.finish keeps {sorted(state)} without an init_client that says what a new"
@@ -201,11 +201,11 @@ class StateTransfer(ClientStates):
             )
 
     def returning(self) -> tuple[Kinds, Sent]:
-        """Return the states that go back to their owners: what :meth:`take_back` needs first, and the bytes."""
+        """Return the states that return to their owners: the metadata for :meth:`take_back`, and the bytes."""
         return pack(self._returning, self._owners, self.ranks.size)
 
     def take_back(self, kinds: Sequence[Kinds], received: Sequence[Tensor]) -> None:
-        """Stage the states that have come back, given every process's :meth:`returning` and the bytes."""
+        """Stage the returned states, given every process's :meth:`returning` and the bytes."""
         for index, state in unpack(kinds, received, self._owners, self.ranks.rank).items():
             self.store.stage(index, state)
 
@@ -213,7 +213,7 @@ class StateTransfer(ClientStates):
 def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple[Kinds, Sent]:
     """Return clients' states as bytes for each of ``size`` processes, with their shapes and types.
 
-    ``to`` is the rank to which each state goes.
+    ``to`` is the destination rank of each state.
     """
     outgoing = [[states[index] for index in sorted(states) if to[index] == rank] for rank in range(size)]
     sent = [[part for state in leaving for value in state.values() for part in _bytes(value)] for leaving in outgoing]
@@ -223,7 +223,7 @@ def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple
 def unpack(
     everybodys: Sequence[Kinds], received: Sequence[Tensor], to: Mapping[int, int], rank: int
 ) -> dict[int, State]:
-    """Return copies of the states that have arrived at ``rank``, given what every process packed and the bytes."""
+    """Return copies of the states received at ``rank``, given every process's packing and the bytes."""
     states: dict[int, State] = {}
     for kinds, part in zip(everybodys, received, strict=True):
         start = 0
@@ -237,6 +237,6 @@ def unpack(
 
 
 def _bytes(value: Tensor) -> list[Tensor]:
-    """Return a tensor's bytes in host memory, and what fills up to where the next one starts."""
+    """Return a tensor's bytes in host memory, and the padding to the next tensor."""
     own = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [own, own.new_zeros(padded(len(own)) - len(own))]

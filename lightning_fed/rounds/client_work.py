@@ -1,4 +1,4 @@
-"""The clients' half of a round where their data is: what is asked of clients is answered with an engine."""
+"""The clients' half of a round for local data: an engine computes the replies."""
 
 import math
 import warnings
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_fed.callbacks.base import hears
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -20,7 +21,7 @@ from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from lightning_fed.engines.vectorized.client_settings import HeldSettings, hears_clients
+from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, HeldSettings
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import stop_at
@@ -35,40 +36,41 @@ from lightning_fed.strategies.split import BatchSplit
 
 __all__ = ["ClientWork", "gradients_together", "prepare_clients"]
 
-_TOGETHER = 2**16  # numbers in the gradients of clients that answer at once
+_TOGETHER = 2**16  # numbers in the gradients of clients that answer together
 
 
 class ClientWork(ClientHalf):
-    """Answers for clients whose data is here, with an engine.
+    """Answers for clients with local data, with an engine.
 
-    A client that is asked to train before it was asked for the gradients that it needs takes them then.
+    If a client must train before its required gradients were requested, it computes them then.
 
-    With ``engine="auto"``, the sequential engine takes the place of the vectorized one for the rest of the run if that
-    cannot run clients though its trial step passed: the round then starts again, with the same x and random streams.
-    If the vectorized engine runs out of memory, the round starts again with half as many clients at once.
+    With ``engine="auto"``, the sequential engine replaces the vectorized one for the rest of the run if that cannot run
+    clients although its trial step passed. The round then restarts with the same x and random streams. If the
+    vectorized engine runs out of memory, the round restarts with half as many clients at once.
 
     Args:
-        engines: The engine that runs clients, and a second one for the method's own solve if it has one.
-        plans: Plans their work from their data.
-        settings: How rounds are run.
+        engines: The engine that runs clients, and a second one for the method's inner solve, if any.
+        plans: Plans the clients' work from their data.
+        settings: The settings of the run.
     """
 
     def __init__(self, engines: Sequence[Engine], plans: LocalPlans, settings: Settings) -> None:
         self.plans, self.settings = plans, settings
         self.algorithm, self.trainer = engines[0].algorithm, engines[0].trainer
         self._use(engines)
-        if self.chunk_size is not None:
+        if len(engines) > 1 and self.chunk_size is not None:  # both use the same number
             self._use_chunk(self.chunk_size)
-        self._together = 1  # the most clients that can be at work at once
-        self._held: HeldSettings | None = None  # as the round began
+        self._together = 1  # the most clients that can run at once
+        self._held: HeldSettings | None = None  # at the start of the round
         self._round: RoundPlans | None = None
-        self._training: list[int] = []  # the clients that are to train, by stored index
-        self._inputs: tuple[Task, RoundInputs] | None = None  # what the engine makes of a task
-        self._read: tuple[set[str], set[str]] = (set(), set())  # of the server state, and of the mean gradients
+        self._training: list[int] = []  # the clients that must train, by stored index
+        self._inputs: tuple[Task, RoundInputs] | None = None  # a task as the engine's inputs
+        self._read: tuple[set[str], set[str]] = (set(), set())  # names read in the server state and in mean gradients
 
     def _use(self, engines: Sequence[Engine]) -> None:
-        """Let engines run clients from here on."""
+        """Run clients with these engines from now on."""
         self.engines, self.engine = engines, engines[0]
+        self.may_restart = any(engine.name == "vectorized" for engine in engines)
         self._own_solve = OwnSolve(engines[1], self.settings) if len(engines) > 1 else None
         self._gradients = ClientGradients(self.engine)
         self._local = LocalTraining(self.engine, self.settings, self._gradients, self._own_solve)
@@ -78,7 +80,7 @@ class ClientWork(ClientHalf):
     def hello(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Return those of the clients drawn that can take part, and plan their work from their data."""
+        """Return the drawn clients that can participate, and plan their work from their data."""
         return self._plans_of(round).of_drawn(drawn, failed)
 
     def _plans_of(self, round: int) -> RoundPlans:
@@ -87,11 +89,12 @@ class ClientWork(ClientHalf):
         return self._round
 
     def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
-        """Begin a round, or begin it again, given the clients that are to train here and the steps asked of them.
+        """Begin or restart a round, given the clients that train here and their requested steps.
 
         With ``reads_later``, reports may be incomplete until :meth:`end_training`.
         """
-        self._held = HeldSettings(self.engine.prepared) if self.may_restart and hears_clients(self.trainer) else None
+        may_undo = self.may_restart and hears(self.trainer, *CLIENT_HOOKS)
+        self._held = HeldSettings(self.engine.prepared) if may_undo else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
         self._gradients.begin_round(len(members))
         self._local.begin_round(reads_later)
@@ -109,26 +112,26 @@ class ClientWork(ClientHalf):
             self.begin(round, members, reads_later)
 
     def check_batches(self, sizes: Iterable[tuple[ClientId, int]]) -> None:
-        """Refuse clients with a batch of one example that the module cannot train on; its step is tried on one."""
+        """Raise for clients with a batch of one example that the module cannot train on; tries a step on one."""
         check_lone_examples(self.plans, self.engine.flat, sizes)
 
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that takes back what clients log from here on; see :meth:`Engine.savepoint`."""
+        """Return a function that undoes later logging of clients; see :meth:`Engine.savepoint`."""
         return self.engine.savepoint()
 
     @property
     def split(self) -> BatchSplit:
-        """The processes that split every batch of a client among them."""
+        """The processes that split every batch of a client."""
         return self.engine.split
 
     @property
     def engine_names(self) -> list[str]:
-        """The engines at work: that of the clients, and that of the method's own solve if it has one."""
+        """The engines in use: that of the clients, and that of the method's inner solve, if any."""
         return [engine.name for engine in self.engines]
 
     @property
     def chunk_size(self) -> int | None:
-        """How many clients are run at once; None if the sequential engine runs all."""
+        """The number of clients that run at once; None if the sequential engine runs all."""
         return min((engine.chunk_size for engine in self.engines if isinstance(engine, VectorizedEngine)), default=None)
 
     def _use_chunk(self, size: int) -> None:
@@ -137,8 +140,8 @@ class ClientWork(ClientHalf):
                 engine.use_chunk(size)
 
     def agree(self, ranks: Ranks) -> None:
-        """Run as many clients at once in every process, where each has a device: random layers depend on it."""
-        if ranks.size == 1 or self.settings.engine == "sequential" or self.engine.flat.y.device.type == "cpu":
+        """Run equally many clients at once in every process with a device, since random layers depend on it."""
+        if self.settings.engine == "sequential" or self.engine.flat.y.device.type == "cpu":
             return
         sizes = ranks.gather(self.chunk_size)
         if None in sizes:
@@ -146,15 +149,10 @@ class ClientWork(ClientHalf):
         else:
             self._use_chunk(min(sizes))
 
-    @property
-    def may_restart(self) -> bool:
-        """Whether the round can be run otherwise, if the engine cannot run it as it does."""
-        return "vectorized" in self.engine_names
-
     def restart_after(self, error: Exception) -> Restart | None:
-        """Return how the round must start again after an error, None if it need not or cannot.
+        """Return how the round must restart after an error, None if it need not or cannot.
 
-        If a device has run out of memory, what the error holds there is released: the end of a run takes some too.
+        If a device is out of memory, this releases what the error holds there, since ending a run needs some too.
         """
         both, device = (error, error.__cause__), self.engine.flat.y.device
         may_give_up = self.may_restart and self.settings.engine == "auto"
@@ -169,7 +167,7 @@ class ClientWork(ClientHalf):
         return Restart(str(found)) if found is not None and may_give_up else None
 
     def restart(self, round: int, how: Restart) -> None:
-        """Be ready for the round at work to begin again, in another way; put back what its hooks have set."""
+        """Prepare to restart the current round in another way; undo the settings of its hooks."""
         size = how.chunk_size
         if size is None:
             rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {how.reason}")
@@ -181,26 +179,26 @@ class ClientWork(ClientHalf):
         held, self._held = self._held, None
         if held is not None:
             held.put_back()
-        self.engine.flat.restore()  # hooks may have looked at the parameters of another client
+        self.engine.flat.restore()  # hooks may have bound the parameters to another client
         if size is None:
             self.give_up()
         else:
             self._use_chunk(size)
 
     def give_up(self) -> None:
-        """Go on with the sequential engine in place of the vectorized one."""
-        if "vectorized" in self.engine_names:
+        """Replace the vectorized engine with the sequential one."""
+        if self.may_restart:
             self.have_given_up = True
             self._use([SequentialEngine(engine.prepared) for engine in self.engines])
 
     def end(self) -> None:
-        """Let go of the round and of its data: the next round's need not lie beside them."""
+        """Release the round and its data before the next round's data are loaded."""
         self._round, self._inputs, self._training, self._held = None, None, [], None
         self._gradients.begin_round(0)
         self._local.begin_round()
 
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
-        """Return the clients that are to be asked together, by stored index, of those that are here."""
+        """Return the local clients by stored index, in groups that answer together."""
         if task.phase == TRAIN:
             chunks = self.engine.chunks(self._work_of(task, clients))
             return [[plan.participant.index for plan in plans] for plans in chunks]
@@ -209,7 +207,7 @@ class ClientWork(ClientHalf):
         return [clients] if clients else []
 
     def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
-        """Yield replies for some clients, by stored index, of several where the engine runs them together."""
+        """Yield replies for some clients, by stored index; one for several if the engine runs them together."""
         self._together = len(clients)
         if task.phase == GRADIENTS:
             return self._answer_gradients(task, clients)
@@ -223,11 +221,11 @@ class ClientWork(ClientHalf):
         return [plans.of(index, task.steps.get(index)) for index in clients]
 
     def members(self, task: Task, clients: Sequence[int]) -> list[Participant]:
-        """Return clients by stored index, with the steps that a task asks of them."""
+        """Return clients by stored index, with the steps that a task requests."""
         return [plan.participant for plan in self._work_of(task, clients)]
 
     def _inputs_of(self, task: Task) -> RoundInputs:
-        """Return a task as engines read it; what they read of it is noted."""
+        """Return a task as the engine's inputs, whose reads are tracked."""
         if self._inputs is None or self._inputs[0] is not task:
             server, cohort_grad = map(TrackedState, (task.server, task.cohort_grad), self._read)
             self._inputs = task, RoundInputs(task.round, task.x, server, {}, cohort_grad, task.mean_examples)
@@ -236,7 +234,7 @@ class ClientWork(ClientHalf):
     # ------------------------------------------------------------------ gradients, and the loss
 
     def _answer_gradients(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
-        """Yield replies of clients, of several in one where the model is small."""
+        """Yield replies of clients, one for several if the model is small."""
         asked, most = set(task.clients), gradients_together(task.x)
         ready: list[tuple[int, State]] = []
         for plan, gradients in self._gradients.each(self._inputs_of(task), self._work_of(task, clients)):
@@ -254,7 +252,7 @@ class ClientWork(ClientHalf):
             yield self._gradient_reply(task, ready, ready[0][0] in asked)
 
     def _gradient_reply(self, task: Task, ready: Sequence[tuple[int, State]], sends: bool) -> Reply:
-        """Return a reply of clients that have their gradients."""
+        """Return a reply for clients that have their gradients."""
         indices, gradients = zip(*ready, strict=True)
         send: State = {}
         if sends and len(ready) == 1:
@@ -264,7 +262,7 @@ class ClientWork(ClientHalf):
         return self._reply(task, indices, send=send, norms=self._gradients.norms_of(indices))
 
     def _answer_loss(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
-        """Yield one reply for all clients, whose losses are added up."""
+        """Yield one reply with the summed losses of all clients."""
         engine, total, examples = self.engine, 0.0, 0
         failed: dict[int, ClientError] = {}
         with engine.losses_at(task.x, task.round) as loss_of:
@@ -286,10 +284,10 @@ class ClientWork(ClientHalf):
         total = sum(engine.split.gather(total))
         yield self._reply(task, clients, loss=total, loss_examples=examples, failed=failed)
 
-    # ------------------------------------------------------------------ what ends local work
+    # ------------------------------------------------------------------ the end of local work
 
     def end_training(self) -> None:
-        """Finish what is done once for all clients that were trained here in this round."""
+        """Finish the work that is done once for all clients trained here in this round."""
         self._gradients.check()
         for engine in self.engines:
             engine.end_round()
@@ -305,7 +303,7 @@ class ClientWork(ClientHalf):
 
 
 def gradients_together(x: Vector) -> int:
-    """Return how many clients' gradients are summed at once, which decides on the last bits of a sum."""
+    """Return how many clients' gradients are summed at once, which affects the last bits of a sum."""
     return max(1, _TOGETHER // len(x))
 
 
@@ -317,15 +315,15 @@ def prepare_clients(
     before: Sequence[str] = (),
     chunk_before: int | None = None,
 ) -> ClientWork:
-    """Return what answers for clients, with the engine of a name; see :func:`make_engine`.
+    """Return the clients' half with an engine by name; see :func:`make_engine`.
 
     Args:
         prepared: The module.
         population: All clients.
         engine: The engine's name.
-        clients: Those whose data is here; all of them by default.
+        clients: The clients with local data; all of them by default.
         before: The :attr:`ClientWork.engine_names` before this run resumed.
-        chunk_before: The :attr:`ClientWork.chunk_size` with which it was trained then.
+        chunk_before: The :attr:`ClientWork.chunk_size` before this run resumed.
     """
     settings, chunk_size = prepared.settings, chunk_before or prepared.settings.chunk_size
     plans = LocalPlans(prepared.trainer, settings, population, clients)

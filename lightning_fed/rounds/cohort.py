@@ -1,4 +1,4 @@
-"""The clients of a round: drawn by the seed and the round, cut to what heterogeneity lets them complete."""
+"""The clients of a round: drawn from the seed and the round, with steps limited by heterogeneity."""
 
 import secrets
 from collections import Counter
@@ -12,7 +12,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.participation import Participant, Population
-from lightning_fed.server.sampling import Sampler, draw
+from lightning_fed.server.sampling import draw
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["CohortSampling", "DrawnCohort", "secret_seed"]
@@ -23,9 +23,9 @@ class DrawnCohort:
     """The clients of a round.
 
     Attributes:
-        members: Those that train, with the steps planned for them.
-        gradient_members: Those that take full-batch gradients at the points that the method names.
-        dropped: The ids that were drawn to train and left out.
+        members: The clients that train, with their planned steps.
+        gradient_members: The clients that compute full-batch gradients at the method's points.
+        dropped: The ids of clients that were drawn to train but left out.
     """
 
     members: Sequence[Participant] = ()
@@ -34,12 +34,12 @@ class DrawnCohort:
 
 
 class CohortSampling:
-    """Draw the cohorts of a run.
+    """Draws the cohorts of a run.
 
     Args:
-        settings: How rounds are run.
-        population: The clients there are.
-        seed: What cohorts are drawn from; the run's, or :func:`secret_seed`.
+        settings: The settings of the run.
+        population: The clients of the run.
+        seed: The seed of cohorts: the run's, or :func:`secret_seed`.
     """
 
     def __init__(self, settings: Settings, population: Population, seed: int) -> None:
@@ -50,13 +50,13 @@ class CohortSampling:
 
         Args:
             round: The round.
-            ask: Given how often each client was drawn, returns those that can take part, in this order, with their
-                sizes and the steps that they would take.
+            ask: Given how often each client was drawn, returns those that can participate, in this order, with their
+                sizes and steps.
         """
         settings, algorithm = self.settings, self.settings.algorithm
-        drawn = self._drawn(settings.sampler, self.seed, round)
+        drawn = Counter(draw(settings.sampler, self.seed, round, self.population, self.seed))
         members = ask(drawn)
-        if settings.heterogeneity is not None:  # it decides how many steps each client completes
+        if settings.heterogeneity is not None:  # it limits each client's steps
             epochs, planned = [settings.local_epochs or 1] * len(members), [m.steps for m in members]
             steps = settings.heterogeneity(self.seed, round, [m.index for m in members], epochs, planned)
             completed = zip(members, steps, strict=True)
@@ -64,18 +64,19 @@ class CohortSampling:
         if algorithm.needs_everyone:
             self._check_everyone(members, round)
         gradient_members: Sequence[Participant] = ()
-        if algorithm.full_grad_at:
+        if algorithm.full_grad_at and algorithm.full_grad_readers(round) != "nobody":
             gradient_members = members
             if algorithm.grad_cohort != "same":
                 seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
-                gradient_members = ask(self._drawn(settings.gradient_sampler, seed, round))
+                others = draw(settings.gradient_sampler, seed, round, self.population, self.seed)
+                gradient_members = ask(Counter(others))
             if not gradient_members:
-                members = ()  # without the cohort's gradient there is no step to take
+                members = ()  # without the cohort's gradient there is no step
         there = {member.client_id for member in members}
         return DrawnCohort(members, gradient_members, [client_id for client_id in drawn if client_id not in there])
 
     def _check_everyone(self, members: Sequence[Participant], round: int) -> None:
-        """Refuse a cohort that is not all clients, alike in their steps, to a method that needs it."""
+        """Raise if the method needs all clients with equal steps, but the cohort differs."""
         name, steps = type(self.settings.algorithm).__name__, sorted({member.steps for member in members})
         if self.settings.drops_failed:
             raise FederatedError(f"{name} needs all clients in every round: leave on_client_error at 'raise'.")
@@ -87,13 +88,9 @@ class CohortSampling:
                 " local_steps."
             )
 
-    def _drawn(self, sampler: Sampler, seed: int, round: int) -> Mapping[ClientId, int]:
-        """Draw ids, with how often each came up, in the order in which they first did."""
-        return Counter(draw(sampler, seed, round, self.population, self.seed))
-
 
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:
-    """Return a secret seed of the cohorts, which privacy depends on; all processes must call it."""
+    """Return the cohorts' secret seed, which privacy depends on; all processes must call it."""
     rank_zero_info(
         f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that the run does not"
         " repeat itself. What is known of clients' training is not logged."

@@ -1,6 +1,7 @@
-"""Clients that fail: which of a chunk it was, why, and how many may fail before the run stops."""
+"""Failed clients: which of a chunk failed, why, and how many may fail before the run stops."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 
 import torch
@@ -13,20 +14,20 @@ from lightning_fed.server.participation import Participant
 
 __all__ = ["Faults", "Isolation", "stop_at", "warn_of"]
 
-_SHOWN = 5  # causes that one message lists
+_SHOWN = 5  # causes listed in one message
 
 
 class Faults:
-    """The clients that failed in a round so far, and why.
+    """The clients that failed in a round so far, and the causes.
 
-    A client that fails leaves the whole round: nothing of it is averaged, and what it keeps stays as it was. The round
-    is then what it would have been had the client not been drawn.
+    A failed client is dropped from the whole round: no message of it is averaged, and its state does not change. The
+    round equals one without the client.
 
     Args:
-        drops: Whether clients that fail leave the round; if not, the run stops at the first one.
-        max_share: The share of the clients asked that may fail before the run stops all the same.
-        max_ratio: The ratio of a client's update norm to the cohort's median at which the client has failed too; None
-            for no such limit.
+        drops: Whether failed clients are dropped. If not, the first failure stops the run.
+        max_share: The share of requested clients that may fail before the run stops anyway.
+        max_ratio: The limit on the ratio of a client's update norm to the cohort's median, above which it has failed;
+            None for no limit.
         round: The round, from 0.
     """
 
@@ -35,7 +36,7 @@ class Faults:
     ) -> None:
         self.drops, self.max_share, self.max_ratio, self.round = drops, max_share, max_ratio, round
         self.causes: dict[ClientId, str] = {}
-        self.refused: set[ClientId] = set()  # those of them whose messages had all been sent
+        self.refused: set[ClientId] = set()  # failed clients whose messages had all been sent
         self.asked: set[ClientId] = set()  # to train
         self._asked_for_gradients: set[ClientId] = set()
         self._first: ClientError | None = None
@@ -43,32 +44,32 @@ class Faults:
     def ask(
         self, members: Sequence[Participant], gradient_members: Sequence[Participant], dropped: Sequence[ClientId]
     ) -> None:
-        """Record who is asked, before the round starts, or starts again without the clients that have failed.
+        """Record the requested clients, before the round starts, or restarts without failed clients.
 
         See :class:`DrawnCohort`.
         """
-        failed = self.causes.keys()
-        self.asked = {member.client_id for member in members} | (failed & set(dropped))
-        self._asked_for_gradients = {member.client_id for member in gradient_members}
+        failed, id_of = self.causes.keys(), attrgetter("client_id")
+        self.asked = {*map(id_of, members), *(failed & set(dropped))}
+        self._asked_for_gradients = set(map(id_of, gradient_members))
         if self._asked_for_gradients - failed:
             self._asked_for_gradients |= failed - self.asked
         self.check_asked()
 
     def check_asked(self) -> None:
-        """End the run if too many of those that are asked have failed; see :meth:`check`."""
+        """Stop the run if too many of the requested clients failed; see :meth:`check`."""
         if self.causes:
             self.check(self.asked)
             self.check(self._asked_for_gradients)
 
     def have_hit(self, members: Iterable[Participant]) -> bool:
-        """Return whether one of these has failed."""
+        """Return whether one of these clients failed."""
         return bool(self.causes) and any(member.client_id in self.causes for member in members)
 
     def add(self, error: ClientError) -> None:
         """Record a client that failed.
 
         Raises:
-            ClientError: The error itself, if the run is to stop, or if no client is to blame for it.
+            ClientError: The given error, if the run must stop, or no client is to blame.
         """
         if not self.drops or error.culprit is None:
             raise error
@@ -76,13 +77,13 @@ class Faults:
         self._first = self._first or error
 
     def merge(self, parts: Iterable[Mapping[ClientId, str]]) -> None:
-        """Combine the :attr:`causes` of all processes, the same way in each."""
+        """Combine the :attr:`causes` of all processes, identically in each."""
         self.causes = dict(self.causes)  # the old one is this process's part
         for part in parts:
             self.causes.update(part)
 
     def check(self, asked: Collection[ClientId]) -> None:
-        """End the run if all of the clients asked to do one thing failed, or a larger share than allowed."""
+        """Stop the run if all clients requested for one task failed, or a larger share than allowed."""
         failed, count = sorted(self.causes.keys() & asked, key=str), len(asked)
         if not failed or (len(failed) < count and len(failed) <= self.max_share * count):
             return
@@ -94,11 +95,11 @@ class Faults:
         ) from self._first
 
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
-        """Record the clients whose norm is out of proportion to the median, and return them.
+        """Record and return the clients whose norm is too large compared to the median.
 
         Args:
-            norms: Norms of what each client that completed sent.
-            what: What that is.
+            norms: The norm of each completed client's message.
+            what: The name of the message.
             x: The server parameters [P].
         """
         if self.max_ratio is None or not norms:
@@ -106,8 +107,8 @@ class Faults:
         middle = median(norms.values())
         if max(norms.values()) <= self.max_ratio * middle:
             return set()
-        # Where most clients hardly move, their median is rounding, and no measure of those that still learn. The floor
-        # is at least float32's: float64 rounds so much less that any sound step would be out of proportion to it.
+        # If most clients hardly move, their median is rounding, which says nothing about clients that still learn. The
+        # floor is at least float32's: float64 rounds so little that any sound step would be too large compared to it.
         eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
         floor = eps * float(torch.linalg.vector_norm(x))
         times = f"times the cohort's median of {middle:.3g}"
@@ -127,7 +128,7 @@ class Faults:
 
 
 def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
-    """Warn once a run of each client that has failed, given why, and whom ``warned`` names already."""
+    """Warn once per run of each failed client, given the causes; ``warned`` has those already named."""
     for client_id, cause in failed.items():
         if client_id not in warned:
             warned.add(client_id)
@@ -138,11 +139,11 @@ def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
 
 
 class Isolation:
-    """Train clients as if those that fail were not there."""
+    """Trains clients as if the failing ones did not exist."""
 
     def __init__(self, engine: Engine, drops: bool) -> None:
         self.engine, self.drops = engine, drops
-        self._has_explained = False  # how the client that failed is found
+        self._has_explained = False  # how the failed client is found
 
     def run(
         self,
@@ -152,11 +153,10 @@ class Isolation:
     ) -> ChunkResult | None:
         """Train the clients that can be trained; return None if there are none.
 
-        ``failed`` receives the clients that failed, by stored index.
+        ``failed`` receives the failed clients by stored index.
 
         Raises:
-            ClientError: If a client fails and is not to be dropped, or if something fails that is no client's own
-                fault.
+            ClientError: If a client fails and is not dropped, or an error is not a client's fault.
         """
         undo = self.engine.savepoint() if self.drops else None
         try:
@@ -182,11 +182,11 @@ class Isolation:
                 if undo is not None:
                     undo()
             if len(sound) == len(plans):
-                raise  # no client alone is to blame
+                raise  # no single client is to blame
         return self.run(train, sound, failed) if sound else None
 
 
 def stop_at(error: ClientError, drops: bool) -> None:
-    """Raise an error that is not a reason to leave a client out, given whether there is any."""
+    """Raise an error unless failed clients are dropped and one is to blame."""
     if not drops or error.culprit is None:
         raise error

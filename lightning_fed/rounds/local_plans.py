@@ -1,4 +1,4 @@
-"""The work of clients in a round, planned from their data, and the refusal of batches that a module cannot train on."""
+"""Planning clients' work from their data, and checks for batches that a module cannot train on."""
 
 import traceback
 from collections import Counter
@@ -28,11 +28,11 @@ from lightning_fed.settings.settings import Settings, cut
 
 __all__ = ["LocalPlans", "RoundPlans", "check_lone_examples", "limited", "num_examples"]
 
-_TRIED = 10  # clients whose data cannot be made, before the first round
+_TRIED = 10  # clients whose data may fail to build before the first round
 
 
 class LocalPlans:
-    """Plan what clients do, from their data."""
+    """Plans clients' work from their data."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class LocalPlans:
         clients: Sequence[ClientId] | None = None,
     ) -> None:
         self.trainer, self.settings, self.population = trainer, settings, population
-        self.clients: Sequence[ClientId] = population if clients is None else clients  # whose data is here
+        self.clients: Sequence[ClientId] = population if clients is None else clients  # clients with local data
 
     def some(self) -> Iterator[WorkPlan]:
-        """Yield the work of the first few clients that have examples, to try things out on."""
+        """Yield the work of the first few clients that have examples, for trials."""
         failures: list[ClientError] = []
         for client_id in self.clients:
             try:
@@ -59,17 +59,17 @@ class LocalPlans:
                 yield plan
 
     def check_counts(self) -> None:
-        """Refuse clients' loaders whose batches do not tell how many examples they have; one client is tried."""
+        """Raise if the examples in clients' batches cannot be counted; tries one client."""
         try:
             plan = next(self.some(), None)
         except ClientError:
-            return  # it is reported when the client is at work
+            return  # reported when the client trains
         if plan is not None:
             plan.batches.check_counts()
 
 
 class RoundPlans:
-    """Plan the work of one round; each client's data is built once."""
+    """Plans the work of one round, and builds each client's data once."""
 
     def __init__(self, plans: LocalPlans, round: int) -> None:
         self.round, self.settings, self.population = round, plans.settings, plans.population
@@ -77,14 +77,14 @@ class RoundPlans:
         self._limit, self._repeats = plans.trainer.limit_train_batches, plans.settings.algorithm.steps_per_batch
         self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
         self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
-        self._plans: dict[ClientId, WorkPlan | None] = {}  # None of clients without examples
+        self._plans: dict[ClientId, WorkPlan | None] = {}  # None for clients without examples
 
     def of_drawn(
         self, drawn: Mapping[ClientId, int], failed: Callable[[ClientError], None] | None
     ) -> list[Participant]:
-        """Plan the work asked of each client, and return those that can take part; one drawn twice is trained once.
+        """Plan each drawn client's work, and return those that can participate; a client drawn twice trains once.
 
-        ``failed`` records clients whose data cannot be made; by default their error is raised.
+        ``failed`` records clients whose data cannot be built; by default their error is raised.
         """
         members = []
         for client_id, count in drawn.items():
@@ -100,7 +100,7 @@ class RoundPlans:
         return members
 
     def plan(self, client_id: ClientId, warns: bool = True) -> WorkPlan | None:
-        """Return a client's whole work, None if it has no examples."""
+        """Return a client's full work, or None if it has no examples."""
         if client_id not in self._plans:
             self._plans[client_id] = self._plan(client_id)
         plan = self._plans[client_id]
@@ -116,7 +116,7 @@ class RoundPlans:
                 batches = RepeatedBatches(batches, self._repeats)
         except Exception as error:
             if isinstance(error, FederatedError) and not isinstance(error, ClientError):
-                raise  # what a module refuses by name is refused here too
+                raise  # this package's errors are raised here too
             with NamesClient(client_id, self.round, "the making of its data", lambda: None):
                 raise
         if batches.size == 0:
@@ -130,7 +130,7 @@ class RoundPlans:
         return WorkPlan(who, batches, epochs)
 
     def of(self, index: int, steps: int | None = None) -> WorkPlan:
-        """Return the work planned for a client, cut to the steps asked of it, if fewer."""
+        """Return a client's planned work, cut to its requested steps if these are fewer."""
         client_id = self.population.ids[index]
         plan = self._plans.get(client_id) or self.plan(client_id)
         if plan is None:
@@ -149,16 +149,16 @@ def limited(num_batches: int, limit: int | float) -> int:
 
 
 def num_examples(plan: WorkPlan) -> int:
-    """Return how many examples a client goes through in its local epochs."""
+    """Return the number of examples in a client's local epochs."""
     return sum(map(plan.batches.num_examples, plan.epochs))
 
 
 def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable[tuple[ClientId, int]]) -> None:
-    """Refuse clients whose only or last batch has one example, if the module cannot train on such a batch.
+    """Raise for clients whose only or last batch has one example that the module cannot train on.
 
-    The module's step is tried on one example of such a client, since that depends on shapes: BatchNorm2d can normalise
-    one picture. Nothing of the trial remains. Where hooks of the module or of callbacks run before a batch, they may
-    set modes, and nothing is refused here.
+    This tries the module's step on one example of such a client, without side effects, since the result depends on
+    shapes: BatchNorm2d can normalize one image. If hooks of the module or of callbacks run before a batch, they may set
+    modes, and this does not raise.
     """
     trainer, settings = plans.trainer, plans.settings
     module = trainer.lightning_module
@@ -176,10 +176,10 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
         try:
             plan = RoundPlans(plans, 0).plan(clients[lone[0]], warns=False) if lone else None
         except ClientError:
-            continue  # it is reported when the client is at work
+            continue  # reported when the client trains
         if plan is None:
             continue
-        # a data module may make other batches than its settings tell
+        # a data module may build other batches than its settings suggest
         batches, length, repeats = plan.batches, plan.batches.num_batches(), settings.algorithm.steps_per_batch
         if in_epochs and batches.num_examples(length) - batches.num_examples(length - repeats) != repeats:
             continue
@@ -189,7 +189,7 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
 
 
 def _may_set_modes(trainer: pl.Trainer) -> bool:
-    """Whether hooks that come before a client's batches are there, of the module or of the user's callbacks."""
+    """Return whether the module or user callbacks have hooks before a client's batches."""
     users = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.ProgressBar)]
     return (
         is_overridden("on_train_batch_start", trainer.lightning_module, pl.LightningModule)
@@ -199,7 +199,7 @@ def _may_set_modes(trainer: pl.Trainer) -> bool:
 
 
 def _ends_alone(plans: LocalPlans) -> Callable[[int], bool]:
-    """Return a function that tells of a number of examples whether local epochs of so many reach a batch of one."""
+    """Return a function that checks if local epochs over a number of examples contain a batch of one."""
     data, trainer, settings = plans.trainer.datamodule, plans.trainer, plans.settings
     batch_size, accumulated = data.batch_size, trainer.accumulate_grad_batches
     repeats = settings.algorithm.steps_per_batch
@@ -216,7 +216,7 @@ def _ends_alone(plans: LocalPlans) -> Callable[[int], bool]:
 
 
 def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
-    """Return the same for passes over all examples, of methods that take full-batch gradients."""
+    """Return the same for full passes, for methods that use full-batch gradients."""
     if not plans.settings.algorithm.full_grad_at:
         return lambda size: False
     batch_size = plans.trainer.datamodule.batch_settings.full_batch_size
@@ -224,7 +224,7 @@ def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
 
 
 def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) -> tuple[str, nn.Module] | None:
-    """Return the layer that cannot normalise one example of a client, None if the module's step works."""
+    """Return the layer that cannot normalize one example of a client, None if the module's step works."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     gradients, snapshot = GradientPass(trainer, flat), Snapshot(module.modules())
     try:
@@ -238,7 +238,7 @@ def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) ->
         named = [(name, m) for name, m in module.named_modules() if any(m is other for other in at_work)]
         return next((pair for pair in named if isinstance(pair[1], _BatchNorm)), ("a layer", module))
     except Exception:
-        return None  # it is reported with the client's name when the client is at work
+        return None  # reported with the client's name when the client trains
     finally:
         snapshot.put_back()
     return None

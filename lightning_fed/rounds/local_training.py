@@ -1,4 +1,4 @@
-"""Clients' local work: the gradients they take first, the method's own solve, and training, a chunk at a time."""
+"""Clients' local work, a chunk at a time: gradients before training, the inner solve, and training."""
 
 import copy
 import math
@@ -23,21 +23,21 @@ from lightning_fed.rounds.failures import Isolation, stop_at
 from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.outgoing import Outgoing
-from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.client_states.state import ClientState, ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
 __all__ = ["ClientGradients", "LocalTraining", "OwnSolve", "prepared_for_own_solve"]
 
-_KEPT_BYTES = 2**30  # of full-batch gradients that are kept from their average to the clients' work
+_KEPT_BYTES = 2**30  # limit of full-batch gradients that are kept from their average to the clients' work
 
 
 class ClientGradients:
-    """The full-batch gradients that clients take in one round, by stored index and point.
+    """The clients' full-batch gradients of one round, by stored index and point.
 
     Attributes:
-        keeps: Whether they are kept from their average to the local work. Beyond a gigabyte they are taken anew then,
-            which takes as long again but keeps memory within bounds.
+        keeps: Whether they are kept from their average to the local work. Beyond a gigabyte they are recomputed
+            instead, which doubles their time but bounds the memory.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -45,16 +45,16 @@ class ClientGradients:
         self.begin_round(0)
 
     def begin_round(self, clients: int) -> None:
-        """Forget those of the last round; so many clients are to read their own in their local work."""
+        """Drop the last round's gradients; ``clients`` clients will read theirs in their local work."""
         size = clients * len(self.algorithm.full_grad_at) * self.engine.flat.y.nbytes
         self.keeps = self.algorithm.full_grad_for == "both" and size <= _KEPT_BYTES
         self._kept: dict[int, State] = {}
         self._norms: dict[int, dict[str, float | Tensor]] = {}
         self._unread: list[tuple[Participant, int, State]] = []  # client, round and norms by point
-        self._anew: set[int] = set()  # those that had to be taken for the local work
+        self._anew: set[int] = set()  # clients whose gradients were recomputed for the local work
 
     def each(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> Iterator[tuple[WorkPlan, State | ClientError]]:
-        """Yield the gradients of clients at the points that the method names, or why a client has none."""
+        """Yield the clients' gradients at the method's points, or a client's error."""
         for plan, answer in self.engine.each_full_gradients(inputs, plans):
             index = plan.participant.index
             try:
@@ -68,8 +68,8 @@ class ClientGradients:
         self.check()
 
     def of_workers(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> dict[int, State]:
-        """Return the gradients of clients about to work, where these are theirs to read."""
-        if self.algorithm.full_grad_for == "cohort":
+        """Return the gradients that clients read in their local work."""
+        if self.algorithm.full_grad_readers(inputs.round) in ("cohort", "nobody"):
             return {}
         indices = [plan.participant.index for plan in plans]
         own = {index: self._kept[index] for index in indices if index in self._kept}
@@ -83,14 +83,14 @@ class ClientGradients:
     def norms_of(self, indices: Iterable[int], taken_anew: bool = False) -> dict[str, dict[int, float | Tensor]]:
         """Return the norms of clients' gradients, by point and stored index.
 
-        With ``taken_anew``, gradients that were kept from their average are left out.
+        With ``taken_anew``, only recomputed gradients count.
         """
         known = [index for index in indices if index in (self._anew if taken_anew else self._norms)]
         points = self.algorithm.full_grad_at if known else ()
         return {point: {index: self._norms[index][point] for index in known} for point in points}
 
     def _checked(self, plan: WorkPlan, answer: State | ClientError, round: int) -> State:
-        """Return a client's gradients, and note their norms."""
+        """Return a client's gradients, and record their norms."""
         if isinstance(answer, ClientError):
             raise answer
         norms = {point: torch.linalg.vector_norm(gradient) for point, gradient in answer.items()}
@@ -101,8 +101,10 @@ class ClientGradients:
         return answer
 
     def check(self) -> None:
-        """Read the norms of gradients that were taken; refuse one that is not finite."""
+        """Read the norms of gradients; raise if one is not finite."""
         unread, self._unread = self._unread, []
+        if not unread:
+            return
         numbers = iter(numbers_of([norm for _, _, norms in unread for norm in norms.values()]))
         for who, number, norms in unread:
             found = {point: next(numbers) for point in norms}
@@ -117,7 +119,7 @@ class ClientGradients:
 
 
 def prepared_for_own_solve(prepared: PreparedModule) -> PreparedModule:
-    """Return the same module and optimizer, for an engine that runs the own solve of the method."""
+    """Return the same module and optimizer, for an engine that runs the method's inner solve."""
     other = copy.copy(prepared)
     own = prepared.algorithm.own_solve
     assert own is not None
@@ -127,9 +129,9 @@ def prepared_for_own_solve(prepared: PreparedModule) -> PreparedModule:
 
 
 class OwnSolve:
-    """Run :attr:`Algorithm.own_solve` of clients; what it keeps is theirs when their work begins.
+    """Runs :attr:`Algorithm.own_solve` for clients before their work, and updates their state.
 
-    It leaves no other trace: what it logs is forgotten, and buffers are written anew before the work.
+    It has no other effect: its logs are discarded, and buffers are rewritten before the work.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -137,7 +139,7 @@ class OwnSolve:
         self._epochs = engine.algorithm.own_epochs
 
     def plan(self, plan: WorkPlan) -> WorkPlan:
-        """Return the work of a client's own solve: as long as its work in the round, unless the method says."""
+        """Return the plan of a client's inner solve, by default as long as its work in the round."""
         batches, accumulated = plan.batches.for_own_solve(), self._trainer.accumulate_grad_batches
         if self._epochs is None and batches is plan.batches:
             return plan
@@ -151,9 +153,9 @@ class OwnSolve:
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State]
     ) -> tuple[list[State], dict[int, ClientError]]:
-        """Return what clients keep after their own solve, and those that failed, by stored index.
+        """Return the clients' states after their inner solve, and the failed clients, by stored index.
 
-        ``plans`` is their work in the round, ``clients`` what they kept before.
+        ``plans`` is their work in the round, ``clients`` their states before.
         """
         kept = {plan.participant.index: client for plan, client in zip(plans, clients, strict=True)}
         failed: dict[int, ClientError] = {}
@@ -171,10 +173,10 @@ class OwnSolve:
 
 
 class LocalTraining:
-    """Train clients, several at once where the engine does, and make their replies.
+    """Trains clients, several at once if the engine does, and builds their replies.
 
     Attributes:
-        result: What the engine returned of the clients whose reply is out.
+        result: The engine's result for the clients of the last reply.
     """
 
     def __init__(
@@ -187,14 +189,14 @@ class LocalTraining:
         self.begin_round()
 
     def begin_round(self, reads_later: bool = False) -> None:
-        """Release the last clients, and check whether any callback has hooks of clients.
+        """Release the last clients, and check whether any callback has client hooks.
 
-        If ``reads_later``, what clients leave on an accelerator may be read when all have trained; it is where nobody
-        looks at it before, and no client may be dropped.
+        With ``reads_later``, numbers on an accelerator may be read after all clients have trained. That is done if
+        nothing reads them earlier and no client may be dropped.
         """
         self.result: ChunkResult | None = None
-        self._ended = 0  # of its clients, whose hook has been called
-        self._before: Sequence[State] = []  # what its clients had before the work
+        self._ended = 0  # clients of the result whose hook has run
+        self._before: Sequence[State] = []  # its clients' states before the work
         self._hears_start = hears(self.trainer, "on_client_start")
         self._hears_end = hears(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
@@ -206,7 +208,7 @@ class LocalTraining:
         self._has_measured = averages or algorithm.population_loss
 
     def _start(self, round: int, client_id: ClientId) -> None:
-        """Call ``on_client_start``, which may not change what full-batch gradients or losses were taken without."""
+        """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on."""
         module = self.trainer.lightning_module
         before = marks(module) if self._has_measured else None
         call_round_hook(self.trainer, "on_client_start", round, client_id)
@@ -227,9 +229,9 @@ class LocalTraining:
         plans: Sequence[WorkPlan],
         states: ClientStates,
     ) -> Iterator[Reply]:
-        """Train clients, and yield one reply of all, or one of each that sends compressed messages.
+        """Train clients, and yield one reply for all, or one per client if messages are compressed.
 
-        ``reply`` makes a reply to the task from clients and its other parts, ``inputs`` is the task for the engine.
+        ``reply`` builds a reply to the task from clients and other parts; ``inputs`` is the task for the engine.
         """
         if self._hears_start:
             for plan in plans:
@@ -256,7 +258,7 @@ class LocalTraining:
         if self.own_solve is not None:
             own_examples = [num_examples(self.own_solve.plan(work[index])) for index in clients]
         buffers = result.buffers
-        if personal := self.engine.buffers.personal:  # these stay with the client
+        if personal := self.engine.buffers.personal:  # these stay on the client
             buffers = [{name: value for name, value in own.items() if name not in personal} for own in buffers]
         norms = self.gradients.norms_of(work, taken_anew=True) if self.engine.algorithm.full_grad_at else {}
         for at, messages in self._outgoing.of(result, self._before, task.round, states):
@@ -283,17 +285,17 @@ class LocalTraining:
             self.engine.point_to(result, rows[client_id])
             call_round_hook(self.trainer, "on_client_end", result.reports[rows[client_id]])
             self._ended += 1
-            if self._ended < len(rows) - len(result.faults):  # others were trained together with it
+            if self._ended < len(rows) - len(result.faults):  # others trained together with it
                 self.engine.client_ended(client_id)
 
     @denormals_as_zero()
     def _run(self, task: Task, inputs: RoundInputs, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:
-        """Hand out what the clients of a chunk keep, and train them."""
+        """Train the clients of a chunk from their states."""
         engine, indices = self.engine, [plan.participant.index for plan in plans]
         has_more = bool(engine.buffers.kept) or engine.keeps_solver
         together = None if has_more else states.of_all(indices)
         each = states.of_each(indices) if together is None else []
-        buffers = each[0].buffers if engine.buffers.kept else {}  # engines that run several refuse these
+        buffers = each[0].buffers if engine.buffers.kept else {}  # engines that run several clients raise for these
         engine.buffers.write({**task.buffers, **buffers})
         solvers = [state.solver for state in each] if engine.keeps_solver else [{}] * len(plans)
         own: Sequence[State] = [state.own for state in each] if together is None else together
@@ -303,7 +305,13 @@ class LocalTraining:
             engine.buffers.write({**task.buffers, **buffers})
         self._before = own
         if engine.algorithm.full_grad_at:
-            inputs = replace(inputs, full_grad=self.gradients.of_workers(inputs, plans))
+            found = self.gradients.of_workers(inputs, plans)
+            inputs = replace(inputs, full_grad=found)
+            if engine.algorithm.overrides("begin_client") and engine.algorithm.full_grad_readers(task.round) == "both":
+                own = [engine.algorithm.begin_client(state, found[i]) for state, i in zip(own, indices, strict=True)]
+                for state, plan in zip(own, plans, strict=True):
+                    if not plan.participant.steps:  # no later work would save it
+                        states.keep(plan.participant.index, ClientState(state).joined())
         result = engine.run(inputs, plans, own, solvers)
         faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
         return replace(result, faults={**result.faults, **faults}) if faults else result

@@ -1,4 +1,4 @@
-"""All that passes between the two halves of a round, tasks and replies as plain data; and the order of their sums."""
+"""The messages between the two halves of a round, tasks and replies as plain data, and the order of their sums."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,19 +18,19 @@ GRADIENTS, LOSS, TRAIN = "gradients", "loss", "train"  # the phases of a round, 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the server asks of clients in one phase of a round; the same for all of them.
+    """The server's request to clients in one phase of a round, the same for all of them.
 
     Attributes:
         round: The round, from 0.
-        phase: ``GRADIENTS``: full-batch gradients at the points that the method names, before any local work. ``LOSS``:
-            the training loss at x. ``TRAIN``: local work.
-        clients: Who is asked, by stored index, in the cohort's order.
-        steps: The local steps asked of each of them, where some are; by stored index.
+        phase: ``GRADIENTS``: full-batch gradients at the method's points, before any local work. ``LOSS``: the training
+            loss at x. ``TRAIN``: local work.
+        clients: The requested clients, by stored index, in the cohort's order.
+        steps: The requested local steps, if limited, by stored index.
         x: The server parameters [P].
         server: The server state.
-        cohort_grad: The cohort's mean full-batch gradients by point, once they are known.
+        cohort_grad: The cohort's mean full-batch gradients by point, once known.
         buffers: The server's buffers.
-        mean_examples: The mean of n_i over the clients that have examples, where the method may ask for it, else nan.
+        mean_examples: The mean of n_i over the clients that have examples if the method may read it, else nan.
     """
 
     round: int
@@ -46,32 +46,31 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What S clients answer to a task; a client alone answers with S = 1.
+    """The reply of S clients to a task; S = 1 for a single client.
 
-    What clients keep is no part of it: it stays where they are. In a simulation the tensors are the engine's own, and
-    valid until the next clients are asked.
+    It does not contain client states, which stay with the clients. In a simulation the tensors belong to the engine,
+    and are valid until the next clients run.
 
     Attributes:
         round: The round.
         phase: The phase of the task.
-        clients: Who answers, by stored index: first those of the rows, in their order.
-        send: The messages [S, ...] by name; full-batch gradients by point.
-        reports: What each did in its local work, in the order of the rows.
-        models: The parameters y [S, P] that each ended with, where the message "delta" is ``y - x`` itself.
-        changes: ``y - x`` [S, P], whatever the messages are; None where the sender does not tell.
-        buffers: The module's buffers after each client's work; none where no client changes any.
-        norms: Norms of the clients' own full-batch gradients, by point and stored index; as 0-dim tensors if they are
-            still on an accelerator.
-        examples: The examples that each went through in its local epochs.
-        own_examples: Those that each went through before, in an own solve.
-        loss: The sum of the loss over :attr:`loss_examples` examples of all these clients.
-        loss_examples: How many these are.
-        implied: The names of messages that need not travel: the server works them out where they are left out.
-        message_bytes: What the messages come to on their way, where they are compressed.
-        server_read: The entries of the server state that clients have read so far in the round.
-        cohort_grad_read: The mean gradients that they have read so far.
-        failed: Those of these clients that have no answer, and why, by stored index; their rows, if there are any, are
-            of no use.
+        clients: The clients by stored index, first those of the rows, in their order.
+        send: The messages [S, ...] by name, or full-batch gradients by point.
+        reports: The clients' reports, in the order of the rows.
+        models: The clients' final parameters y [S, P], if the message "delta" is ``y - x``.
+        changes: ``y - x`` [S, P], for any messages. None if the sender omits it.
+        buffers: The module's buffers after each client's work; empty if no client changes any.
+        norms: Norms of the clients' full-batch gradients, by point and stored index; as 0-dim tensors if they are still
+            on an accelerator.
+        examples: The number of examples in each client's local epochs.
+        own_examples: The number of examples in each client's inner solve.
+        loss: The sum of the loss over :attr:`loss_examples` examples of these clients.
+        loss_examples: The number of examples in :attr:`loss`.
+        implied: The names of messages that are not sent; the server computes them.
+        message_bytes: The size of the messages if they are compressed.
+        server_read: The entries of the server state that clients have read in the round.
+        cohort_grad_read: The mean gradients that clients have read in the round.
+        failed: The causes of failed clients, by stored index; their rows must not be used.
     """
 
     round: int
@@ -95,31 +94,31 @@ class Reply:
 
 
 class ReplyOrder:
-    """The order of a sum of replies: that of the cohort, whoever answers first, or the sum would have other bits.
+    """Puts replies in the cohort's order, so that their sum has the same bits for any order of arrival.
 
-    A reply that comes before those of earlier clients waits as a copy. Where replies come in order, as in a simulation,
-    nothing is copied.
+    A reply that arrives before those of earlier clients waits as a copy. If replies arrive in order, as in a
+    simulation, nothing is copied.
 
     Args:
-        clients: Those that are asked, by stored index.
+        clients: The requested clients, by stored index.
     """
 
     def __init__(self, clients: Iterable[int]) -> None:
         self._clients = list(clients)
         self._place = dict(zip(self._clients, range(len(self._clients)), strict=True))
         self._answered: set[int] = set()
-        self._waiting: dict[int, Reply] = {}  # by the first place that each answers for
-        self._done: set[int] = set()  # clients whose replies have been handed on
-        self._next = 0  # the first place that none of them has
+        self._waiting: dict[int, Reply] = {}  # by the first position of each
+        self._done: set[int] = set()  # clients whose replies have been returned
+        self._next = 0  # the first position without such a reply
 
     def rows(self, reply: Reply) -> list[int]:
-        """Return the rows of a reply in the order of the sum, without those of clients that failed."""
+        """Return the rows of a reply in the order of the sum, without failed clients."""
         row_of = dict(zip(reply.clients, range(len(reply.clients)), strict=True))
         ordered = sorted(row_of.keys() - reply.failed.keys(), key=self._place.__getitem__)
         return list(map(row_of.__getitem__, ordered))
 
     def arrive(self, reply: Reply) -> list[Reply]:
-        """Return the replies whose turn it is now that this one is here; a second copy of one is ignored."""
+        """Return the replies that can be added now that this one has arrived; duplicates are ignored."""
         clients = set(reply.clients)
         what = f"A reply to {reply.phase!r} of round {reply.round} is of"
         if strangers := clients - self._place.keys():
@@ -147,18 +146,18 @@ class ReplyOrder:
         return ready
 
     def missing(self) -> list[int]:
-        """Return the clients that have not answered, by stored index, in order."""
+        """Return the clients without a reply, by stored index, in order."""
         if len(self._answered) == len(self._clients):
             return []
         return [index for index in self._clients if index not in self._answered]
 
     def rest(self) -> list[Reply]:
-        """Return the replies that still wait for clients which do not answer, in order."""
+        """Return the replies that wait for missing clients, in order."""
         return list(map(self._waiting.pop, sorted(self._waiting)))
 
 
 def _copied(reply: Reply) -> Reply:
-    """Return a reply that shares no memory with the engine that made it; what is sent under two names stays one."""
+    """Return a reply that shares no memory with the engine; messages that share a tensor still do."""
     copies: dict[tuple[int, torch.Size], Tensor] = {}
 
     def cloned(value: Tensor) -> Tensor:

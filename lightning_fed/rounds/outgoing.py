@@ -1,4 +1,4 @@
-"""What leaves a chunk of trained clients: messages to the server, compressed if asked for, and states to the store."""
+"""The output of a trained chunk: messages to the server, possibly compressed, and states to the store."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["Outgoing"]
 
 
 class Outgoing:
-    """Hand on what a chunk of clients sends and keeps."""
+    """Passes on the messages and states of a chunk of clients."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine, self.compressor = engine, settings.compression
@@ -24,8 +24,8 @@ class Outgoing:
     ) -> Iterator[tuple[slice, dict[str, Any]]]:
         """Stage the clients' new states, and yield the rows of each reply with its messages.
 
-        There is one reply for all clients, or one for each that sends compressed messages. ``before`` is what they kept
-        before, in the order of :attr:`ChunkResult.asked`.
+        There is one reply for all clients, or one per client if messages are compressed. ``before`` is the clients'
+        states before the work, in the order of :attr:`ChunkResult.asked`.
         """
         sound = [row for row in result.asked if row not in result.faults]
         sending = sound
@@ -49,7 +49,7 @@ class Outgoing:
     def _compressed(
         self, compressor: Compressor, result: ChunkResult, row: int, round: int, states: ClientStates
     ) -> tuple[State, State, int]:
-        """Return what the server gets of a client's messages [1, ...], what the client keeps of them, and the bytes."""
+        """Return the messages [1, ...] that the server receives, the client's residuals, and the bytes."""
         algorithm, index = self.engine.algorithm, result.participants[row].index
         send = {name: value[row] for name, value in result.send.items() if name not in algorithm.aside}
         residuals = states.residuals(index, send) if compressor.error_feedback else {}
@@ -60,7 +60,7 @@ class Outgoing:
     def _keep_all(
         self, result: ChunkResult, before: Sequence[State], states: ClientStates, rows: Sequence[int]
     ) -> None:
-        """Stage the states of several clients, at once if they are the method's alone."""
+        """Stage the states of several clients, at once if they only contain the method's state."""
         if len(rows) > 1 and result.keep and not result.solver and not result.buffers:
             ordered, some = sorted(rows), len(rows) < len(result.reports)
             keep = {name: value[ordered] if some else value for name, value in result.keep.items()}
@@ -74,7 +74,7 @@ class Outgoing:
             self._keep(result, states, row, kept[row], {})
 
     def _kept(self, result: ChunkResult, before: Sequence[State]) -> list[State]:
-        """Return each client's new state; a copy of what it had, which new clients share, if that has not changed."""
+        """Return each client's new state; if unchanged, a copy of the old one, which new clients share."""
         if result.keep:
             return result.kept()
         kept: list[State] = [{}] * len(result.reports)

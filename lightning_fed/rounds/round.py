@@ -1,4 +1,4 @@
-"""A round as its steps: the server asks, clients answer, phase by phase, until the server can take its step."""
+"""A round as a sequence of phases: tasks from the server and replies from clients, up to the server's step."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -25,14 +25,14 @@ __all__ = ["Rounds"]
 Status: TypeAlias = dict[str, Any]
 """What a process reports to the others when its clients are done."""
 
-_MOVED_BYTES = 2**27  # of client states of one vector that may be trained by another process than their owner's
+_MOVED_BYTES = 2**27  # limit of transferred client states, in bytes of states of one vector
 
 
 class Rounds:
-    """Run the rounds of a fit, up to the server's step.
+    """Runs the rounds of a fit, up to the server's step.
 
-    Both halves are in every process, and what passes between them is handed over by reference. Several processes draw
-    the same cohort and each answers for its own part of it; no task is sent, and sums of replies are exchanged.
+    Both halves are in every process, and pass objects by reference. Several processes draw the same cohort, and each
+    answers for its part of it. No task is sent; sums of replies are exchanged.
 
     Attributes:
         at_work: The server's half of the current round; None between rounds.
@@ -43,7 +43,7 @@ class Rounds:
         self.settings, self.trainer = sampling.settings, work.trainer
         self.at_work: ServerRound | None = None
         self._faults, self._cohort = Faults(), DrawnCohort()
-        self._restart: Restart | None = None  # of the round at work, since an engine could not run it
+        self._restart: Restart | None = None  # of the current round, which an engine could not run
 
     def draw(self) -> None:
         """Draw the next round's cohort."""
@@ -54,10 +54,9 @@ class Rounds:
             rank_zero_info(f"Nobody takes part in round {number}: it changes nothing.")
 
     def check_batches(self) -> None:
-        """Refuse clients with a batch of one example that the module cannot train on, before any client works.
+        """Raise for clients with a batch of one example that the module cannot train on, before any trains.
 
-        It looks at all clients if their sizes are known, or else at the cohort that is drawn; at that one too if the
-        user's own sampler decides who is ever drawn.
+        It checks all clients if their sizes are known and the sampler is not user-defined, else the current cohort.
         """
         population, cohort = self.sampling.population, self._cohort
         is_users = not type(self.settings.sampler).__module__.startswith("lightning_fed.")
@@ -69,7 +68,7 @@ class Rounds:
         self.work.check_batches(sizes)
 
     def run(self, status: Callable[[], Status]) -> tuple[ServerRound, list[Status]]:
-        """Run the clients of the cohort. Those that fail are left out if ``on_client_error`` is "drop".
+        """Run the clients of the cohort; failed ones are left out if ``on_client_error`` is "drop".
 
         Args:
             status: Returns the status of this process; called when its clients are done.
@@ -87,7 +86,7 @@ class Rounds:
             if self._restart is not None:
                 faults.causes, faults.refused = dict(failed_before), set()
                 work.restart(self.server.round, self._restart)
-                undo = work.savepoint()  # the last one would keep an engine that is no longer used
+                undo = work.savepoint()  # the last one would keep an unused engine alive
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
         assert self.at_work is not None
         return self.at_work, statuses
@@ -98,10 +97,9 @@ class Rounds:
         self.work.end()
 
     def _try(self, status: Callable[[], Status]) -> list[Status] | None:
-        """Run the clients; return None if the round must start again.
+        """Run the clients; return None if the round must restart.
 
-        That is so if some failed that others depend on, or if the engine cannot run them as it does and may run them
-        otherwise, or another engine may.
+        It must if others depend on failed clients, or if the clients may run in another way or in another engine.
         """
         ranks, server, split, statuses = self.ranks, self.server, self.work.split, [Status()]
         if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
@@ -124,7 +122,7 @@ class Rounds:
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
                 parts, received = zip(*ranks.exchange(answer), strict=True)
                 restarts = [part["restart"] for part in parts if "restart" in part]
-                # all processes run as many clients at once: the fewest that any of them asks for
+                # all processes run equally many clients at once, the smallest requested number
                 self._restart = min(restarts, key=lambda restart: restart.chunk_size or 0, default=None)
                 if restarts:
                     return None
@@ -146,7 +144,7 @@ class Rounds:
         transfer: StateTransfer | None,
         status: Callable[[], Status],
     ) -> tuple[dict[str, Any], Sent]:
-        """Answer a task for this process's clients, and return what other processes need of it."""
+        """Answer a task for this process's clients; return the data for other processes."""
         ranks, work, trains, clients = self.ranks, self.work, task.phase == TRAIN, task.clients
         if ranks.size > 1:
             worker = ranks.owner_of if task.phase == LOSS else workers.__getitem__

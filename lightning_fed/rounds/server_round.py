@@ -1,4 +1,4 @@
-"""The server's half of a round: what is asked of whom, what is made of the replies, and the server's step."""
+"""The server's half of a round: requests to clients, sums of their replies, and the server's step."""
 
 import math
 import warnings
@@ -16,6 +16,7 @@ from lightning_fed.rounds.cohort import DrawnCohort
 from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
 from lightning_fed.rounds.totals import RoundTotals
+from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.server.aggregation.mean import Exchange
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
@@ -25,9 +26,9 @@ __all__ = ["ServerRound"]
 
 
 class ServerRound:
-    """Asks clients for what a round needs, puts their replies together, and takes the server's step.
+    """Sends requests to clients, combines their replies, and takes the server's step.
 
-    It knows no module, no data and no engine. A round is::
+    It does not depend on a module, data or an engine. A round is::
 
         for task in server_round.phases():
             for reply in whoever_answers(task):  # in any order
@@ -37,14 +38,14 @@ class ServerRound:
         report = server_round.close(metrics, seconds)
 
     Args:
-        server: The server's side of the run; changed by :meth:`close` alone.
-        settings: How rounds are run.
-        population: The clients there are.
-        cohort: Who takes part.
-        faults: The clients that have failed in this round so far, which are left out.
+        server: The server's state; only :meth:`close` changes it.
+        settings: The settings of the run.
+        population: The clients of the run.
+        cohort: The participants.
+        faults: The clients that failed in this round so far, which are left out.
 
     Raises:
-        ClientError: If too many have failed.
+        ClientError: If too many clients failed.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ServerRound:
         self.server, self.settings, self.population = server, settings, population
         self.algorithm, self.faults, self._dropped = server.algorithm, faults, tuple(cohort.dropped)
         algorithm, size = server.algorithm, len(population)
-        averages = bool(cohort.members and algorithm.full_grad_at and algorithm.full_grad_for != "client")
+        averages = bool(cohort.members and averaged_points(algorithm, server.round))
         gradient_members = cohort.gradient_members if averages else ()
         faults.ask(cohort.members, gradient_members, cohort.dropped)
         self.members = {p.index: p for p in cohort.members if p.client_id not in faults.causes}
@@ -64,16 +65,16 @@ class ServerRound:
         self._totals = RoundTotals(server, settings, self.members, self.gradient_members, size)
         failed = map(population.index_of, faults.causes.keys() & faults.asked)
         self._totals.traffic.clients = {*self.members, *failed}
-        self._reports: dict[ClientId, ClientReport] = {}  # in the cohort's order, once the last phase is closed
+        self._reports: dict[ClientId, ClientReport] = {}  # in the cohort's order, after the last phase
         self._done: list[ClientId] = []  # the clients whose messages count
         self._task: Task | None = None
         self._order = ReplyOrder(())
 
-    # ------------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------------ requests
 
     def phases(self) -> Iterator[Task]:
-        """Yield what is asked of clients, one phase after the other. Close each before the next."""
-        if self.members or self.settings.is_private:  # noise is added also where nobody takes part
+        """Yield the tasks for clients, phase by phase. Close each phase before the next."""
+        if self.members or self.settings.is_private:  # noise is also added without participants
             if self.gradient_members:
                 yield self._ask(GRADIENTS, self.gradient_members)
             if self.algorithm.population_loss:
@@ -100,22 +101,22 @@ class ServerRound:
         return self._task
 
     def expect(self, clients: Iterable[int]) -> None:
-        """Set the clients that answer here, by stored index, in the order of the sum; by default all that are asked."""
+        """Set which clients this process expects replies from, by stored index, in the sum's order; default all."""
         self._order = ReplyOrder(clients)
 
-    # ------------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------------ replies
 
     def receive(self, reply: Reply) -> list[ClientId]:
         """Add a reply of the current phase. Replies may come in any order.
 
-        A reply that comes early waits. A second copy of a reply, and one that comes too late, are ignored.
+        Early replies wait. Duplicates and late replies are ignored.
 
         Returns:
-            The clients whose answers count now and did not before.
+            The clients whose replies have just been added.
 
         Raises:
-            FederatedError: If it is of clients that were not asked, or its messages are not those of the method.
-            ClientError: If a client failed and is not to be dropped.
+            FederatedError: If its clients were not requested, or its messages are not the method's.
+            ClientError: If a client failed and is not dropped.
         """
         task = self._task
         if task is None or (reply.round, reply.phase) != (task.round, task.phase):
@@ -136,13 +137,13 @@ class ServerRound:
         return counted
 
     def missing(self) -> list[ClientId]:
-        """Return the clients that are asked in this phase and have not answered, in the cohort's order."""
+        """Return the requested clients of this phase without a reply, in the cohort's order."""
         return list(map(self.server.ids.__getitem__, self._order.missing()))
 
     # ------------------------------------------------------------------ the end of a phase
 
     def _complete(self) -> Task:
-        """Drop the clients that have not answered, and add the replies that waited for theirs."""
+        """Drop the clients without a reply, and add the replies that waited for theirs."""
         assert self._task is not None
         if missing := self._order.missing():
             what = f"to {self._task.phase!r} of round {self._task.round}"
@@ -157,13 +158,13 @@ class ServerRound:
         return {"totals": self._totals.partial(self._complete().phase), "failed": self.faults.causes}
 
     def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:
-        """Complete the phase, over all processes, given each one's :meth:`partial` if there are several.
+        """Complete the phase, over all processes if given each one's :meth:`partial`.
 
         Returns:
-            False if others depend on a client that failed, and the round must start again.
+            False if others depend on a failed client, so that the round must restart.
 
         Raises:
-            ClientError: If too many clients failed, or if one did or has not answered, and is not to be dropped.
+            ClientError: If too many clients failed, or one failed or is missing and is not dropped.
         """
         faults, totals, phase = self.faults, self._totals, self._complete().phase
         if ranks is not None and ranks.size > 1:
@@ -188,7 +189,7 @@ class ServerRound:
         return True
 
     def _close_training(self) -> bool:
-        """Close the last phase. An update or a gradient that is out of proportion has been added by then."""
+        """Close the last phase; updates and gradients that are too large have already been added."""
         faults, found, algorithm = self.faults, self._totals.reports, self.algorithm
         faults.check_asked()
         if self._totals.is_invalid or faults.have_hit(self.gradient_members.values()):
@@ -218,7 +219,7 @@ class ServerRound:
                     f"The mean of the clients' message {name!r} is not finite in round {self._cohort.round}, though"
                     f" every update is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
                 )
-        buffers = server.buffers if self.settings.buffers == "average" else State()  # those that travel
+        buffers = server.buffers if self.settings.buffers == "average" else State()  # the exchanged ones
         bytes_up, bytes_down = totals.traffic.compute(
             self.state,
             buffers_up=sum([buffers[name].nbytes for name in totals.moved_buffers & buffers.keys()]),

@@ -1,4 +1,4 @@
-"""The sums of a round over its clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` holds all."""
+"""The sums of a round over clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` has all."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from lightning_fed.settings.settings import Settings
 
 __all__ = ["Drift", "RoundTotals", "Traffic"]
 
-_BLOCK = 2**16  # numbers that are converted to float64 at once
+_BLOCK = 2**16  # numbers converted to float64 in one block
 
 Failed: TypeAlias = Callable[[ClientError], None]
 """Records a client that failed, or raises its error."""
@@ -31,22 +31,22 @@ Failed: TypeAlias = Callable[[ClientError], None]
 class RoundTotals:
     """Every sum of one round.
 
-    ``update`` adds a reply. With several processes each one sends its ``partial`` to the others at the end of a phase,
-    and ``merge`` combines them; sums of vectors go through the :class:`Exchange`. ``compute`` returns the results.
+    ``update`` adds a reply. With several processes, each sends its ``partial`` to the others at the end of a phase, and
+    ``merge`` combines them. Sums of vectors use the :class:`Exchange`. ``compute`` returns the results.
 
     Args:
-        server: The server's side of the run.
-        settings: How rounds are run.
+        server: The server's state.
+        settings: The settings of the run.
         members: The clients that train, by stored index.
-        gradient_members: Those whose full-batch gradients are averaged; none if the method needs no such average.
+        gradient_members: The clients whose full-batch gradients are averaged, if any.
         population: The number of clients, N.
 
     Attributes:
-        traffic: The bytes that travel.
+        traffic: The bytes sent.
         norms: Norms of full-batch gradients in this phase, by point and client.
-        reports: What each client did, by stored index.
-        moved_buffers: The names of the buffers that any client has changed. No others are sent.
-        is_invalid: Whether a client was refused whose work has left traces in other sums, such as what it logged.
+        reports: The clients' reports, by stored index.
+        moved_buffers: The names of buffers that a client changed; no others are sent.
+        is_invalid: Whether a rejected client's work is in other sums, such as logged values.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class RoundTotals:
         who = list(members.values())
         self._messages = make(algorithm.reduces, settings.weighting, who, population, algorithm.local_work)
         if gradient_members:
-            reduces, who = {FULL_GRAD + p: "weighting" for p in algorithm.full_grad_at}, list(gradient_members.values())
-            self._gradients = make(reduces, settings.weighting, who, population, False)
+            reduces = {FULL_GRAD + point: algorithm.full_grad_mean for point in algorithm.full_grad_at}
+            self._gradients = make(reduces, settings.weighting, list(gradient_members.values()), population, False)
+        self._readers = algorithm.full_grad_readers(server.round) if algorithm.full_grad_at else "nobody"
         self._loss, self._loss_examples = 0.0, 0  # of the population
-        self._buffers = State() if settings.buffers == "server" else server.buffers  # those of which the mean is taken
+        self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged ones
         self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
         self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
-        self._examples = self._own_examples = 0  # that clients went through in local epochs, and in own solves
+        self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
         self.norms: dict[str, dict[ClientId, float | Tensor]] = {}
         self.reports: dict[int, ClientReport] = {}
         self.is_invalid = False
@@ -82,8 +83,8 @@ class RoundTotals:
 
         Args:
             reply: The reply.
-            rows: Its rows without those of clients that failed, in the order of the sum.
-            failed: Records the clients that the aggregation refuses.
+            rows: The reply's rows without failed clients, in the order of the sum.
+            failed: Records the clients that the aggregation rejects.
             state: The server state that clients read in the round.
         """
         self.traffic.server |= reply.server_read
@@ -117,7 +118,7 @@ class RoundTotals:
         reports, send, sending, refused = reply.reports, reply.send, rows, set[int]()
         if reply.implied or self.algorithm.aside:
             send = self._averaged(reply, state)
-        if self.algorithm.local_work:  # a client without a step has no weight
+        if self.algorithm.local_work:  # a client without steps has no weight
             sending = [row for row in rows if reports[row].steps]
         for some in _together(self._messages, sending):
             try:
@@ -136,7 +137,7 @@ class RoundTotals:
         return counted
 
     def _averaged(self, reply: Reply, state: State) -> State:
-        """Return the messages that are averaged; implied ones are computed if they were not sent."""
+        """Return the averaged messages; implied ones are computed if they were not sent."""
         send = reply.send
         if not send.keys() >= set(reply.implied):
             try:
@@ -149,7 +150,7 @@ class RoundTotals:
         return {name: value for name, value in send.items() if name not in self.algorithm.aside}
 
     def _add(self, reply: Reply, messages: State, rows: Sequence[int]) -> None:
-        """Add the messages of some rows, and what came with them."""
+        """Add the messages of some rows, and the rest of their reply."""
         steps = {reply.clients[row]: reply.reports[row].steps for row in rows}
         send = {name: _rows(rows, value) for name, value in messages.items()}
         models = None
@@ -231,14 +232,14 @@ class RoundTotals:
         return {name.removeprefix(FULL_GRAD): value for name, value in means.items()}
 
     def compute(self, done: Sequence[ClientId]) -> tuple[State, Vector | None, State, float]:
-        """Return what the server steps with, and the drift.
+        """Return the inputs of the server's step, and the drift.
 
         Args:
             done: The clients whose messages count.
 
         Returns:
-            The averaged messages, empty if nobody took part; the mean of the client models [P], if the message "delta"
-            is their change; the server's new buffers; and the drift, nan if nobody took part.
+            The averaged messages, empty without participants; the mean of the client models [P] if the message "delta"
+            is their change; the server's new buffers; and the drift, nan without participants.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
@@ -251,15 +252,15 @@ class RoundTotals:
         return means, models, buffers, drift
 
     def weights(self) -> list[float]:
-        """Return the weights of all members in the mean of changes."""
+        """Return all members' weights for the mean change."""
         return self._messages.weights(self.members, self._rule)
 
     def gradients_computed(self) -> int:
         """Return the number of per-example gradients computed, including full-batch and second gradients."""
         algorithm, full = self.algorithm, 0
-        if algorithm.full_grad_at:
+        if self._readers != "nobody":
             takers = dict(self.gradient_members)
-            if algorithm.full_grad_for != "cohort":
+            if self._readers != "cohort":
                 takers |= {index: who for index, who in self.members.items() if index in self.reports}
             full = len(algorithm.full_grad_at) * sum(who.size for who in takers.values())
         per_batch = 1 if algorithm.anchor_at is None and not algorithm.looks_ahead else 2
@@ -267,33 +268,33 @@ class RoundTotals:
 
 
 def _together(aggregation: Aggregation, rows: Sequence[int]) -> list[Sequence[int]]:
-    """Return the rows of a reply that are added at once: all of them, unless the aggregation may refuse one."""
+    """Return the rows of a reply in groups to add: all at once, or one by one if the aggregation may reject one."""
     if not rows:
         return []
     return [[row] for row in rows] if aggregation.is_one_by_one else [sorted(rows)]
 
 
 def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
-    """Return some rows, in ascending order, of a stack; adjacent ones are not copied."""
+    """Return some rows of a stack, in ascending order; adjacent ones are not copied."""
     if len(rows) == len(stacked):
         return stacked
     return stacked[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else stacked[rows]
 
 
 def _blocks(vector: Tensor) -> Sequence[Tensor]:
-    """Return the parts of a vector [P] that a CPU works on one after the other: what is made of one fits its cache."""
+    """Return blocks of a vector [P], so that intermediate results of each fit a CPU's cache."""
     return vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
 
 
 class Traffic:
-    """The bytes that travel in a round: the part of the server state that clients read, and what is used of messages.
+    """The bytes of a round: the entries of the server state that clients read, and the messages used.
 
     Attributes:
         server: The entries of the server state that clients read.
         cohort_grad: The mean gradients that clients read.
         gradients: The mean gradients that the server reads.
-        clients: Those that are asked to train, by stored index.
-        gradient_clients: Those that send gradients.
+        clients: The clients requested to train, by stored index.
+        gradient_clients: The clients that send gradients.
     """
 
     def __init__(self, algorithm: Algorithm, x: Tensor) -> None:
@@ -304,7 +305,7 @@ class Traffic:
         self.clients, self.gradient_clients = set[int](), set[int]()
 
     def update(self, reply: Reply, rows: Sequence[int]) -> None:
-        """Add the messages of some rows, all of one size; a tensor sent under two names travels once."""
+        """Add the messages of some rows of equal size; a tensor sent under two names counts once."""
         if reply.message_bytes is not None:
             self._messages += reply.message_bytes
             return
@@ -328,11 +329,11 @@ class Traffic:
 
         Args:
             state: The server state of the round.
-            buffers_up: The bytes of the buffers that any client has changed, which each one sends.
-            buffers_down: The bytes of the buffers that are no longer those of x^0, which each one is sent.
-            completed: The clients that sent something back.
-            refused: The clients whose messages, as large as the others', arrived and were not used.
-            everyone: The clients that evaluate the population's loss; 0 if none do.
+            buffers_up: The bytes of buffers that a client changed, which each client sends.
+            buffers_down: The bytes of buffers that differ from those of x^0, which each client receives.
+            completed: The number of clients that replied.
+            refused: The number of clients whose messages arrived but were not used.
+            everyone: The number of clients that evaluate the population's loss.
         """
         involved = self.clients | self.gradient_clients
         once, then = self._vector, len(self.cohort_grad) * self._vector + buffers_down
@@ -349,29 +350,29 @@ class Traffic:
 
 
 class Drift:
-    """How far the clients' changes d_i lie from their weighted mean: the root of the weighted mean of the squares.
+    """The distance of the clients' changes d_i from their weighted mean, as a weighted root mean square.
 
-    Squares are those of the differences to a reference, the first client's change. From zero they would cancel where
-    clients change alike: in float32, below a thousandth of the changes, nothing but rounding would be left.
+    It sums squared differences to a reference, the first client's change. Squares of the changes would cancel for
+    similar clients: in float32, below a thousandth of the changes, only rounding would remain.
 
     Args:
-        messages: The aggregation, whose sum of models saves a second sum where there is one.
+        messages: The aggregation, whose sum of models, if any, saves a second sum.
 
     Attributes:
-        weight: The sum of the weights of this process's clients; after :meth:`merge`, of all.
+        weight: The sum of the weights of this process's clients; after :meth:`merge`, of all clients.
     """
 
     def __init__(self, messages: Aggregation) -> None:
         self._messages = messages
-        self._reference: Tensor | None = None  # [P]; the mean of this process's clients once it is centered
-        self._own: Tensor | None = None  # the weighted sum [P] of differences that nobody else sums
-        self._memory: Tensor | None = None  # of differences: for large models new memory costs more than the arithmetic
-        self._norms: list[tuple[Sequence[float], Tensor]] = []  # of differences, with the weights of their clients
+        self._reference: Tensor | None = None  # [P]; this process's mean after centering
+        self._own: Tensor | None = None  # the weighted sum [P] of differences that the aggregation does not have
+        self._memory: Tensor | None = None  # of differences: for large models, allocation is slower than the arithmetic
+        self._norms: list[tuple[Sequence[float], Tensor]] = []  # of differences, with their clients' weights
         self._squares = self.weight = 0.0
         self._is_merged = False
 
     def update(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
-        """Add the changes [S, P] of several clients; ``is_summed``: the aggregation sums models with these weights."""
+        """Add several clients' changes [S, P]; ``is_summed``: the aggregation sums models with these weights."""
         if self._reference is None:
             self._reference = deltas[0].clone()
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
@@ -389,11 +390,11 @@ class Drift:
         self.weight += sum(weights)
 
     def _center(self, changes: Iterable[Tensor] | None, moves: bool) -> None:
-        """Let squares be those of the differences to this process's mean.
+        """Convert the squares to those of differences to this process's mean.
 
         Args:
-            changes: The blocks of the sum [P] of the changes that the aggregation sums; None if it sums none.
-            moves: Whether that mean is to be the reference, which several processes need.
+            changes: The blocks of the aggregation's sum [P] of changes; None if it has none.
+            moves: Whether that mean becomes the reference, which several processes need.
         """
         numbers = iter(torch.cat([norms for _, norms in self._norms]).tolist() if self._norms else [])
         for weights, _ in self._norms:

@@ -1,4 +1,4 @@
-"""The server's side: who takes part, aggregation, the server's optimizers, client states."""
+"""Client sampling, aggregation, server optimizers and client states."""
 
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK

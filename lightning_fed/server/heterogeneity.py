@@ -1,4 +1,4 @@
-"""Systems heterogeneity: clients that do less work than asked for, come too late, or never come back."""
+"""Systems heterogeneity: clients that do less work than requested, miss a deadline, or drop out."""
 
 import math
 from collections.abc import Sequence
@@ -14,28 +14,27 @@ __all__ = ["SystemsHeterogeneity"]
 
 
 class SystemsHeterogeneity(ArgumentsRepr):
-    r"""Decide how much of its local work each client of a cohort completes.
+    r"""Decide how many local steps each client of a cohort completes.
 
     Three independent causes, each a function of (seed, round, client):
 
-    - **stragglers**: a share of the cohort does less, uniformly :math:`U\{1, \dots, E\}` epochs of the E asked for, or
-      steps where the work is one epoch or counted in steps. This is the setting of Li et al., *Federated Optimization
-      in Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127), section 5.2.
+    - **stragglers**: a share of the cohort does only :math:`U\{1, \dots, E\}` of the E requested epochs, or of the
+      steps if the work is one epoch or a number of steps. This is the setting of Li et al., *Federated Optimization in
+      Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127), section 5.2.
     - **deadline**: a client of relative speed :math:`v_i`, log-normal with median 1 and the same in every round, can do
       :math:`\lfloor v_i \cdot \text{deadline} \rfloor` steps.
     - **dropout**: a client does its work, but its message never arrives.
 
-    ``policy`` says what happens to stragglers and to clients past the deadline: "keep" takes their partial work, as
-    FedProx does; "drop" leaves them out of the round, as FedAvg does there. A client with no step at all is left out
-    either way: it has no weight, and keeps its state. K_i is always the number of steps taken, so every method stays
-    exact.
+    ``policy`` applies to stragglers and to clients past the deadline: "keep" uses their partial work, as FedProx does;
+    "drop" leaves them out of the round, as FedAvg does in that paper. A client without a single step is always left
+    out: its weight is zero and its state is unchanged. K_i is the number of steps taken, so every method stays exact.
 
     Note:
-        The authors' code of FedProx never draws E and uses one seed for all clients of all rounds; here E is drawn as
-        the paper says, and every draw has its own seed.
+        The authors' code of FedProx never draws E, and uses one seed for all clients and rounds. Here E is drawn as in
+        the paper, and every draw has its own seed.
 
     Args:
-        stragglers: The share of the cohort that does less, in [0, 1]; the number of clients is rounded.
+        stragglers: The share of the cohort that does less, in [0, 1], rounded to a number of clients.
         policy: "keep" or "drop".
         dropout: The probability that a client is lost, in [0, 1).
         deadline: The steps that a client of median speed completes in a round, positive; None for no deadline.
@@ -76,14 +75,14 @@ class SystemsHeterogeneity(ArgumentsRepr):
     def __call__(
         self, seed: int, round: int, clients: Sequence[int], epochs: Sequence[int], steps: Sequence[int]
     ) -> list[int | None]:
-        """Return the local steps that each client of a cohort completes, or None for one that is left out.
+        """Return the local steps that each client of a cohort completes, None for a client that is left out.
 
         Args:
             seed: The run's seed.
             round: The round, from 0.
             clients: The stored indices of the cohort.
-            epochs: The local epochs asked of each.
-            steps: The optimizer steps that makes.
+            epochs: The local epochs requested of each client.
+            steps: The optimizer steps in those epochs.
         """
         count = math.floor(self.stragglers * len(clients) + 0.5)
         order = torch.randperm(len(clients), generator=generator(seed, Purpose.STRAGGLERS, round)).tolist()

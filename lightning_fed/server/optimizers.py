@@ -1,4 +1,4 @@
-"""Server optimizers of the federated literature as torch optimizers over the formulas of the base optimizers."""
+"""Server optimizers of the federated literature as torch optimizers, computed by the base optimizers."""
 
 import inspect
 from collections.abc import Callable
@@ -19,10 +19,10 @@ Params: TypeAlias = Any
 
 
 class _ServerOptimizer(Optimizer):
-    """A base optimizer's formulas over parameter groups.
+    """Base class of torch optimizers that apply the formulas of a base optimizer.
 
-    The rule is built from a group's entries at every step, so that schedulers may move any of them and a loaded state
-    dict brings its own. Statistics live in ``state`` by parameter, under the formulas' names.
+    Every step builds the rule from the parameter group, so schedulers and loaded state dicts may change any option.
+    Statistics are in ``state`` by parameter, under the names of the formulas.
     """
 
     _formulas: type[Any]
@@ -36,7 +36,7 @@ class _ServerOptimizer(Optimizer):
             raise FederatedError(f"{type(self).__name__}(params=...): params must be tensors ({error}).") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, its hyper-parameters checked.
+        """Add a parameter group and check its hyper-parameters.
 
         Raises:
             FederatedError: If one is out of range.
@@ -54,7 +54,7 @@ class _ServerOptimizer(Optimizer):
             raise FederatedError(f"{type(self).__name__}: {error}") from None
 
     def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
-        """Return the formulas with a group's hyper-parameters, checked."""
+        """Return the formulas with a group's hyper-parameters, which are checked."""
         options = {name: group[name] for name in inspect.signature(self._formulas).parameters if name in group}
         v0 = group["tau"] ** 2 if group["v0"] is None else group["v0"]
         rule: BaseOptimizer = self._formulas(**{**options, "eps": group["tau"], "v0": v0})
@@ -65,7 +65,7 @@ class _ServerOptimizer(Optimizer):
         """Take one step: x <- x - lr U(g, s), then s <- V(g, s).
 
         Args:
-            closure: Computes the loss and the gradients anew; rounds do without.
+            closure: Recomputes the loss and the gradients; unused in rounds.
         """
         loss = None
         if closure is not None:
@@ -141,9 +141,9 @@ class FedAdam(_ServerOptimizer):
         beta1: The decay :math:`\beta_1` of m, in [0, 1).
         beta2: The decay :math:`\beta_2` of v, in [0, 1).
         tau: The degree of adaptivity :math:`\tau`, positive.
-        v0: The start of v: a number; "grad" for the square of the first :math:`\Delta`; or None for :math:`\tau^2`, the
-            smallest that the paper allows.
-        stats: Whether the "new" v divides, as in the paper, or the "old" one, from before this :math:`\Delta`.
+        v0: The initial v: a number, "grad" for the square of the first :math:`\Delta`, or None for :math:`\tau^2`, the
+            smallest value that the paper allows.
+        stats: Divide by the "new" v, as in the paper, or by the "old" one, from before this :math:`\Delta`.
         bias_correction: Whether to correct m and v as Kingma and Ba do; the paper does not.
 
     Raises:
@@ -177,7 +177,7 @@ class FedAdam(_ServerOptimizer):
 class FedYogi(FedAdam):
     r"""Yogi on the server.
 
-    Reddi et al., *Adaptive Federated Optimization*, ICLR 2021 (https://arxiv.org/abs/2003.00295), Algorithm 2. As
+    Reddi et al., *Adaptive Federated Optimization*, ICLR 2021 (https://arxiv.org/abs/2003.00295), Algorithm 2. Like
     :class:`FedAdam`, with the same arguments, but
 
     .. math::
@@ -190,7 +190,7 @@ class FedYogi(FedAdam):
 class FedAdagrad(_ServerOptimizer):
     r"""Adagrad on the server.
 
-    Reddi et al., *Adaptive Federated Optimization*, ICLR 2021 (https://arxiv.org/abs/2003.00295), Algorithm 2. As
+    Reddi et al., *Adaptive Federated Optimization*, ICLR 2021 (https://arxiv.org/abs/2003.00295), Algorithm 2. Like
     :class:`FedAdam`, but
 
     .. math::
@@ -199,10 +199,10 @@ class FedAdagrad(_ServerOptimizer):
     Args:
         params: The server's parameters.
         lr: The server's step size :math:`\eta`.
-        beta1: The decay :math:`\beta_1` of m, in [0, 1); 0 as in the paper's experiments.
+        beta1: The decay :math:`\beta_1` of m, in [0, 1), 0 as in the paper's experiments.
         tau: The degree of adaptivity :math:`\tau`, positive.
-        v0: The start of v; see :class:`FedAdam`.
-        stats: Which v divides; see :class:`FedAdam`.
+        v0: The initial v; see :class:`FedAdam`.
+        stats: The "new" or "old" v; see :class:`FedAdam`.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range.
@@ -230,12 +230,12 @@ class FedRMSProp(_ServerOptimizer):
 
     Args:
         params: The server's parameters.
-        lr: The server's step size :math:`\eta`. Without bias correction the first steps are up to
-            :math:`1 / \sqrt{1 - \beta}` times as long.
+        lr: The server's step size :math:`\eta`. Without bias correction, the first steps are up to
+            :math:`1 / \sqrt{1 - \beta}` times longer.
         beta: The decay :math:`\beta` of v, in [0, 1).
-        tau: The constant :math:`\tau` beside the root, positive.
-        v0: The start of v; see :class:`FedAdam`.
-        stats: Which v divides; see :class:`FedAdam`. "old" is that table read literally.
+        tau: The constant :math:`\tau` added to the root, positive.
+        v0: The initial v, see :class:`FedAdam`.
+        stats: The "new" or "old" v; see :class:`FedAdam`. "old" follows the table literally.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range.

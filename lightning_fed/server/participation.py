@@ -1,4 +1,4 @@
-"""The clients of a run: their ids and sizes, which of them have taken part, and what each counts for."""
+"""The clients of a run: ids, sizes, weights, and which of them have participated."""
 
 import math
 from bisect import bisect_left
@@ -17,14 +17,14 @@ __all__ = ["Participant", "Participation", "Population", "no_weight", "raw_weigh
 
 
 class Population(Sequence[ClientId]):
-    """The clients of a run, as a sequence of the ids that can take part: those of empty clients are left out.
+    """The sequence of client ids that can participate; clients without examples are left out.
 
-    Seeds, owners and kept states go by the stored index, so that ids may be any strings or integers.
+    Seeds, owners and client states use the stored index, so ids may be any strings or integers.
 
     Args:
         ids: The client ids in their stored order.
         size_of: The number of training examples of a client, by id.
-        known_sizes: The sizes of all clients in order, where that costs nothing; None for clients built on demand.
+        known_sizes: The sizes of all clients in order; None for clients built on demand.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Population(Sequence[ClientId]):
             self._index = {client_id: i for i, client_id in enumerate(ids)}
             if len(self._index) != len(ids):
                 raise FederatedError(f"Client ids must be distinct, found {len(ids) - len(self._index)} duplicates.")
-        self.sizes_are_known = known_sizes is not None  # from the start, without building clients
+        self.sizes_are_known = known_sizes is not None  # known from the start, without building clients
         self._sizes: dict[ClientId, int] = {} if known_sizes is None else dict(zip(ids, known_sizes, strict=True))
         self._empty = [index for index, n in enumerate(self._sizes.values()) if n == 0]
         self.empty: list[ClientId] = [ids[index] for index in self._empty]
@@ -60,7 +60,7 @@ class Population(Sequence[ClientId]):
         return self.eligible[position]
 
     def index_of(self, client_id: ClientId) -> int:
-        """Return the stored index of a client; refuse a stranger."""
+        """Return the stored index of a client; raise if the id is unknown."""
         if self._index is None:
             if isinstance(client_id, int) and client_id in self.ids:
                 return self.ids.index(client_id)
@@ -72,7 +72,7 @@ class Population(Sequence[ClientId]):
         )
 
     def place_of(self, client_id: ClientId) -> int:
-        """Return the place of a client in this sequence."""
+        """Return the position of a client in this sequence."""
         index = self.index_of(client_id)
         return index - bisect_left(self._empty, index)
 
@@ -80,25 +80,25 @@ class Population(Sequence[ClientId]):
         """Return the number of training examples of a client, n_i."""
         if client_id in self._sizes:
             return self._sizes[client_id]
-        self.index_of(client_id)  # refuses a stranger
+        self.index_of(client_id)  # raises if the id is unknown
         return self._size_of(client_id)
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes n_i of all clients, in order. Clients built on demand are all asked for theirs, once."""
+        """The sizes n_i of all clients, in order. For clients built on demand, the first access gets all sizes."""
         if not self._sizes:
             self._sizes = {client_id: self._size_of(client_id) for client_id in self.ids}
         return [self._sizes[client_id] for client_id in self.eligible]
 
     @cached_property
     def mean_size(self) -> float:
-        """The mean of n_i over the clients that have examples; asks clients built on demand as :attr:`sizes` does."""
+        """The mean of n_i over clients that have examples; the first access may get all :attr:`sizes`."""
         sizes = self.sizes
         return sum(sizes) / max(1, sum(n > 0 for n in sizes))
 
 
 class Participation:
-    """The set of clients that have taken part, by stored index. Memory is one bit for every client there is.
+    """The set of clients that have participated, by stored index; one bit per client of the run.
 
     Example:
         >>> taken_part = Participation(10)
@@ -116,17 +116,17 @@ class Participation:
         return int(np.count_nonzero(np.unpackbits(self._bits)))
 
     def add(self, indices: Sequence[int]) -> None:
-        """Add clients; some may be in the set already."""
+        """Add clients; some may already be in the set."""
         places = np.asarray(indices, dtype=np.int64)
         np.bitwise_or.at(self._bits, places >> 3, np.left_shift(1, places & 7).astype(np.uint8))
 
     def saved(self) -> torch.Tensor:
-        """Return a copy of the set in its smaller form: bits, uint8 [ceil(N / 8)], or few clients' indices, int64."""
+        """Return a copy in the smaller of two forms: bits, uint8 [ceil(N / 8)], or sorted indices, int64."""
         indices = np.flatnonzero(np.unpackbits(self._bits, bitorder="little"))
         return torch.from_numpy(self._bits.copy() if 64 * len(indices) >= self._num_clients else indices)
 
     def load(self, saved: torch.Tensor) -> None:
-        """Replace the set by one that :meth:`saved` has returned; refuse that of other clients with a ValueError."""
+        """Replace the set with one that :meth:`saved` returned; a set of other clients is a ValueError."""
         count, found = self._num_clients, saved.cpu().numpy()
         if saved.dtype == torch.int64 and saved.ndim == 1:
             if (np.diff(found) <= 0).any() or (len(found) and not 0 <= found[0] <= found[-1] < count):
@@ -151,7 +151,7 @@ class Participant:
         client_id: The id.
         index: The stored index.
         size: The number of training examples, n_i.
-        count: How often it was drawn: it is trained once and counts so many times in a mean.
+        count: How often it was drawn. It trains once, and counts ``count`` times in a mean.
         steps: The local steps planned for it.
     """
 
@@ -163,7 +163,7 @@ class Participant:
 
 
 def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:
-    """Return a client's weight before normalisation, times how often it was drawn, if it takes so many steps."""
+    """Return a client's weight for a number of steps before normalization, times how often it was drawn."""
     if isinstance(weighting, str):
         return float(member.count * {"examples": member.size, "uniform": 1, "steps": steps}[weighting])
     weight = float(weighting(member.client_id, member.size, steps))
@@ -176,5 +176,5 @@ def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:
 
 
 def no_weight(clients: Sequence[ClientId]) -> FederatedError:
-    """Return the error that these clients have weight zero, all of them."""
+    """Return the error for clients whose weights are all zero."""
     return FederatedError(f"weighting must give weights that are not all zero, found zeros for the clients {clients}.")

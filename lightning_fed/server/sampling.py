@@ -1,4 +1,4 @@
-"""The cohort of a round as a function of (seed, round)."""
+"""Client samplers: the cohort of a round as a function of (seed, round)."""
 
 import inspect
 import math
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
-"""``sampler(seed, round, population)`` or ``sampler(seed, round)``: the ids of a cohort; an id may come twice.
+"""``sampler(seed, round, population)`` or ``sampler(seed, round)``: the ids of a cohort, possibly with repetitions.
 
-``population`` is the sequence of ids that can take part; its ``sizes`` are their numbers of examples.
+``population`` is the sequence of eligible ids; its ``sizes`` are their numbers of examples.
 """
 
 
 class _CountingSampler(ArgumentsRepr):
-    """A sampler of a given number or share of clients."""
+    """A sampler of a fixed number or share of clients."""
 
     _positional = 1
 
@@ -49,7 +49,7 @@ class _CountingSampler(ArgumentsRepr):
         self.clients_per_round = clients_per_round
 
     def count(self, population: int) -> int:
-        """Return the cohort's size for a population; refuse one that is too small."""
+        """Return the cohort's size for a population; raise if the population is too small."""
         k = self.clients_per_round
         if isinstance(k, float):
             return max(1, round(k * population))
@@ -65,11 +65,11 @@ class UniformSampler(_CountingSampler):
     """Draw clients uniformly without replacement.
 
     Args:
-        clients_per_round: How many: an int is a count, a float in (0, 1] a share of the population; 1.0 is full
-            participation.
+        clients_per_round: The cohort's size: an int is a count, a float in (0, 1] is a share of the population, 1.0 is
+            full participation.
 
     Raises:
-        FederatedError: If the number is not positive, a share exceeds one, or more clients are wanted than exist.
+        FederatedError: If the number is not positive, a share exceeds one, or the count exceeds the population.
 
     Example:
         >>> len(UniformSampler(3)(seed=0, round=0, population=range(10)))
@@ -88,10 +88,10 @@ class UniformSampler(_CountingSampler):
 
 
 class RoundRobinSampler(_CountingSampler):
-    """Take clients in turn, in their stored order; every client comes up equally often.
+    """Take clients in turn, in their stored order; all participate equally often.
 
     Args:
-        clients_per_round: How many, as a count or a share.
+        clients_per_round: The cohort's size, as a count or a share.
 
     Raises:
         FederatedError: As :class:`UniformSampler`.
@@ -110,19 +110,19 @@ class RoundRobinSampler(_CountingSampler):
 class WeightedSampler(_CountingSampler):
     r"""Draw clients with given probabilities :math:`p_k`, by default with replacement.
 
-    With ``weights="examples"`` and the run's ``weighting="uniform"`` this is the sampling of Algorithm 2 of Li et al.,
+    With ``weights="examples"`` and the run's ``weighting="uniform"``, this is the sampling of Algorithm 2 of Li et al.,
     *Federated Optimization in Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127): with
-    probability :math:`p_k = n_k / n` and a simple mean. A client drawn twice is trained once and counts twice.
+    probability :math:`p_k = n_k / n` and a simple mean. A client drawn twice trains once and counts twice.
 
     Args:
-        clients_per_round: How many draws, as a count or a share.
+        clients_per_round: The number of draws, as a count or a share.
         weights: "examples", a mapping from id to weight, or the path of a JSON object or a CSV file with the columns
-            ``client`` and ``weight``. They need not sum to one; a client of weight zero is never drawn.
+            ``client`` and ``weight``. They need not sum to one; a client with weight zero is never drawn.
         replacement: Whether a client may be drawn more than once in a round.
 
     Raises:
-        FederatedError: If a weight is missing, negative or not finite, or fewer clients have a positive weight than are
-            to be drawn without replacement.
+        FederatedError: If a weight is missing, negative or not finite, or, without replacement, too few clients have a
+            positive weight.
 
     Example:
         >>> WeightedSampler(2, weights={"a": 1.0, "b": 0.0})(seed=0, round=0, population=["a", "b"])
@@ -154,7 +154,7 @@ class WeightedSampler(_CountingSampler):
         if self.replacement:
             total = p.cumsum(0)
             drawn = torch.searchsorted(total, torch.rand(k, generator=stream, dtype=p.dtype) * total[-1], right=True)
-            # a product rounded up to the whole sum would fall behind the last client of positive weight
+            # rounding the product up to the full sum would select past the last client of positive weight
             drawn = drawn.clamp(max=int(p.nonzero().max()))
         else:
             if k > int((p > 0).sum()):
@@ -163,18 +163,18 @@ class WeightedSampler(_CountingSampler):
                     " positive weight."
                 )
             exponential = -torch.rand(len(p), generator=stream, dtype=p.dtype).log()
-            drawn = torch.where(p > 0, exponential / p, math.inf).argsort()[:k]  # the k first of independent clocks
+            drawn = torch.where(p > 0, exponential / p, math.inf).argsort()[:k]  # k first exponential clocks
         return [population[i] for i in sorted(drawn.tolist())]
 
 
 class BernoulliSampler(ArgumentsRepr):
-    """Let every client take part independently with a probability of its own.
+    """Include every client independently, with one probability or one per client.
 
-    The cohort's size varies; an empty cohort is a round that changes nothing and is reported.
+    The cohort's size varies. A round with an empty cohort changes nothing and is reported.
 
     Args:
-        probability: The probability, in (0, 1], or probabilities: a mapping from id, or a file as for
-            :class:`WeightedSampler`, with values in [0, 1].
+        probability: The probability, in (0, 1]; or a mapping from id to a value in [0, 1], or a file as for
+            :class:`WeightedSampler`.
 
     Raises:
         FederatedError: If a probability is out of range or missing.
@@ -205,10 +205,10 @@ class AvailabilitySampler(_CountingSampler):
     """Draw uniformly among the clients that are available at the time of day.
 
     Every client has a longitude, a function of (seed, client). Its probability of being available in a round varies
-    between ``low`` and ``high`` over its day. If fewer clients are available than wanted, all of them take part.
+    between ``low`` and ``high`` over its day. If fewer clients are available than requested, all of them participate.
 
     Args:
-        clients_per_round: How many at most, as a count or a share of the population.
+        clients_per_round: The largest cohort, as a count or a share of the population.
         rounds_per_day: Rounds in a day.
         low: The probability of being available at the worst hour, in [0, 1].
         high: The probability at the best hour, in [low, 1].
@@ -232,7 +232,7 @@ class AvailabilitySampler(_CountingSampler):
         return self.cohort(seed, round, population, seed)
 
     def cohort(self, seed: int, round: int, population: Sequence[ClientId], run_seed: int) -> list[ClientId]:
-        """Return one of several cohorts of a round, drawn with its own seed; clients keep the longitudes of the run."""
+        """Return a cohort drawn with its own seed; clients keep the run's longitudes."""
         longitudes = torch.Generator().manual_seed(derive_seed(run_seed, Purpose.AVAILABILITY))
         phase = torch.rand(len(population), generator=longitudes, dtype=torch.float64)
         day = (1 + torch.cos(2 * math.pi * (round / self.rounds_per_day - phase))) / 2
@@ -242,8 +242,8 @@ class AvailabilitySampler(_CountingSampler):
 
 
 def draw(sampler: Sampler, seed: int, round: int, population: Sequence[ClientId], run_seed: int) -> list[ClientId]:
-    """Call a sampler of two or three arguments, whose cohorts may have another seed than the run."""
-    is_own = type(sampler).__call__ is not AvailabilitySampler.__call__  # as a subclass's may be
+    """Call a sampler of two or three arguments; ``seed`` may differ from the run's seed."""
+    is_own = type(sampler).__call__ is not AvailabilitySampler.__call__  # a subclass may override it
     if isinstance(sampler, AvailabilitySampler) and not is_own:
         return sampler.cohort(seed, round, population, run_seed)
     cohort = sampler(seed, round, population) if _takes_population(sampler) else sampler(seed, round)
@@ -253,7 +253,7 @@ def draw(sampler: Sampler, seed: int, round: int, population: Sequence[ClientId]
 
 
 def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:
-    """Choose k of a population uniformly, by Floyd's algorithm: k draws whatever the population's size."""
+    """Choose k of a population uniformly by Floyd's algorithm: k draws for any population size."""
     n = len(population)
     if k == n:
         return list(population)

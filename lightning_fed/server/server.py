@@ -1,4 +1,4 @@
-"""Everything that outlives a round: x, the server state, the clients' kept states, the server optimizer."""
+"""The state between rounds: x, the server state, client states and the server optimizer."""
 
 import copy
 import math
@@ -22,13 +22,13 @@ from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFac
 
 __all__ = ["FORMAT", "Server", "resolve_weighting"]
 
-FORMAT = 3  # of :meth:`Server.state_dict`, one more with every change that an older version could not read
+FORMAT = 3  # of :meth:`Server.state_dict`; increment it when older versions cannot read a change
 
 _WEIGHTINGS = ("examples", "uniform", "steps")
 
 
 def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weighting:
-    """Return the run's weighting; refuse one that is invalid, or that the method has no use for."""
+    """Return the run's weighting; raise if it is invalid or the method does not use it."""
     resolved = algorithm.default_weighting if weighting is None else weighting
     if resolved not in _WEIGHTINGS and (not callable(resolved) or isinstance(resolved, type)):
         raise FederatedError(
@@ -50,7 +50,7 @@ def resolve_weighting(algorithm: Algorithm, weighting: Weighting | None) -> Weig
 
 
 class Server:
-    """The server's side of a run, committed as a whole at the end of each round; ``ids`` are in their stored order."""
+    """The server's state in a run, committed as a whole after each round; ``ids`` are in their stored order."""
 
     def __init__(
         self,
@@ -71,15 +71,15 @@ class Server:
         self.clients: ClientStore = MemoryClientStore()
         self.start = self.x.clone() if algorithm.init_client_at_start else x.new_empty(0)  # x^0, if needed
         self.personal = x.new_empty(0)  # the personal parameters [Q] of a new client
-        self.num_parameters = len(layout.sizes)  # trained tensors; with personal ones, more than the server has
+        self.num_parameters = len(layout.sizes)  # trained tensors, with personal ones that the server lacks
         self.buffers: State = {}
-        self.kept_buffers: frozenset[str] = frozenset()  # those that clients keep
-        self.moved_buffers: set[str] = set()  # those that are no longer what the module began with
+        self.kept_buffers: frozenset[str] = frozenset()  # buffers that clients keep
+        self.moved_buffers: set[str] = set()  # buffers that differ from the module's initial ones
         self.bytes_up = 0
         self.bytes_down = 0
-        self.advance_solver: AdvanceSolver | None = None  # of the local optimizer, for methods that mimic it
+        self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
         self._participation = Participation(len(ids))
-        self._options: dict[str, Any] | None = algorithm.options()  # until they are compared after the first round
+        self._options: dict[str, Any] | None = algorithm.options()  # compared after the first round, then None
 
     @property
     def x(self) -> Vector:
@@ -88,33 +88,33 @@ class Server:
 
     @property
     def seen(self) -> int:
-        """The number of clients that have taken part."""
+        """The number of clients that have participated."""
         return len(self._participation)
 
     def shown(self) -> Vector:
-        """The parameters [P] that validation and checkpoints show."""
+        """Return the parameters [P] used for validation and checkpoints."""
         return self.algorithm.evaluate_at(self.x, self.state)
 
     @cached_property
     def _new_client(self) -> State:
-        """What a new client keeps, as names, shapes and types without values."""
+        """The names, shapes and types of a new client's state, on the meta device."""
         return {name: value.to("meta") for name, value in self.new_client().items()}
 
     def new_client(self) -> State:
-        """Return what a client has that has not taken part yet."""
+        """Return the state of a client that has not participated yet."""
         own = {PERSONAL: self.personal} if self.personal.numel() else {}
         x = self.start if self.algorithm.init_client_at_start else self.x
         return {**self.algorithm.init_client(x), **own}
 
     @property
     def expected_state(self) -> ExpectedState:
-        """What the clients of this run keep."""
+        """The expected names, shapes and types of the clients' states."""
         buffers = {name: self.buffers[name] for name in self.kept_buffers}
         method, device = type(self.algorithm).__name__, self.x.device
         return ExpectedState(method, self._new_client, buffers, self.num_parameters, self.ids, device)
 
     def client_state(self, index: int) -> State:
-        """Return a client's kept state, a fresh one for a client that has not taken part yet."""
+        """Return a client's state, a new one if it has not participated yet."""
         kept = self.clients.get(index)
         return self.new_client() if kept is None else self.expected_state.placed(kept)
 
@@ -122,10 +122,10 @@ class Server:
         """Take the server's step, keep the round's states, and return the Euclidean norm of the step.
 
         Args:
-            mean: The averaged messages; empty where no client took part, and nothing then changes.
-            models: The mean of the client models, where "delta" is their change.
+            mean: The averaged messages; if no client participated it is empty, and x stays as it is.
+            models: The mean of the client models if "delta" is their change.
             state: The server state in use during the round.
-            cohort: What the method may read.
+            cohort: The facts about the cohort that the method may read.
             buffers: The new server buffers.
         """
         norm = 0.0
@@ -152,7 +152,7 @@ class Server:
         return norm
 
     def _check_options(self, before: Mapping[str, Any]) -> None:
-        """Refuse a method whose attributes change as it runs: a checkpoint of it could not be resumed."""
+        """Raise if the method's attributes changed during the run, since such a run could not resume."""
         now = self.algorithm.options()
         for name in now.keys() | before.keys():
             if repr(now.get(name)) != repr(before.get(name)):
@@ -163,21 +163,21 @@ class Server:
                 )
 
     def take_buffers(self, buffers: State) -> None:
-        """Replace the buffers, and record which of them have changed."""
+        """Replace the buffers and record which of them changed."""
         same = are_equal((buffers[name], old) for name, old in self.buffers.items())
         self.moved_buffers |= {name for name, is_same in zip(self.buffers, same, strict=True) if not is_same}
         self.buffers = buffers
 
     def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
-        """Add a round to the run's totals: clients seen, bytes up and down."""
+        """Add a round to the run's totals: participating clients, bytes up and down."""
         self._participation.add(indices)
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
     def identity(self) -> dict[str, Any]:
-        """Return what the state belongs to: the method with its options, the clients' ids and the seed, as copies."""
+        """Return copies of the method's name and options, the client ids and the seed."""
         clients: Any = len(self.ids)
-        if self.ids != range(clients):  # NumPy's numbers would not load without running code
+        if self.ids != range(clients):  # loading NumPy numbers would have to run code
             clients = [i.item() if hasattr(i, "item") else i for i in self.ids]
         return {
             "seed": self.seed,
@@ -187,7 +187,7 @@ class Server:
         }
 
     def state_dict(self, client_states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-        """Return the state after the last completed round; ``client_states`` replace those of all clients."""
+        """Return the state after the last completed round; ``client_states`` replaces the states of all clients."""
         return {
             "format": FORMAT,
             "round": self.round,
@@ -210,13 +210,13 @@ class Server:
         is_mine: Callable[[int], bool] = lambda index: True,
         origin: Origin = CHECKPOINT,
     ) -> None:
-        """Load what :meth:`state_dict` returned; refuse that of another method, other options, clients or model.
+        """Load the result of :meth:`state_dict`; raise if method, options, clients or model differ.
 
         Args:
             saved: The saved state.
-            any_seed: Whether to go on with the saved seed when it is another one.
-            is_mine: Which clients' states this process keeps, by stored index.
-            origin: What the run continues from.
+            any_seed: Whether to continue with the saved seed if it differs.
+            is_mine: Selects the clients, by stored index, whose states this process keeps.
+            origin: The source of the state, for error messages.
         """
         mine = self.identity()
         for key, what in _IDENTITY.items():
@@ -254,11 +254,11 @@ class Server:
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}
 
-_BLOCK = 2**16  # numbers of a vector that are read together: what is computed of them stays in a CPU's cache
+_BLOCK = 2**16  # numbers per block, so that intermediate results stay in a CPU's cache
 
 
 def _distance(one: Vector, other: Vector) -> float:
-    """Return the Euclidean distance of two vectors [P], without a third one."""
+    """Return the Euclidean distance of two vectors [P] without allocating their difference on the CPU."""
     if one.device.type != "cpu":
         return float(torch.linalg.vector_norm(one - other))
     blocks = zip(one.split(_BLOCK), other.split(_BLOCK), strict=True)
@@ -266,7 +266,7 @@ def _distance(one: Vector, other: Vector) -> float:
 
 
 def _short(value: Any, other: Any) -> str:
-    """Return a value as text, of a long list from where it differs from another one."""
+    """Return a value as text; a long list starts at its first difference from the other one."""
     text, before = repr(value), ""
     if len(text) > 80 and isinstance(value, list) and isinstance(other, list):
         start = next((n for n, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), len(other))

@@ -19,29 +19,29 @@ from lightning_fed.core.types import Vector
 __all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd", "steps_not_counted"]
 
 ServerOptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
-"""From parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
+"""A function from parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
 
 ServerSchedulerFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
-"""From the server's optimizer to a learning rate scheduler, stepped once a round."""
+"""A function from the server's optimizer to a learning rate scheduler, which steps once a round."""
 
 
 def plain_sgd(params: Iterable[Tensor]) -> Optimizer:
-    """Return SGD with rate one: the server model becomes the mean of the client models."""
+    """Return SGD with rate one, which sets the server model to the mean of the client models."""
     return torch.optim.SGD(params, lr=1.0)
 
 
 @contextmanager
 def steps_not_counted() -> Iterator[None]:
-    """Let schedulers step without torch's warning that no optimizer has: a round may take no step, and still counts."""
+    """Suppress torch's warning about scheduler.step() before optimizer.step(); a round may have no step."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*")
         yield
 
 
 class ServerStep:
-    """The server parameters ``x`` [P] and the optimizer that moves them.
+    """The server parameters ``x`` [P] and their optimizer.
 
-    The optimizer sees parameters of the model's own shapes (some need them) and the negative direction as gradient.
+    The optimizer gets parameters with the model's shapes (some need them) and the negative direction as gradient.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class ServerStep:
     def step(self, direction: Vector, models: Vector | None) -> None:
         """Move ``x`` along a direction [P].
 
-        ``models`` is the mean of the client models, where ``direction`` is exactly its distance from ``x``. Plain SGD
-        with rate one then sets ``x`` to it, without the rounding of ``x + (mean - x)``.
+        ``models`` is the mean of the client models if ``direction`` equals ``models - x``. Plain SGD with rate one then
+        sets ``x`` to it, without the rounding of ``x + (mean - x)``.
         """
         (group, *others) = self.optimizer.param_groups
         if (
@@ -95,13 +95,13 @@ class ServerStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def end_round(self) -> None:
-        """Let the rate follow its schedule, also after a round in which nobody took part."""
+        """Step the scheduler, also after a round without clients."""
         if self.scheduler is not None:
             with steps_not_counted():
                 self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``x`` and the states of optimizer and scheduler, with their class names."""
+        """Return ``x``, the states of optimizer and scheduler, and their class names."""
         return {
             "x": self.x.clone(),
             "optimizer": self.optimizer.state_dict(),
@@ -110,7 +110,7 @@ class ServerStep:
         }
 
     def load_state_dict(self, state: dict[str, Any], origin: Origin = CHECKPOINT) -> None:
-        """Load what :meth:`state_dict` returned, rates and other options with it; refuse that of other classes."""
+        """Load the result of :meth:`state_dict`, including rates and options; raise if the classes differ."""
         mine = [type(self.optimizer).__name__, type(self.scheduler).__name__]
         for name, saved, here in zip(("server_optimizer", "server_lr_scheduler"), state["classes"], mine, strict=True):
             if saved != here:

@@ -1,4 +1,4 @@
-"""Arguments of the trainer that the environment sets: ``PL_TRAINER_MAX_ROUNDS=3``, as for Lightning's own Trainer."""
+"""Trainer arguments from the environment: ``PL_TRAINER_MAX_ROUNDS=3``, as for Lightning's Trainer."""
 
 import os
 from ast import literal_eval
@@ -21,13 +21,13 @@ _SAME = ("max_rounds", "max_epochs")  # two names for one number
 
 
 def arguments_of_environment(own: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Return the arguments that the environment sets.
+    """Return the arguments set by environment variables.
 
-    Values are read as Lightning reads them: as Python literals where they are such, else as text. Of ``max_rounds``
-    and ``max_epochs`` the first counts where both are set, and either is returned as ``max_rounds``.
+    As in Lightning, values are Python literals if valid, else text. ``max_rounds`` overrides ``max_epochs``; either is
+    returned as ``max_rounds``.
 
     Args:
-        own: The arguments of the federated trainer, which are read besides those of Lightning's.
+        own: The arguments of the federated trainer, which are read in addition to Lightning's.
     """
     names = {**own, **signature(pl.Trainer.__init__).parameters}
     found = {name: _value(text) for name in names if (text := os.environ.get(_PREFIX + name.upper()))}
@@ -37,10 +37,10 @@ def arguments_of_environment(own: Mapping[str, Parameter]) -> dict[str, Any]:
 
 
 def defaults_of_environment(make: Init) -> Init:
-    """Let the environment set the arguments that a trainer's ``__init__`` is not given.
+    """Wrap a trainer's ``__init__`` to read missing arguments from the environment.
 
     Args:
-        make: The ``__init__``, which takes keywords only.
+        make: The ``__init__``, with keyword arguments only.
     """
 
     @wraps(make)

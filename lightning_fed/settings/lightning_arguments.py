@@ -1,4 +1,4 @@
-"""Lightning's own arguments of a Trainer: wrong types and values are refused by name, before Lightning sees them."""
+"""Checks of Lightning's Trainer arguments: wrong types and values raise before Lightning sees them."""
 
 import math
 import re
@@ -36,18 +36,15 @@ _LEAST: Mapping[str, float] = {
     "accumulate_grad_batches": 1,
     "gradient_clip_val": 0,
 }
-_ELSEWHERE = {"strategy"}  # refused by what it means in rounds
+_ELSEWHERE = {"strategy"}  # checked by its meaning in rounds
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Refuse arguments that are not Lightning's, or not of the type and size that Lightning documents.
+    """Raise for arguments that are not Lightning's, or not of the documented type and size.
 
     Args:
-        arguments: The arguments that are passed on to Lightning.
-        own: The names of the federated trainer's own arguments, to suggest where a name is unknown.
-
-    Raises:
-        FederatedError: Naming the argument, what was found and what is allowed.
+        arguments: The arguments for Lightning.
+        own: The names of the federated trainer's arguments, for suggestions.
     """
     refuse_foreign(*arguments.values())
     hints = _hints()
@@ -64,11 +61,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
 
 
 def as_callbacks(callbacks: Any) -> list[pl.Callback]:
-    """Return the argument ``callbacks`` as a list.
-
-    Raises:
-        FederatedError: If it is neither a callback nor a list of them.
-    """
+    """Return the argument ``callbacks`` as a list."""
     given = [callbacks] if isinstance(callbacks, pl.Callback) else [] if callbacks is None else callbacks
     refuse_foreign(given)
     if not isinstance(given, list | tuple) or not all(isinstance(callback, pl.Callback) for callback in given):
@@ -81,10 +74,10 @@ def as_callbacks(callbacks: Any) -> list[pl.Callback]:
 
 @contextmanager
 def refusals_of_lightning() -> Iterator[None]:
-    """Let what Lightning refuses inside be a :class:`FederatedError` with Lightning's own words.
+    """Convert Lightning's errors inside to a :class:`FederatedError` with the same message.
 
     Raises:
-        FederatedError: In place of Lightning's error, which is its ``__cause__``.
+        FederatedError: Instead of Lightning's error, which is its ``__cause__``.
     """
     try:
         yield
@@ -98,7 +91,7 @@ def refusals_of_lightning() -> Iterator[None]:
 
 
 def _unlike_a_script(refusal: str) -> str:
-    """Return what to say where a notebook asks for a strategy that starts the script once per process."""
+    """Return the message if a notebook uses a strategy that starts the script once per process."""
     found = re.search(r"strategy='?([\w.]+).*is not compatible with an interactive", refusal)
     if found is None:
         return ""
@@ -110,7 +103,7 @@ def _unlike_a_script(refusal: str) -> str:
 
 
 def _strategy_meant(refusal: str) -> str:
-    """Return the strategy that was meant where Lightning, whose examples lack ours, knows none of the name."""
+    """Return a suggested strategy if Lightning does not know the name; Lightning's examples lack ours."""
     found = re.search(r"invalid strategy name: `strategy='(\w+)'`", refusal)
     ours = [
         name for name in pl.strategies.StrategyRegistry.available_strategies() if name.startswith(("clients", "ddp"))
@@ -126,7 +119,7 @@ def _hints() -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type that an annotation says; a float may be an integer, and must be finite."""
+    """Return whether a value has an annotation's type; a float may be an integer, and must be finite."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in inner)
@@ -140,7 +133,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
     if origin is dict:
         return isinstance(value, Mapping) and all(isinstance(key, inner[0]) for key in value)
-    if origin is Iterable and isinstance(value, Iterator):  # to look into it would use it up
+    if origin is Iterable and isinstance(value, Iterator):  # checking its elements would consume it
         return True
     if origin is not None:  # a list, or any iterable
         return isinstance(value, list | tuple | set) and all(_fits(part, inner[0]) for part in value)
@@ -148,7 +141,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    """Return an annotation in words: ``bool or None``."""
+    """Return an annotation as text, such as ``bool or None``."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(_describe(part) for part in inner)
@@ -168,7 +161,7 @@ _LOADERS = {"validate": "val_dataloader", "test": "test_dataloader", "predict": 
 
 
 def checked(stage: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return a stage of Lightning's Trainer that looks at its arguments first; see :func:`check_call`."""
+    """Return a stage of Lightning's Trainer that first checks its arguments; see :func:`check_call`."""
 
     @wraps(stage)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -189,19 +182,16 @@ def check_call(
     weights_only: Any = None,
     **_: Any,
 ) -> None:
-    """Refuse what no stage can take.
+    """Raise for arguments that no stage supports.
 
     Args:
         stage: "fit", "validate", "test" or "predict".
         trainer: The trainer.
-        model: A LightningModule; None for that of the previous stage.
+        model: A LightningModule; None for the previous stage's.
         dataloaders: Loaders, or a data module.
         datamodule: A data module.
-        ckpt_path: A path, or a word of Lightning's such as "best".
+        ckpt_path: A path, or one of Lightning's keywords such as "best".
         weights_only: As for :func:`torch.load`.
-
-    Raises:
-        FederatedError: Naming the argument, what was found and what is allowed.
     """
     owner = f"FederatedTrainer.{stage}"
     refuse_foreign(model, dataloaders, datamodule)

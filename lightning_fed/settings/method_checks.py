@@ -1,4 +1,4 @@
-"""What can be said of a method before it runs: its declarations, its hooks by name, and that they are elementwise."""
+"""Checks of a method before it runs: its declarations, its hooks' names, and that they are elementwise."""
 
 from difflib import get_close_matches
 from inspect import signature
@@ -17,17 +17,14 @@ __all__ = ["check_method"]
 
 _RULES = ("weighting", "examples", "uniform", "population")
 _HOOKS = [name for name in vars(Algorithm) if not name.startswith("_")]
-_SIZE = 6  # coordinates that the hooks are tried on
+_SIZE = 6  # coordinates to try the hooks on
 
 
 def check_method(algorithm: Algorithm) -> None:
-    """Refuse a method whose declarations or local hooks cannot be right; warn of names that are nearly a hook's.
+    """Raise for a method with invalid declarations or local hooks; warn of names close to a hook's.
 
     Args:
         algorithm: The method.
-
-    Raises:
-        FederatedError: Naming the declaration or the hook, what it gave, and what to return.
     """
     name = type(algorithm).__name__
     for message, rule in algorithm.reduces.items():
@@ -52,7 +49,7 @@ def check_method(algorithm: Algorithm) -> None:
 
 
 def _check_vector(algorithm: Algorithm, hook: str) -> None:
-    """Try a hook that returns a vector on a few numbers; ``correct`` also on parts of them."""
+    """Try a hook that returns a vector on a few numbers, and ``correct`` also on parts of them."""
     x = torch.linspace(0.5, 1.0, _SIZE, dtype=torch.float64)
     g, y, name = x.flip(0).square(), x + 0.1, type(algorithm).__name__
 
@@ -65,7 +62,7 @@ def _check_vector(algorithm: Algorithm, hook: str) -> None:
         server, client = algorithm.init_server(x.clone()), algorithm.init_client(x.clone())
         local, before = algorithm.init_local(x, server, client), random_state()
         found = found_on(slice(None))
-    except Exception:  # it may read what only a round makes, or hold vectors of the model's own size
+    except Exception:  # it may read data of a round, or hold vectors of the model's size
         return
     if not isinstance(found, Tensor) or found.shape != x.shape:
         what, of, remedy = "a point", "x", ""

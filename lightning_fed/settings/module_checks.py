@@ -1,4 +1,4 @@
-"""Modules, optimizers and data that rounds cannot take, refused before the first one."""
+"""Checks before the first round for modules, optimizers and data that rounds do not support."""
 
 import inspect
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def no_federated_data(found: object) -> FederatedError:
-    """Return the error that data are not split among clients; ``found`` is what was given, if anything."""
+    """Return the error for data that are not split into clients; ``found`` is the given data, if any."""
     what = "no datamodule" if found is None else kind_of(found)
     if isinstance(found, DataLoader):
         return FederatedError(
@@ -41,14 +41,10 @@ def no_federated_data(found: object) -> FederatedError:
 
 
 def check_module(trainer: pl.Trainer) -> None:
-    """Refuse modules and data that rounds cannot drive.
-
-    Raises:
-        FederatedError: Naming the module or data module, the reason and the remedy.
-    """
+    """Raise for modules and data that rounds do not support."""
     module = trainer.lightning_module
     name = type(module).__name__
-    refuse_foreign(trainer.callbacks)  # the module's own too, of configure_callbacks
+    refuse_foreign(trainer.callbacks)  # including the module's own, from configure_callbacks
     if not isinstance(trainer.datamodule, FederatedDataModule):
         raise no_federated_data(trainer.datamodule)
     if type(trainer.datamodule).train_dataloader is not FederatedDataModule.train_dataloader:
@@ -73,11 +69,7 @@ def check_module(trainer: pl.Trainer) -> None:
 
 
 def check_batch_statistics(module: pl.LightningModule) -> None:
-    """Refuse layers that compute statistics of a batch, of which every process would see a part.
-
-    Raises:
-        FederatedError: Naming the layer.
-    """
+    """Raise for layers that compute batch statistics, since every process sees a part of a batch."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
             raise FederatedError(
@@ -88,11 +80,7 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
 
 
 def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
-    """Refuse buffers that clients send past an aggregator.
-
-    Raises:
-        FederatedError: Naming the aggregator and a buffer.
-    """
+    """Raise for exchanged buffers, which the aggregator does not cover."""
     sent = [name for name in buffers.server if name not in buffers.personal]
     if buffers.mode != "server" and sent:
         raise FederatedError(
@@ -110,11 +98,11 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
         algorithm: The method.
 
     Raises:
-        FederatedError: If there is no optimizer, or one that cannot take corrections; if a schedule steps within a
-            client; or if method and optimizer both precondition gradients.
+        FederatedError: If there is no optimizer, it does not support corrections, a schedule steps within a client, or
+            both the method and the optimizer precondition gradients.
     """
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
-    (optimizer,) = trainer.optimizers  # Lightning has refused several
+    (optimizer,) = trainer.optimizers  # Lightning has already rejected several
     if type(optimizer).__name__ == "_MockOptimizer":
         raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
     refuse_unsupported(optimizer, f"{name}: the local optimizer")

@@ -29,16 +29,16 @@ MAX_FAILED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """How rounds are run: arguments of :class:`lightning_fed.FederatedTrainer`, which documents them.
+    """The settings of rounds: arguments of :class:`lightning_fed.FederatedTrainer`, which documents them.
 
-    They are checked and completed when an object is made: its attributes hold what the run uses, also where the trainer
-    was given None.
+    ``__post_init__`` checks and completes them: attributes have the values that the run uses, even if the trainer got
+    None.
 
     Attributes:
-        seed_is_given: Whether the seed is the trainer's argument, and not that of ``seed_everything``.
+        seed_is_given: Whether the seed is the trainer's argument rather than that of ``seed_everything``.
 
     Raises:
-        FederatedError: Naming the argument, what was found and what is allowed.
+        FederatedError: With the argument, the found value and the allowed ones.
     """
 
     algorithm: Algorithm
@@ -70,7 +70,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Settings":
-        """Return the settings among the arguments of a trainer.
+        """Return the settings in a trainer's arguments.
 
         Args:
             arguments: The trainer's arguments by name, defaults included.
@@ -78,7 +78,7 @@ class Settings:
         return cls(**{one.name: arguments[one.name] for one in fields(cls) if one.init})
 
     def __post_init__(self) -> None:
-        """Check the arguments, and put in place what they leave open."""
+        """Check the arguments, and replace unset ones."""
         self._set(seed=_seed(self.seed), seed_is_given=self.seed is not None)
         self._set(algorithm=FedAvg() if self.algorithm is None else self.algorithm)
         self._set(server_optimizer=plain_sgd if self.server_optimizer is None else self.server_optimizer)
@@ -94,47 +94,47 @@ class Settings:
         self._set(client_states_dir=self._folder())
 
     def _set(self, **values: Any) -> None:
-        vars(self).update(values)  # the class is frozen for everyone else
+        vars(self).update(values)  # the class is frozen for other code
 
-    # ------------------------------------------------------------------ what follows from the settings
+    # ------------------------------------------------------------------ derived settings
 
     @property
     def is_private(self) -> bool:
-        """Whether noise hides what single clients send."""
+        """True if noise hides the messages of single clients."""
         return isinstance(self.aggregator, DifferentialPrivacy)
 
     @property
     def keeps_solver(self) -> bool:
-        """Whether clients keep the state of their local optimizer from round to round."""
+        """True if clients keep the state of their local optimizer from round to round."""
         return self.local_optimizer_state == "keep"
 
     @property
     def drops_failed(self) -> bool:
-        """Whether clients that fail leave the round, and do not stop the run."""
+        """True if failed clients are dropped from the round instead of stopping the run."""
         return self.on_client_error == "drop"
 
     @property
     def clients_keep_state(self) -> bool:
-        """Whether it is known that clients keep anything from round to round."""
+        """True if clients are known to keep any state from round to round."""
         feeds_back = self.compression is not None and self.compression.error_feedback
         is_asked = self.keeps_solver or self.buffers == "local" or self.has_personal_parameters
         return self.algorithm.overrides("init_client") or is_asked or feeds_back
 
     @property
     def has_own_models(self) -> bool:
-        """Whether clients have models of their own beside the server's."""
+        """True if clients have personal models that differ from the server's."""
         return self.has_personal_parameters or self.algorithm.overrides("evaluate_client_at")
 
     @property
     def has_personal_parameters(self) -> bool:
-        """Whether parameters or buffers stay with each client."""
+        """True if parameters or buffers stay on each client."""
         return bool(self.personal) or self.algorithm.overrides("personal_names")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
-        """Return the optimizer steps asked of a client.
+        """Return a client's requested number of optimizer steps.
 
         Args:
-            num_batches: Batches in a whole local epoch.
+            num_batches: Batches in a full local epoch.
             accumulated: Batches per optimizer step; an epoch's last step may have fewer.
         """
         if not self.algorithm.local_work or num_batches == 0:
@@ -143,24 +143,21 @@ class Settings:
             return -(-num_batches // accumulated) * self.local_epochs
         return self.local_steps or 0
 
-    # ------------------------------------------------------------------ what checkpoints note of them
+    # ------------------------------------------------------------------ checkpoints' notes of settings
 
     def transport(self) -> dict[str, str]:
-        """Return how messages are put together, as checkpoints note it."""
+        """Return the settings for combining messages, for checkpoints."""
         noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
         noted |= {"personal": repr(list(self.personal))} if self.personal else {}
-        # the account of privacy rests on the sampler's probability
+        # privacy accounting depends on the sampler's probability
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
     def check_transport(self, saved: Mapping[str, str], origin: Origin = CHECKPOINT) -> None:
-        """Refuse to go on with a run whose messages were put together in another way.
+        """Raise if this run continues one that combined messages in another way.
 
         Args:
             saved: The :meth:`transport` of that run.
-            origin: What this run continues from.
-
-        Raises:
-            FederatedError: Naming the argument.
+            origin: The source that this run continues from.
         """
         mine = self.transport()
         for name in sorted({*saved, *mine}):
@@ -173,7 +170,7 @@ class Settings:
                 raise FederatedError(f"{origin.name}'s {name} is {there}, {origin.this}'s is {here}{why}")
 
     def work(self) -> dict[str, str]:
-        """Return who works in a round and how much, as checkpoints note it."""
+        """Return the settings for sampling and local work, for checkpoints."""
         names = ("local_epochs", "local_steps", "sampler", "heterogeneity")
         return {name: _named(getattr(self, name)) for name in names}
 
@@ -185,7 +182,7 @@ class Settings:
             raise FederatedError(f"algorithm must be an Algorithm such as FedAvg(), found {self.algorithm!r}{made}.")
 
     def _check_choices(self) -> None:
-        """Refuse values that are not among the few that an argument has; and choices that the method rules out."""
+        """Raise for values that an argument does not allow, and choices that the method rules out."""
         for one in fields(self):
             allowed, chosen = get_args(one.type), getattr(self, one.name, None)
             if get_origin(one.type) is Literal and chosen not in allowed:
@@ -276,7 +273,7 @@ class Settings:
             self._check_has_local_work("heterogeneity")
 
     def _settle_messages(self) -> None:
-        """Decide who takes part, and how their messages are averaged."""
+        """Set the sampler, and how messages are averaged."""
         aggregator, sampler = self.aggregator, self.sampler
         if self.asynchronous is not None:
             self._check_asynchronous()
@@ -342,7 +339,7 @@ class Settings:
 
 
 def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:
-    """Return the batches of each local epoch that make so many optimizer steps; the last epoch may be cut short."""
+    """Return the batches of each local epoch for ``steps`` optimizer steps; the last epoch may be shorter."""
     if steps == 0:
         return ()
     whole, rest = divmod(steps, -(-num_batches // accumulated))
@@ -350,7 +347,7 @@ def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:
 
 
 def _named(value: Any) -> str:
-    """Return a text that is the same in another process."""
+    """Return a text that is identical in another process."""
     text = repr(value)
     return text if " at 0x" not in text else str(getattr(value, "__qualname__", type(value).__name__))
 

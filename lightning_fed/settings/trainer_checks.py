@@ -1,4 +1,4 @@
-"""Settings, strategies and callbacks of a trainer that rounds cannot take, refused before the first one."""
+"""Checks before the first round for settings, strategies and callbacks that rounds do not support."""
 
 from typing import Any
 
@@ -34,13 +34,10 @@ _STRATEGIES = {
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse strategies that cannot run clients.
+    """Raise for strategies that cannot run clients.
 
     Args:
         strategy: A strategy or its name.
-
-    Raises:
-        FederatedError: Naming the strategy, the reason and what to use instead.
     """
     if isinstance(strategy, str):
         name, kinds = strategy.lower(), [strategy.lower()]
@@ -64,11 +61,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def check_local_options(trainer: pl.Trainer) -> None:
-    """Refuse options of the local work with a method that has none.
-
-    Raises:
-        FederatedError: Naming the option, its value and the method.
-    """
+    """Raise for options of local work if the method has none."""
     loop = trainer.fit_loop
     algorithm = loop.settings.algorithm
     if algorithm.local_work:
@@ -79,7 +72,7 @@ def check_local_options(trainer: pl.Trainer) -> None:
     fine_tunes = any(isinstance(callback, PersonalizedAccuracy) for callback in trainer.callbacks)
     is_whole = trainer.fast_dev_run or limit == 0 or (isinstance(limit, float) and limit == 1.0)
     options = {
-        "gradient_clip_val": clip if clip and not fine_tunes else None,  # measures that fine-tune clip too
+        "gradient_clip_val": clip if clip and not fine_tunes else None,  # measures that fine-tune also clip
         "accumulate_grad_batches": trainer.accumulate_grad_batches if trainer.accumulate_grad_batches != 1 else None,
         "max_steps": loop.max_steps if loop.max_steps != -1 else None,
         "min_steps": loop.min_steps or None,
@@ -99,18 +92,14 @@ def check_local_options(trainer: pl.Trainer) -> None:
 
 
 def _accumulating(trainer: pl.Trainer) -> str | None:
-    """Return the name of a callback that accumulates gradients over batches, None if there is none."""
+    """Return the name of a callback that accumulates gradients over batches, or None."""
     kind = pl.callbacks.GradientAccumulationScheduler
     schedulers = (callback for callback in trainer.callbacks if isinstance(callback, kind))
     return next((type(one).__name__ for one in schedulers if one.going_to_accumulate_grad_batches()), None)
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse Trainer settings and callbacks that have no meaning in rounds.
-
-    Raises:
-        FederatedError: Naming the setting, the value and what to use instead.
-    """
+    """Raise for Trainer settings and callbacks that have no meaning in rounds."""
     settings, splits = trainer.fit_loop.settings, isinstance(trainer.strategy, WithinClientStrategy)
     if settings.engine == "vectorized" and trainer.world_size > 1 and splits:
         raise FederatedError(
@@ -148,7 +137,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def _check_second_gradients(trainer: pl.Trainer) -> None:
-    """Refuse what leaves open which gradient is meant, or on which batch, where a method makes one out of another."""
+    """Raise if it is ambiguous which gradient or batch a method's second gradient or step refers to."""
     algorithm = trainer.fit_loop.settings.algorithm
     if algorithm.steps_per_batch > 1 and trainer.accumulate_grad_batches != 1:
         raise FederatedError(
@@ -177,7 +166,7 @@ def _check_second_gradients(trainer: pl.Trainer) -> None:
 
 
 def _check_private(trainer: pl.Trainer) -> None:
-    """Refuse what would tell of clients' data past the noise, or add other noise in every process."""
+    """Raise for settings that reveal clients' data without noise, or add different noise in every process."""
     aggregator = trainer.fit_loop.settings.aggregator
     for callback in trainer.callbacks:
         if isinstance(callback, (Measure, Inexactness, SplitPicture)):

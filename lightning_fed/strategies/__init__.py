@@ -1,4 +1,4 @@
-"""How several processes share the work: each trains clients of its own, or all train each client together."""
+"""Strategies for several processes: each trains different clients, or all train each client together."""
 
 from lightning_fed.strategies.ddp import ClientsStrategy, WithinClientStrategy
 

@@ -1,6 +1,7 @@
 """Lightning's DDP without its wrapper: processes that share the clients of a round, or the batches of each client."""
 
 import atexit
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.strategies.addresses import check_addresses
 from lightning_fed.strategies.peers import NO_PEERS, Peers, kept_under_test
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
@@ -24,69 +27,82 @@ __all__ = ["ClientsStrategy", "UnwrappedDDPStrategy", "WithinClientStrategy", "a
 
 
 class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
-    """Processes that start and find each other as Lightning's DDP does it, each with the module itself.
+    """Processes that start and connect like Lightning's DDP, each with the unwrapped module.
 
-    The wrapper ``DistributedDataParallel`` expects one backward for every forward, in every process; here
-    ``training_step`` is also called at other points than the current one.
+    The wrapper ``DistributedDataParallel`` expects one backward per forward in every process. Here, ``training_step``
+    is also called at other points.
     """
 
     peers = NO_PEERS
 
     def setup_distributed(self) -> None:
-        """Find the other processes, and leave them before Python ends."""
+        """Connect to the other processes, and disconnect before Python exits."""
         was_there = dist.is_initialized()
-        with kept_under_test():
+        with kept_under_test(), self._checked_addresses(is_due=not was_there):
             super().setup_distributed()
         if not was_there:
             atexit.register(_leave_group)
         self.peers = Peers.meet(self.global_rank, self.world_size)
 
+    @contextmanager
+    def _checked_addresses(self, is_due: bool) -> Iterator[None]:
+        """Refuse gloo's addresses if machines do not reach each other by them, before it waits."""
+        environment = self.cluster_environment
+        if not is_due or self.num_nodes == 1 or environment is None or "gloo" not in self._get_process_group_backend():
+            yield
+            return
+        self.set_world_ranks()
+        os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+        timeout = default_pg_timeout if self._timeout is None else self._timeout
+        store, rank, size = next(rendezvous("env://", self.global_rank, self.world_size, timeout=timeout))
+        check_addresses(store, rank, size)
+        yield  # the store stays until the process group has its own
+
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the connections to other processes, which a copy makes for itself."""
+        """Omit the connections to other processes, which a copy opens itself."""
         connections = ("peers", "shared_memory")
         return {name: value for name, value in super().__getstate__().items() if name not in connections}
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all processes; raise a FederatedError if there are some that are gone."""
+        """Wait for all processes; raise a FederatedError if some are gone."""
         with self.peers.naming():
             super().barrier(*args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what one process has; raise a FederatedError if there are some that are gone."""
+        """Return one process's value; raise a FederatedError if some processes are gone."""
         with self.peers.naming():
             return super().broadcast(*args, **kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sum or mean of a number; raise a FederatedError if there are processes that are gone."""
+        """Return the sum or mean of a number; raise a FederatedError if some processes are gone."""
         with self.peers.naming():
             return super().reduce(*args, **kwargs)
 
     def configure_ddp(self) -> None:
-        """Give every process the same initial model, and no wrapper."""
+        """Give every process the same initial model, without a wrapper."""
         assert self.model is not None
         _sync_module_states(self.model)
 
 
 def _leave_group() -> None:
-    # A thread of gloo's may let go of a tensor only after the exchange it was for, and aborts the process if Python is
-    # ending by then, with all results written. After an error, others are to miss this process at once.
+    # A gloo thread may release a tensor only after its exchange, and aborts the process if Python is exiting by then,
+    # after all results are written. After an error, other processes should notice this one's end at once.
     if dist.is_initialized() and getattr(sys, "last_type", None) is None:
         dist.destroy_process_group()
 
 
 class ClientsStrategy(UnwrappedDDPStrategy):
-    """Share the clients of every round among processes: ``FederatedTrainer(devices=4, strategy="clients")``.
+    """Divide the clients of every round among processes: ``FederatedTrainer(devices=4, strategy="clients")``.
 
-    Each process trains its own clients on its own device, without any exchange between local steps; their messages are
-    summed once a round. Processes start and find each other as Lightning's DDP does it, on CPUs with gloo and on GPUs
-    with nccl, on one machine or several. "clients_spawn" and "clients_fork" start them from within Python, as
-    "ddp_spawn" and "ddp_fork" do.
+    Each process trains its clients on its device, without exchanges between local steps; the messages are summed once a
+    round. Processes start and connect like Lightning's DDP, on CPUs with gloo and on GPUs with nccl, on one machine or
+    several. "clients_spawn" and "clients_fork" start them from Python, like "ddp_spawn" and "ddp_fork".
 
     Args:
-        *args: Those of :class:`pytorch_lightning.strategies.DDPStrategy`.
-        share_memory: Whether processes on the CPUs of one Linux machine exchange through memory that they share, which
-            is faster; False: through the process group, as if they were on several machines. The bits are the same.
-        **kwargs: Those of :class:`pytorch_lightning.strategies.DDPStrategy`.
+        *args: As for :class:`pytorch_lightning.strategies.DDPStrategy`.
+        share_memory: Whether processes on the CPUs of one Linux machine communicate through shared memory, which is
+            faster. False uses the process group, as on several machines, with the same bits.
+        **kwargs: As for :class:`pytorch_lightning.strategies.DDPStrategy`.
     """
 
     strategy_name = "clients"
@@ -97,7 +113,7 @@ class ClientsStrategy(UnwrappedDDPStrategy):
 
     @cached_property
     def shared_memory(self) -> SharedMemory | None:
-        """What processes on the CPUs of one machine share; all processes must ask for it together at first."""
+        """The memory shared by processes on one machine's CPUs; on first access, all processes must call it."""
         if not self.share_memory or self.root_device.type != "cpu" or self.world_size == 1:
             return None
         timeout = default_pg_timeout if self._timeout is None else self._timeout
@@ -105,7 +121,7 @@ class ClientsStrategy(UnwrappedDDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the strategy known by name."""
+        """Register the strategy by name."""
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
             strategy_registry.register(
                 f"{cls.strategy_name}{suffix}",
@@ -122,17 +138,17 @@ ClientsStrategy.register_strategies(pl.strategies.StrategyRegistry)
 class WithinClientStrategy(UnwrappedDDPStrategy):
     """Split every batch of a client among processes: ``FederatedTrainer(devices=4, strategy="ddp")``.
 
-    All processes train the same client at the same time. Each takes its part of every batch, and the gradients are
-    summed, weighted by examples, in one reduction per gradient: right after backward, before clipping and before the
-    method's correction. Everything after that is the same in all processes. Lightning's :class:`DDPStrategy` becomes
-    this strategy in a :class:`lightning_fed.FederatedTrainer`.
+    All processes train the same client at the same time. Each takes a part of every batch, and one reduction sums the
+    gradients, weighted by examples: right after backward, before clipping and the method's correction. Everything after
+    that is identical in all processes. Lightning's :class:`DDPStrategy` becomes this strategy in a
+    :class:`lightning_fed.FederatedTrainer`.
     """
 
     split = BatchSplit()
     _accumulates = False
 
     def share(self, params: Sequence[Tensor]) -> None:
-        """Start to split batches, given the trained parameters."""
+        """Start splitting batches, given the trained parameters."""
         self.split = BatchSplit(params, self.global_rank, self.world_size, self.peers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,10 +165,10 @@ class WithinClientStrategy(UnwrappedDDPStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the gradient of this process's part of the loss, and sum the gradients of all parts.
+        """Compute the gradient of this process's part of the loss, and sum the gradients of all parts.
 
         The order is Lightning's, with the sum before ``on_after_backward``. Batches of one optimizer step are summed
-        together, after the last of them.
+        once, after the last.
         """
         module, precision = self.lightning_module, self.precision_plugin
         assert module is not None
@@ -167,7 +183,7 @@ class WithinClientStrategy(UnwrappedDDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave the sum to a later batch of the same optimizer step."""
+        """Defer the sum to a later batch of the same optimizer step."""
         self._accumulates = True
         try:
             yield
@@ -176,7 +192,7 @@ class WithinClientStrategy(UnwrappedDDPStrategy):
 
 
 def adopt(trainer: pl.Trainer) -> None:
-    """Let Lightning's DDP split the batches of clients, in a trainer that has it."""
+    """Make Lightning's DDP in a trainer split the batches of clients."""
     strategy = trainer.strategy
     if type(strategy) is not pl.strategies.DDPStrategy:
         return
@@ -191,6 +207,6 @@ def adopt(trainer: pl.Trainer) -> None:
 
 
 def split_of(trainer: pl.Trainer) -> BatchSplit:
-    """Return how the batches of a trainer are split."""
+    """Return how the trainer's strategy splits batches."""
     strategy = trainer.strategy
     return strategy.split if isinstance(strategy, WithinClientStrategy) else BatchSplit()

@@ -1,4 +1,4 @@
-"""Processes that are started from within Python: the parent learns the round, and raises what ended one of them."""
+"""Processes started from Python: the parent gets the round, and raises a child's exception."""
 
 import copy
 import multiprocessing
@@ -19,18 +19,18 @@ from lightning_fed.strategies.stopping import OtherProcessError
 
 __all__ = ["RoundLauncher", "adopt_launcher"]
 
-_LARGEST = 2**15  # bytes of an exception: a pipe takes them though nobody reads yet
+_LARGEST = 2**15  # size limit of an exception in bytes, so that a pipe takes it without a reader
 
 
 class RoundLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of "fork" and "spawn", for trainers whose epochs are rounds.
+    """Lightning's launcher for "fork" and "spawn", for trainers whose epochs are rounds.
 
     The parent raises the exception that ended a child, with the child's trace as its cause. After a fit the parent's
-    trainer knows how many rounds are done. Forked processes compute on one thread each: the threads of OpenMP do not
-    survive a fork, and a child that asks for several waits for them forever.
+    trainer has the number of completed rounds. Forked processes use one thread each: OpenMP's threads do not survive a
+    fork, and a child that uses several would wait for them forever.
     """
 
-    _errors: Any = None  # a queue of exceptions, while processes are running
+    _errors: Any = None  # a queue of exceptions while processes run
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run a function in all processes; see Lightning's launcher."""
@@ -57,7 +57,7 @@ class RoundLauncher(_MultiProcessingLauncher):
             self._errors = None
 
     def _in_child(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the function, and let the parent have the exception that ends it."""
+        """Run the function, and send an exception that ends it to the parent."""
         if self._start_method == "fork":
             _settle_in_fork()
         try:
@@ -68,25 +68,25 @@ class RoundLauncher(_MultiProcessingLauncher):
             raise
 
     def _first_error(self) -> Exception | None:
-        """Return the exception that ended a child, rather than one by which another process ended it."""
+        """Return the exception that ended a child, preferably not one caused by another process."""
         errors: list[Exception] = []
         while not self._errors.empty():
             errors.append(self._errors.get())
         return min(errors, key=lambda error: isinstance(error, OtherProcessError), default=None)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
-        """Load the trained weights, in the precision that they have in the processes that trained them."""
+        """Load the trained weights in the precision of the processes that trained them."""
         if worker_output.weights_path is not None:
             trainer.precision_plugin.convert_module(trainer.lightning_module)
         super()._recover_results_in_main_process(worker_output, trainer)
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return what the parent's trainer is told: the rounds done beside what Lightning tells it."""
+        """Return the results for the parent's trainer: Lightning's, and the number of completed rounds."""
         loop: Any = trainer.fit_loop
         return {**super().get_extra_results(trainer), "rounds": loop.round}
 
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
-        """Let the parent's trainer know it."""
+        """Set these results in the parent's trainer."""
         super().update_main_process_results(trainer, extra)
         loop: Any = trainer.fit_loop
         loop.run_state.end_elsewhere(extra["rounds"])
@@ -94,16 +94,16 @@ class RoundLauncher(_MultiProcessingLauncher):
 
 
 def adopt_launcher(trainer: pl.Trainer) -> None:
-    """Let a trainer that starts processes from within Python start them with :class:`RoundLauncher`."""
+    """Make a trainer that starts processes from Python use :class:`RoundLauncher`."""
     launcher = trainer.strategy.launcher
     if type(launcher) is _MultiProcessingLauncher:
         launcher.__class__ = RoundLauncher
 
 
 def _settle_in_fork() -> None:
-    """Compute on one thread, and let go of the lock of progress bars that forks share with their parent.
+    """Use one thread, and release the progress bars' lock that forks share with their parent.
 
-    A process that is killed while it draws a bar would keep that lock, and the parent's next bar would wait for ever.
+    A process killed while drawing a bar would keep the lock, and the parent's next bar would wait forever.
     """
     Tqdm.set_lock(threading.RLock())
     if torch.get_num_threads() > 1:
@@ -115,7 +115,7 @@ def _settle_in_fork() -> None:
 
 
 def _can_travel(error: Exception) -> bool:
-    """Whether an exception can be made again in another process, and fits the pipe to it."""
+    """Return whether an exception can be rebuilt in another process, and fits the pipe to it."""
     try:
         return str(copy.copy(error)) == str(error) and len(pickle.dumps(error)) <= _LARGEST
     except Exception:

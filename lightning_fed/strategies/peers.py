@@ -1,8 +1,8 @@
-"""Which of the other processes are still there, on whatever machine.
+"""Detects which other processes are gone, on any machine.
 
-Gloo says that a connection has failed, and not whose. So every two processes keep a connection of their own, on which
-nothing is sent. It closes when one of them ends. The systems at its ends test it, however busy the processes are, and
-it fails when a machine does not answer any more. Gloo's own connections are tested too: it would wait for half an hour.
+Gloo reports a failed connection, but not the process at its other end. So every two processes keep an extra, idle
+connection, which closes when one of them ends. The systems at both ends test it, however busy the processes are, and it
+fails when a machine no longer responds. Gloo's connections are tested too, since it would wait for half an hour.
 """
 
 import os
@@ -25,23 +25,23 @@ __all__ = ["LIMIT", "NO_PEERS", "Peers", "Place", "kept_under_test"]
 LIMIT = 15.0
 """Seconds without an answer after which a machine counts as gone."""
 
-_SETTLE = 1.0  # seconds from the first process that is found gone to the last of the same accident
-_KEY = 16  # bytes by which two processes know that they have reached each other
+_SETTLE = 1.0  # seconds from the first process found gone to the last of the same failure
+_KEY = 16  # bytes with which two processes confirm their connection
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is, and how the others first connect to it."""
+    """A process's location, and the data for connecting to it."""
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     port: int = 0
-    addresses: tuple[str, ...] = ()  # of its machine, as it knows them; some may mean nothing elsewhere
-    key: bytes = b""  # what it answers, so that others know that they have reached it
+    addresses: tuple[str, ...] = ()  # known addresses of its machine; some may not be valid elsewhere
+    key: bytes = b""  # its reply, which confirms that others have reached it
 
 
 class Peers:
-    """The other processes of a run, and a connection to each that could be reached. A single process has none."""
+    """The other processes of a run, and a connection to each reachable one. Empty for a single process."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Peers:
 
     @staticmethod
     def meet(rank: int, size: int, limit: float = LIMIT) -> "Peers":
-        """Let every two processes of the default process group connect; all must call it."""
+        """Connect every two processes of the default process group; all must call it."""
         if size == 1:
             return Peers(rank, [Place()], limit=limit)
         dual = socket.has_dualstack_ipv6()
@@ -84,7 +84,7 @@ class Peers:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the processes that are gone if an exchange inside fails because of them."""
+        """If an exchange inside fails because processes are gone, raise an error that names them."""
         try:
             yield
         except RuntimeError as error:
@@ -96,9 +96,9 @@ class Peers:
             raise self._error() from error
 
     def gone(self) -> set[int]:
-        """Return the processes that have ended, or whose machines do not answer.
+        """Return the processes that have ended, or whose machines do not respond.
 
-        If others have said whom they miss before they ended, those are gone and not they.
+        If others reported missing processes before they ended, it returns those and not the reporters.
         """
         for rank, line in list(self._lines.items()):
             try:
@@ -113,7 +113,7 @@ class Peers:
         return self._gone
 
     def _error(self) -> FederatedError:
-        """Return what is raised once processes are gone, and let the others know before this one ends too."""
+        """Return the error for gone processes, and notify the others before this process ends too."""
         time.sleep(_SETTLE)
         gone = self.gone()
         for line in self._lines.values():
@@ -128,12 +128,12 @@ class Peers:
 
 
 NO_PEERS = Peers()
-"""What a single process has."""
+"""The peers of a single process."""
 
 
 @contextmanager
 def kept_under_test(limit: float = LIMIT) -> Iterator[None]:
-    """Let the system test the connections that are made inside: gloo does not ask for that."""
+    """Make the system test the connections opened inside, which gloo does not request."""
     before = _sockets()
     yield
     for node, number in _sockets().items():
@@ -146,7 +146,7 @@ def kept_under_test(limit: float = LIMIT) -> Iterator[None]:
 def _sockets() -> dict[int, int]:
     """Return the file numbers of this process's open sockets, by inode."""
     found = {}
-    with suppress(OSError):  # where there is no such folder
+    with suppress(OSError):  # if there is no such folder
         for name in os.listdir("/dev/fd"):
             with suppress(OSError):
                 about = os.fstat(int(name))
@@ -167,7 +167,7 @@ def _named(ranks: Iterable[int], places: Sequence[Place]) -> str:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Return the addresses at which others may reach this machine, the most likely first."""
+    """Return the addresses of this machine for other machines, the most likely first."""
     main, name = os.environ.get("MASTER_ADDR", "localhost"), socket.gethostname()
     try:
         family, kind, _, _, address = socket.getaddrinfo(main, 1, type=socket.SOCK_DGRAM)[0]
@@ -176,12 +176,12 @@ def _addresses() -> tuple[str, ...]:
             own = str(probe.getsockname()[0])
     except OSError:
         return (name,)
-    # Where the main machine knows its own name as that of its loopback interface, others know it as MASTER_ADDR.
+    # If the main machine resolves its own name to its loopback interface, others use MASTER_ADDR.
     return (own, main, name) if own.startswith("127.") or own == "::1" else (own, name)
 
 
 def _call(place: Place, own: Place, rank: int, limit: float) -> socket.socket | None:
-    """Connect to a process, which knows this one by its rank; None if it cannot be reached."""
+    """Connect to a process, which identifies this one by its rank; None if it cannot be reached."""
     for address in place.addresses:
         with suppress(OSError):
             line = socket.create_connection((address, place.port), timeout=limit)
@@ -218,7 +218,7 @@ def _close(lines: Mapping[int, socket.socket]) -> None:
 
 
 def _test(line: socket.socket, limit: float) -> None:
-    """Let the system test a connection, and give it up after some seconds without an answer."""
+    """Make the system test a connection, and close it after some seconds without a response."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, int(limit / 5))
     options = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": seconds, "TCP_KEEPCNT": 4}

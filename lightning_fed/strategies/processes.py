@@ -1,4 +1,4 @@
-"""The processes that share the clients of a round among them."""
+"""Communication between the processes that share the clients of a round."""
 
 import io
 import pickle
@@ -24,22 +24,22 @@ __all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
 
 Record = TypeVar("Record")
 Sent: TypeAlias = Sequence[Sequence[Tensor]]
-"""What goes to each process, as bytes in host memory."""
+"""The data for each process, as bytes in host memory."""
 
-_ALONE = 2**13  # numbers from which a tensor is summed by itself where processes share memory
-_TO_ALL = 2**13  # numbers up to which everybody sends all of a sum to everybody: in one exchange rather than two
-_ALIGNED = 16  # bytes that what is sent starts at a multiple of
+_ALONE = 2**13  # tensors from this size on are summed separately in shared memory
+_TO_ALL = 2**13  # up to this size, all processes send full sums to all, in one exchange instead of two
+_ALIGNED = 16  # alignment of sent parts in bytes
 
 
 class Ranks:
-    """What the processes of a run exchange: one record and one sum a round. A single process exchanges nothing.
+    """The exchanges between the processes of a run: one record and one sum per round; none for one process.
 
     Args:
         rank: This process, from 0.
         size: The number of processes.
-        device: Where the process group takes and gives what is exchanged.
-        memory: What they share, if they do; all else goes through the default process group.
-        peers: Who is named if an exchange fails, as far as they can be seen.
+        device: The device of the process group's exchanges.
+        memory: Their shared memory, if any; other exchanges use the default process group.
+        peers: The connections that identify gone processes if an exchange fails.
     """
 
     def __init__(
@@ -52,20 +52,15 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.device, self._shared = rank, size, device, memory
         self._peers = peers
-        self._capacity = 2**13  # bytes of a record that are exchanged at once
+        self._capacity = 2**13  # bytes of a record exchanged at once
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is alone until its trainer's next fit, which finds the other processes again."""
+        """Pickle as a single process; a trainer's next fit connects to the others again."""
         return Ranks, ()
 
     @staticmethod
     def of(trainer: pl.Trainer) -> "Ranks":
-        """Return the processes of a trainer.
-
-        Raises:
-            FederatedError: If there are several on devices without float64: sums are on the CPU then, and the process
-                group is not.
-        """
+        """Return the processes of a trainer; raise for several without float64, whose sums would be on the CPU."""
         strategy = trainer.strategy
         if trainer.world_size > 1 and not has_float64(strategy.root_device):
             raise FederatedError(
@@ -77,7 +72,7 @@ class Ranks:
         return Ranks(trainer.global_rank, trainer.world_size, strategy.root_device, memory, peers)
 
     def gather(self, record: Any) -> list[Any]:
-        """Return everybody's record, in the order of ranks, on every rank."""
+        """Return the records of all ranks, in order, on every rank."""
         if self.size == 1:
             return [record]
         if self._shared is not None:
@@ -85,14 +80,14 @@ class Ranks:
         mine = _pickled(record)
         parts = self._all_gather(mine)
         longest = max(length for length, _ in parts)
-        if longest > self._capacity:  # everybody sees that, and knows better next time
+        if longest > self._capacity:  # all processes see this, and use the larger size from now on
             self._capacity = 2 * longest
             parts = self._all_gather(mine)
-        # this run's own processes wrote it
+        # written by this run's processes
         return [pickle.loads(data[:length].numpy().tobytes()) for length, data in parts]  # noqa: S301
 
     def _all_gather(self, record: bytes) -> list[tuple[int, Tensor]]:
-        """Return everybody's length and bytes in one exchange; all_gather_object takes two: 10 % of a short round."""
+        """Return all lengths and bytes in one exchange; all_gather_object needs two, 10 % of a short round."""
         mine = torch.zeros(8 + self._capacity, dtype=torch.uint8)
         message = len(record).to_bytes(8, "little") + (record if len(record) <= self._capacity else b"")
         mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -103,13 +98,13 @@ class Ranks:
         return [(int.from_bytes(m[:8].cpu().numpy().tobytes(), "little"), m[8:].cpu()) for m in everybodys]
 
     def exchange(self, work: Callable[[], tuple[Record, Sent]]) -> list[tuple[Record, Tensor]]:
-        """Do this process's part, and return every process's record and the bytes sent here; see :meth:`deliver`.
+        """Do this process's work, and return all records and the bytes sent here; see :meth:`deliver`.
 
-        An error in one process is raised in all, so that none waits for one that is gone. So is a request to stop.
+        An error in one process, or a request to stop, is raised in all, so that none waits for a process that is gone.
 
         Raises:
             ClientError: If another process failed.
-            SIGTERMException: If one was told to stop, and no other failed; KeyboardInterrupt likewise.
+            SIGTERMException: If one got a request to stop, and none failed; or KeyboardInterrupt.
         """
         if self.size == 1:
             return [(work()[0], torch.empty(0, dtype=torch.uint8))]
@@ -122,10 +117,10 @@ class Ranks:
             failure = error
         parts = self.deliver((record, Failure.of(failure)), sent)()
         Failure.raise_first([part for (_, part), _ in parts], failure)
-        return [(part, received) for (part, _), received in parts]  # type: ignore[misc]  # nobody failed
+        return [(part, received) for (part, _), received in parts]  # type: ignore[misc]  # none failed
 
     def gather_at_zero(self, record: Any) -> list[Any]:
-        """Return everybody's record on rank zero, and nothing elsewhere."""
+        """Return the records of all ranks on rank zero, and an empty list elsewhere."""
         if self.size == 1:
             return [record]
         records: list[Any] = [None] * self.size if self.rank == 0 else []
@@ -134,13 +129,13 @@ class Ranks:
         return records
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace contiguous tensors of one dtype by their sums over all ranks, whose tensors have the same shapes.
+        """Replace contiguous tensors of one dtype with their sums over all ranks, which have equal shapes.
 
-        On CPUs they are added up by rank, however they travel, so that the bits are those of any other machines.
+        On CPUs they are added in order of rank by any transport, so that the bits do not depend on the machines.
         """
         if self.size == 1 or not tensors:
             return
-        if self._shared is not None:  # large ones one by one, as putting them side by side takes longer than to wait
+        if self._shared is not None:  # large ones separately, since copying them together takes longer than waiting
             large = [t for t in tensors if t.numel() >= _ALONE]
             for tensor in large:
                 self._shared.sum(tensor.view(-1))
@@ -157,7 +152,7 @@ class Ranks:
             tensor.copy_(total.view_as(tensor))
 
     def _sum_by_group(self, whole: Tensor) -> None:
-        """Replace a tensor [n] by its sum over all ranks."""
+        """Replace a tensor [n] with its sum over all ranks."""
         if whole.device.type != "cpu":
             dist.all_reduce(whole)
             return
@@ -167,7 +162,7 @@ class Ranks:
                 dist.all_gather(parts, piece)
                 add_up(parts, piece)
                 continue
-            sent = piece.new_zeros(self.size, -(-len(piece) // self.size))  # everybody adds up a part of it
+            sent = piece.new_zeros(self.size, -(-len(piece) // self.size))  # each process sums a part of it
             sent.view(-1)[: len(piece)] = piece
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent)
@@ -177,7 +172,7 @@ class Ranks:
             piece.copy_(sent.view(-1)[: len(piece)])
 
     def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this process's share of the columns of everybody's rows [S, p], in the order of ranks.
+        """Return this process's share of the columns of all rows [S, p], in the order of ranks.
 
         ``rows`` [n, P] are this process's, ``counts`` the number of rows of each process.
         """
@@ -195,11 +190,10 @@ class Ranks:
         return received.view(sum(counts), mine)
 
     def deliver(self, record: Record, sent: Sent) -> Callable[[], list[tuple[Record, Tensor]]]:
-        """Send a record to everybody, and bytes to each process; return a function that returns what comes here.
+        """Send a record to all processes, and bytes to each; return a function that returns what arrives here.
 
-        Processes that share memory do not wait for each other until it is called, which must be before the next
-        exchange. It returns everybody's record and bytes [n], in the order of ranks and in host memory, valid until the
-        next exchange.
+        Processes with shared memory do not wait for each other until the call, which must be before the next exchange.
+        It returns all records and bytes [n], in the order of ranks and in host memory, valid until the next exchange.
         """
         if self.size == 1:
             return lambda: [(record, torch.empty(0, dtype=torch.uint8))]
@@ -222,7 +216,7 @@ class Ranks:
         parts = []
         for rank, message in enumerate(memory.end()):
             size = int.from_bytes(message[:8].numpy().tobytes(), "little")
-            # this run's own processes wrote it
+            # written by this run's processes
             written = None if rank == self.rank else message[_ALIGNED : _ALIGNED + size].numpy().tobytes()
             record, lengths = own if written is None else pickle.loads(written)  # noqa: S301
             start = _ALIGNED + padded(size) + sum(lengths[: self.rank])
@@ -241,17 +235,17 @@ class Ranks:
         return [(record, part) for (record, _), part in zip(records, received.split(arriving), strict=True)]
 
     def owner_of(self, index: int) -> int:
-        """The process that keeps the state of the client with this stored index."""
+        """Return the rank that owns the state of a client, by stored index."""
         return index % self.size
 
     def owns(self, index: int) -> bool:
-        """Whether this process keeps the state of the client with this stored index."""
+        """Return whether this process owns the state of a client, by stored index."""
         return self.owner_of(index) == self.rank
 
 
 @contextmanager
 def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
-    """Let the module's metric objects count what this process has seen, without exchanging anything with others."""
+    """Make the module's metric objects compute from this process's data only, without exchanges."""
     if trainer.world_size == 1:
         yield
         return
@@ -267,7 +261,7 @@ def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
 
 
 class _HostPickler(pickle.Pickler):
-    """Pickles tensors of a device as tensors of the CPU: unpickled, they would take that device's memory everywhere."""
+    """Pickles device tensors as CPU tensors; otherwise, unpickling would use the device's memory everywhere."""
 
     def reducer_override(self, value: Any) -> Any:
         is_elsewhere = isinstance(value, Tensor) and value.device.type != "cpu"
@@ -281,10 +275,10 @@ def _pickled(record: Any) -> bytes:
 
 
 def padded(length: int) -> int:
-    """Return the bytes that something takes before what is sent next."""
+    """Return the bytes that data occupy, with padding."""
     return -(-length // _ALIGNED) * _ALIGNED
 
 
 def _lengths(sent: Sent) -> list[int]:
-    """Return how many bytes go to each process."""
+    """Return the number of bytes for each process."""
     return [sum(map(len, to)) for to in sent]

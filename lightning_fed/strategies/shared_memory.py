@@ -1,7 +1,7 @@
-"""What processes of one machine tell each other through memory that they share.
+"""Exchanges between the processes of one machine through shared memory.
 
-Through sockets an exchange takes from 0.2 ms to several: whoever waits is put to sleep and has to be woken up, and on
-virtual machines that takes longest. Here it looks again and again for a while.
+Through sockets, an exchange takes from 0.2 ms to several: a waiting process sleeps and must be woken, which is slowest
+on virtual machines. Here, it first polls for a while.
 """
 
 import mmap
@@ -21,28 +21,28 @@ from lightning_fed.core.errors import FederatedError
 __all__ = ["PIECE", "SharedMemory", "add_up"]
 
 PIECE = 2**22
-"""Bytes of a sum that are exchanged at once; more go piece by piece."""
+"""Bytes of a sum exchanged at once; larger sums are exchanged in pieces."""
 
-_HEADER = 64  # bytes before the data: the number of the exchange, and the length of the message in bytes
-_SPIN = 0.005  # seconds in which a process that waits keeps its core
-_LONGEST_SLEEP = 0.001  # seconds, after that
+_HEADER = 64  # bytes before the data: the exchange's number and the message's length in bytes
+_SPIN = 0.005  # seconds of busy waiting
+_LONGEST_SLEEP = 0.001  # seconds, afterwards
 _NUMBER = 8  # bytes of a number
 
 
 class SharedMemory:
     """Exchanges between the processes of one machine.
 
-    Every process writes to memory of its own, which the others read. It has two halves in turns: when a process writes
-    to one again, all others have begun the exchange between, and so have read what was there.
+    Every process writes to its own memory, which the others read. It alternates between two halves. When a process
+    rewrites one, all others have begun the exchange in between, and so have read the earlier data.
 
     Args:
         rank: This process, from 0.
         pids: All processes.
-        files: Open files, two of each process.
-        timeout: Seconds after which waiting for another process is given up.
+        files: Open files, two per process.
+        timeout: The longest wait for another process, in seconds.
 
     Attributes:
-        number: How many exchanges have begun.
+        number: The number of exchanges begun.
     """
 
     def __init__(self, rank: int, pids: Sequence[int], files: Sequence[Sequence[int]], timeout: float) -> None:
@@ -51,14 +51,14 @@ class SharedMemory:
         self._alive = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
         self._maps: dict[tuple[int, int], Tensor] = {}
         self.number = 0
-        self._has_begun = False  # an exchange that has not ended
+        self._has_begun = False  # an unfinished exchange
         weakref.finalize(self, _close, [*self._alive.values(), *(file for pair in files for file in pair)])
 
     @staticmethod
     def open(rank: int, size: int, timeout: float) -> "SharedMemory | None":
-        """Let all processes of the default process group share memory; all must call it.
+        """Set up shared memory between all processes of the default process group; all must call it.
 
-        Returns None if they cannot: on several machines, or if the system does not offer it.
+        Returns None on several machines, or if the system does not support it.
         """
         own = _offer()
         offers: list[tuple[str, int, list[int]]] = [("", 0, [])] * size
@@ -80,9 +80,9 @@ class SharedMemory:
         return found if all(answers) else None
 
     def begin(self, *parts: Tensor) -> None:
-        """Offer the others a message of parts, as bytes [n_1], [n_2], ...; :meth:`end` returns theirs.
+        """Publish a message of parts, as bytes [n_1], [n_2], ...; the others read it in :meth:`end`.
 
-        The next exchange ends it if nothing else does.
+        If :meth:`end` is not called, the next exchange ends this one.
         """
         if self._has_begun:
             self.end()
@@ -93,11 +93,11 @@ class SharedMemory:
             at += len(part)
         self.number += 1
         os.pwrite(file, length.to_bytes(_NUMBER, "little"), _NUMBER)
-        os.pwrite(file, self.number.to_bytes(_NUMBER, "little"), 0)  # last: it says that the rest is there
+        os.pwrite(file, self.number.to_bytes(_NUMBER, "little"), 0)  # last: marks the rest as complete
         self._has_begun = True
 
     def end(self) -> list[Tensor]:
-        """Return everybody's bytes, in the order of ranks, in shared memory; valid until the next exchange begins."""
+        """Return all messages, in the order of ranks, in shared memory; valid until the next exchange begins."""
         self._has_begun = False
         half, found = (self.number - 1) % 2, []
         for rank, files in enumerate(self._files):
@@ -108,17 +108,17 @@ class SharedMemory:
         return found
 
     def gather(self, message: Tensor) -> list[Tensor]:
-        """Do both, with a message of any length [n]."""
+        """Publish a message of any length [n], and return the messages of all processes."""
         self.begin(message)
         return self.end()
 
     def sum(self, whole: Tensor) -> None:
-        """Replace a tensor [n] by its sum over all processes, of the same length everywhere, added up by rank."""
+        """Replace a tensor [n] with its sum over all processes, in order of rank; lengths must be equal."""
         for piece in whole.split(PIECE // whole.element_size()):
             add_up([part.view(whole.dtype) for part in self.gather(piece.view(torch.uint8))], piece)
 
     def _memory(self, rank: int, half: int, length: int) -> Tensor:
-        """Return a process's memory, of at least so many bytes."""
+        """Return a process's memory, of at least ``length`` bytes."""
         found = self._maps.get((rank, half))
         if found is None or len(found) < length:
             file = self._files[rank][half]
@@ -148,7 +148,7 @@ class SharedMemory:
                     continue
                 time.sleep(min(waited / 8, _LONGEST_SLEEP))
             except KeyboardInterrupt as error:
-                interrupt = error  # the others count on this process until the exchange is over
+                interrupt = error  # the others need this process until the exchange is over
             gone = self._is_gone(rank)
             if (gone or waited > self.timeout) and os.pread(file, _NUMBER, 0) != expected:
                 what = (
@@ -170,14 +170,14 @@ class SharedMemory:
 
 
 def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Write the sum of two tensors or more to another, added in their order: the bits depend on it."""
+    """Write the sum of at least two tensors to another, added in order, which determines the bits."""
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total.add_(part)
 
 
 def _offer() -> list[int]:
-    """Return two new files in memory, none where there is no such thing."""
+    """Return two new files in memory, or an empty list if not supported."""
     try:
         files = [os.memfd_create(f"lightning_fed_{half}") for half in range(2)]
         for file in files:
@@ -194,9 +194,9 @@ def _close(files: Sequence[int]) -> None:
 
 
 def _machine() -> str:
-    """Return what tells this machine, and the processes that can see each other on it, from others."""
+    """Return an id of this machine and of the processes that can see each other on it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"unknown {os.getpid()}"  # nobody else's
+        return f"unknown {os.getpid()}"  # unique to this process

@@ -1,4 +1,4 @@
-"""Every batch split among processes, and what they exchange about it."""
+"""Splitting every batch among processes, and the exchanges for it."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,58 +20,58 @@ from lightning_fed.strategies.stopping import Failure
 __all__ = ["NO_EXAMPLES", "BatchSplit", "PeerError", "part_of"]
 
 NO_EXAMPLES = object()
-"""What a process gets of a batch that has fewer examples than there are processes."""
+"""The part of a batch for a process if there are fewer examples than processes."""
 
 
 class PeerError(ClientError):
-    """Another process failed in a client's work; its own error says why."""
+    """Another process failed in a client's work; its own error gives the cause."""
 
 
 class BatchSplit:
-    """The processes that split every batch of a client among them. A single process splits nothing.
+    """The processes that split every batch of a client; one process splits nothing.
 
-    All of them run the same clients in step, and hold the same parameters; each sees its own examples of every batch,
-    and the gradients of these are added up. What a rank adds is weighted by its examples, so that a loss that is a
-    mean over examples has the gradient of the whole batch.
+    All run the same clients in step, with the same parameters. Each gets some examples of every batch, and their
+    gradients are summed, weighted by examples, so that a loss that is a mean over examples has the gradient of the
+    whole batch.
 
-    Every exchange while clients are trained is one sum of the same length, whatever it is for, with a place for bad
-    news: a process that failed takes part in the next sum of the others, and all of them stop.
+    Every exchange during training is a sum of equal length with an entry for failures: a failed process takes part in
+    the next sum of the others, and all of them stop.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1, peers: Peers = NO_PEERS) -> None:
         self.rank, self.size = rank, size
         self._peers = peers
-        self.fraction = 1.0  # of the examples of the current training batch
+        self.fraction = 1.0  # of the examples in the current training batch
         self._params = list(params)
 
     def cut(self, batch: Any, examples: int) -> tuple[Any, int]:
         """Return this process's part of a batch, or :data:`NO_EXAMPLES`, and the number of examples in it.
 
-        Parts are consecutive and differ by one example at most, the larger ones first: process 0 is never without.
+        Parts are consecutive and differ by at most one example, larger ones first, so process 0 always has examples.
         """
         if self.size == 1:
             return batch, examples
         first, last = (-(-rank * examples // self.size) for rank in (self.rank, self.rank + 1))
-        part = part_of(batch, examples, slice(first, last))  # also if it is empty: all refuse what one does
+        part = part_of(batch, examples, slice(first, last))  # also if empty, so that errors are raised in all
         return (part if first < last else NO_EXAMPLES), last - first
 
     def take(self, batch: Any, examples: int) -> tuple[Any, int]:
-        """Return the same as :meth:`cut`, and let :attr:`fraction` be that of this batch."""
+        """Return :meth:`cut`, and set :attr:`fraction` for this batch."""
         part, own = self.cut(batch, examples)
         self.fraction = own / examples if examples else 0.0
         return part, own
 
     def seed(self, seed: int) -> int:
-        """Return this process's own seed of a random stream: random layers draw other masks for other examples."""
+        """Return this process's seed of a random stream: other examples need other random masks."""
         return seed if self.rank == 0 else derive_seed(seed, Purpose.TRAINING, client=self.rank)
 
     def reduce_gradients(self) -> None:
-        """Let every parameter's gradient be the sum over all processes; None where nobody has one."""
+        """Replace every parameter's gradient with the sum over all processes; None if none has one."""
         for p, total in zip(self._params, self._sum([p.grad for p in self._params]), strict=True):
             p.grad = total
 
     def sum(self, vector: Tensor) -> None:
-        """Replace a vector [P] by its sum over all processes."""
+        """Replace a vector [P] with its sum over all processes."""
         if self.size > 1:
             parts = vector.split([p.numel() for p in self._params])
             for part, total in zip(parts, self._sum(parts), strict=True):
@@ -79,7 +79,7 @@ class BatchSplit:
                 part.copy_(total.view_as(part))
 
     def gather(self, record: Any) -> list[Any]:
-        """Return everybody's record, in the order of ranks, on every rank."""
+        """Return the records of all ranks, in order, on every rank."""
         if self.size == 1:
             return [record]
         self._confirm()
@@ -87,11 +87,11 @@ class BatchSplit:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Let what goes wrong inside in one process be raised in all: nobody waits for one that is gone.
+        """Raise an error inside one process in all, so that none waits for a process that is gone.
 
         Raises:
             ClientError: If another process failed.
-            SIGTERMException: If one was told to stop, and no other failed; KeyboardInterrupt likewise.
+            SIGTERMException: If one got a request to stop, and none failed; or KeyboardInterrupt.
         """
         if self.size == 1:
             yield
@@ -106,7 +106,7 @@ class BatchSplit:
             Failure.raise_first(self._gather(Failure.of(error)), error)
 
     def _confirm(self) -> None:
-        """Go on only if nobody failed."""
+        """Continue only if no process failed."""
         self._sum([None] * len(self._params))
 
     def _gather(self, record: Any) -> list[Any]:
@@ -117,7 +117,7 @@ class BatchSplit:
 
     @torch.no_grad()
     def _sum(self, parts: Sequence[Tensor | None], failed: bool = False) -> list[Tensor | None]:
-        """Return the sums over all processes of one part per parameter, None where nobody has one."""
+        """Return the sums over all processes of one part per parameter, None if none has it."""
         like = self._params[0]
         news = torch.tensor([part is not None for part in parts] + [failed], dtype=like.dtype, device=like.device)
         flat = [
@@ -137,9 +137,8 @@ class BatchSplit:
 def part_of(batch: Any, examples: int, rows: slice) -> Any:
     """Return some examples of a batch of nested lists, tuples, mappings or dataclasses of tensors.
 
-    Every tensor holds the examples along its first dimension, unless it is a single number. A list that is as long as
-    the batch has one entry per example if it holds no tensors, as one of texts does, or tensors with other first
-    dimensions, as one of images does.
+    The first dimension of every tensor is the examples, unless it is a single number. A list with the length of the
+    batch has one entry per example if it holds no tensors (texts), or tensors with other first dimensions (images).
 
     Example:
         >>> part_of({"x": torch.arange(6).view(3, 2), "name": ["a", "b", "c"]}, 3, slice(1, 3))
@@ -175,7 +174,7 @@ def _column(item: Any, examples: int, rows: slice) -> Any:
         if not shapes or any(shape[0] != examples for shape in shapes):
             return item[rows]
         if isinstance(item, tuple) and len(set(shapes)) == 1:
-            # default_collate makes lists of columns; a tuple may come from zip(*examples)
+            # default_collate builds lists of columns; a tuple may come from zip(*examples)
             raise _cannot_cut(
                 f"a tuple of {examples} tensors of shape {tuple(shapes[0])}, which may be {examples} examples or"
                 f" {examples} columns",

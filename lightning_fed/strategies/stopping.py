@@ -1,4 +1,4 @@
-"""Signals that ask a fit to stop: noted when they come, heeded at the next local step, in all processes together."""
+"""Signals that stop a fit: recorded on arrival, handled at the next local step, in all processes together."""
 
 import os
 import signal
@@ -23,30 +23,30 @@ __all__ = [
 
 
 class Stop(IntEnum):
-    """What a signal asks for; the larger number wins."""
+    """The request of a signal; the larger number wins."""
 
     NO = 0
     INTERRUPT = 1  # SIGINT
     TERMINATE = 2  # SIGTERM
-    REQUEUE = 3  # SLURM's signal before the time is up
+    REQUEUE = 3  # SLURM's signal before the time limit
 
 
 class OtherProcessError(ClientError):
-    """Another process has failed, and with it this one ends."""
+    """Another process has failed, and this one ends with it."""
 
 
 class RequeueException(SIGTERMException):
-    """A fit stops for SLURM to start it again."""
+    """A fit stops so that SLURM can restart it."""
 
 
 def exception_of(stop: Stop) -> BaseException:
-    """Return what is raised where a request is heeded: what Lightning raises."""
+    """Return Lightning's exception for a request."""
     kinds = {Stop.INTERRUPT: KeyboardInterrupt, Stop.TERMINATE: SIGTERMException, Stop.REQUEUE: RequeueException}
     return kinds[stop]()
 
 
 def stop_of(error: BaseException | None) -> Stop:
-    """Return the request that an exception stands for; NO for any other exception."""
+    """Return the request that an exception represents; NO for any other exception."""
     if isinstance(error, RequeueException):
         return Stop.REQUEUE
     if isinstance(error, SIGTERMException):
@@ -56,11 +56,11 @@ def stop_of(error: BaseException | None) -> Stop:
 
 @dataclass(frozen=True)
 class Failure:
-    """What the other processes hear of an exception in one.
+    """The description of one process's exception for the others.
 
     Attributes:
-        text: Its message; none of a request to stop.
-        stop: The request to stop that it stands for.
+        text: The message; empty for a request to stop.
+        stop: The request that it represents.
     """
 
     text: str | None
@@ -68,7 +68,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException | None) -> "Failure | None":
-        """Return what others hear of an exception, if there is one."""
+        """Return the description of an exception, if there is one."""
         if error is None:
             return None
         stop = stop_of(error)
@@ -76,11 +76,11 @@ class Failure:
 
     @staticmethod
     def raise_first(failures: Sequence["Failure | None"], own: BaseException | None = None) -> None:
-        """Raise in every process what ends them all; return if nobody failed.
+        """Raise the error that ends all processes in each of them; return if none failed.
 
         Raises:
-            OtherProcessError: If another process failed; this one's own exception goes before.
-            SIGTERMException: If nobody failed, and one was told to stop; KeyboardInterrupt likewise.
+            OtherProcessError: If another process failed, unless this one has an exception too.
+            SIGTERMException: If none failed, and one got a request to stop; or KeyboardInterrupt.
         """
         if own is not None and not stop_of(own):
             raise own
@@ -92,32 +92,32 @@ class Failure:
 
 
 class RoundSignalConnector(_SignalConnector):
-    """Lightning's handlers of signals, which in a fit do nothing but note the request.
+    """Lightning's signal handlers, which only record the request during a fit.
 
-    Lightning's own save, or ask the other processes, wherever the signal strikes: there the others are at other
-    clients. A second SIGINT is a ``KeyboardInterrupt`` on the spot.
+    Lightning's handlers save or communicate at once, while other processes may train other clients. A second SIGINT
+    raises ``KeyboardInterrupt`` at once.
     """
 
     asked = Stop.NO
     _is_waiting = False
 
     def register_signal_handlers(self) -> None:
-        """Register the handlers; nothing has been asked yet."""
+        """Register the handlers, and reset the request."""
         self.asked = Stop.NO
         super().register_signal_handlers()
         if self._is_fit and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._register_signal(signal.SIGINT, self._sigint_handler_fn)
 
     def check(self) -> None:
-        """Stop here if a signal asked for it."""
+        """Stop here if a signal requested it."""
         if self.asked:
             raise exception_of(self.asked)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal stop the fit inside right where it strikes: there the fit does nothing but wait.
+        """Let a signal stop the fit inside at once, since the fit is only waiting.
 
-        If others handle SIGTERM as well, it is up to them to end the process.
+        If other code also handles SIGTERM, that code must end the process.
         """
         self._is_waiting = True
         try:
@@ -127,7 +127,7 @@ class RoundSignalConnector(_SignalConnector):
             self._is_waiting = False
 
     def requeue(self) -> None:
-        """Save the last completed round where SLURM's next job looks for it, and ask SLURM for that job."""
+        """Save the last completed round for SLURM's next job, and request that job."""
         super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
 
     @property
@@ -144,7 +144,7 @@ class RoundSignalConnector(_SignalConnector):
         if self.asked >= Stop.INTERRUPT:
             raise KeyboardInterrupt
         self._ask(Stop.INTERRUPT)
-        if self.trainer.is_global_zero:  # written at once: a handler may strike in the middle of a log record
+        if self.trainer.is_global_zero:  # written directly, since a handler may interrupt a log record
             os.write(2, b"\nStopping at the next local step; interrupt once more to stop at once.\n")
 
     def _slurm_sigusr_handler_fn(self, signum: Any, frame: Any) -> None:

@@ -1,1 +1,1 @@
-"""Traces of functions of tensors: graphs, and passes over them; nothing of clients, nothing of Lightning."""
+"""Traces of tensor functions: graphs and passes over them, independent of clients and Lightning."""

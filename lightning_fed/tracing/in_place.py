@@ -1,4 +1,4 @@
-"""A pass that lets a graph move its inputs in place: what is the same for every call is done once."""
+"""A pass that makes a graph move its inputs in place, and computes constant parts once."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -13,36 +13,36 @@ from lightning_fed.tracing.passes import erase_unused, root, shape_of, writes
 __all__ = ["SplitGraph", "split_graph"]
 
 _aten = torch.ops.aten
-_Term: TypeAlias = tuple[float, fx.Node]  # a factor, and what is multiplied with it
+_Term: TypeAlias = tuple[float, fx.Node]  # a factor, and the node that it multiplies
 
 
 @dataclass(frozen=True, slots=True)
 class SplitGraph:
     """A traced function as two graphs.
 
-    ``once`` goes from the constants to what depends on nothing else: for every moved input the constant part of its
-    direction (None if there is none), then what ``call`` needs beside. ``call`` goes from the other inputs, that, and
-    the factor of the move to the results that are no directions; the inputs have moved along their directions, but for
-    the constant parts.
+    ``once`` maps the constants to values that only depend on them: for every moved input, the constant part of its
+    direction (or None), then the values that ``call`` needs. ``call`` maps the other inputs, these values, and the
+    factor of the move to the results other than directions, and moves the inputs along their directions without the
+    constant parts.
     """
 
-    owner: fx.GraphModule  # what the graphs' attributes belong to
+    owner: fx.GraphModule  # the owner of the graphs' attributes
     once: fx.Graph
     call: fx.Graph
-    moves: int  # how many inputs are moved
-    names: tuple[str, ...]  # of the values that are its last results
+    moves: int  # number of moved inputs
+    names: tuple[str, ...]  # names of its last results
 
 
 def split_graph(module: fx.GraphModule, moves: int, constants: int, names: tuple[str, ...] = ()) -> SplitGraph | None:
-    """Let a graph move its first inputs along its first results, instead of returning these; the graph is changed.
+    """Change a graph to move its first inputs along its first results instead of returning these.
 
-    A direction is taken apart into its terms, as far as it is a sum. What depends on constants alone, the graph's last
-    inputs, is left to a graph that is run once for all calls. A term that is a product of matrices is never formed: the
-    product is added to the input. A multiple of the input itself scales it.
+    A direction that is a sum is split into its terms. Values that only depend on constants, the graph's last inputs,
+    move to a graph that runs once for all calls. A product of matrices is added to the input without being formed
+    separately. A multiple of the input scales the input.
 
-    Return None if the graph writes to something that depends on constants alone.
+    Return None if the graph writes to a value that only depends on constants.
 
-    Measured: 2.7 times less CPU time for a round of W2, 1.1 times for W1, against a trace of the gradients alone.
+    Compared to a trace of the gradients, a round of W2 takes 2.7 times less CPU time, and one of W1 1.1 times less.
     """
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -69,7 +69,7 @@ def split_graph(module: fx.GraphModule, moves: int, constants: int, names: tuple
 
 
 def _stood_in_for(graph: fx.Graph, fixed: dict[fx.Node, None], factor: fx.Node) -> list[fx.Node]:
-    """Let inputs before the factor stand in for what is constant; return the nodes that are needed for it."""
+    """Replace constant values with inputs before the factor; return the replaced nodes."""
     needed = [node for node in fixed if any(user not in fixed for user in node.users)]
     with graph.inserting_before(factor):
         for node in needed:
@@ -80,7 +80,7 @@ def _stood_in_for(graph: fx.Graph, fixed: dict[fx.Node, None], factor: fx.Node) 
 
 
 def _constant(graph: fx.Graph, inputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Return what depends on some of the inputs alone, in order."""
+    """Return the nodes that only depend on the given inputs, in order."""
     found = dict.fromkeys(inputs)
     for node in graph.nodes:
         sources = node.all_input_nodes
@@ -90,7 +90,7 @@ def _constant(graph: fx.Graph, inputs: Iterable[fx.Node]) -> dict[fx.Node, None]
 
 
 class _Sum:
-    """A direction as a sum: so many times the parameter that moves along it, constant terms, and others."""
+    """A direction as a sum: a multiple of the moved parameter, constant terms, and others."""
 
     def __init__(self, parameter: fx.Node, direction: fx.Node, constant: dict[fx.Node, None]) -> None:
         self.parameter, self.own = parameter, 0.0
@@ -105,7 +105,7 @@ class _Sum:
 
 
 def _terms(node: fx.Node, factor: float = 1.0) -> list[_Term]:
-    """Take a tensor apart into terms with factors."""
+    """Split a tensor into terms with factors."""
     args, target = node.args, node.target
     if len(node.users) > 1 or node.op != "call_function":
         return [(factor, node)]
@@ -131,7 +131,7 @@ class _Update:
         self.graph, self.factor, self.parameters = graph, factor, parameters
 
     def emit(self, sums: Sequence[_Sum], rest: Sequence[fx.Node]) -> list[fx.Node]:
-        """Move parameters along sums; return the other results, which look at them before the first one moves."""
+        """Move parameters along sums; return the other results, computed before any parameter moves."""
         waiting = [[(factor, self._before(node)) for factor, node in each.terms] for each in sums]
         others = [self._before(node) for node in rest]
         for each, terms in zip(sums, waiting, strict=True):
@@ -140,7 +140,7 @@ class _Update:
         return others
 
     def _before(self, node: fx.Node) -> fx.Node:
-        """Return what a node is before any parameter moves."""
+        """Return a node's value from before any parameter moves."""
         is_part = root(node) in self.parameters
         return self.graph.call_function(_aten.clone.default, (node,)) if is_part else node
 
@@ -163,9 +163,9 @@ class _Update:
             graph.call_function(_aten.add_.Tensor, (parameter, node), {"alpha": self._scaled(factor)})
 
     def _factored(self, products: Sequence[_Term]) -> list[tuple[float, Any, Any, Any]]:
-        """Return factor, operator, left and right matrix of each product, taking out what products share.
+        """Return factor, operator, left and right matrix of each product, combining products that share a matrix.
 
-        The gradients of a first layer at two points are products with one input.
+        The gradients of a first layer at two points are products with the same input.
         """
         found: list[tuple[float, Any, Any, Any]] = []
         for factor, node in products:
@@ -205,7 +205,7 @@ def _copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]
 
 
 def _added(graph: fx.Graph, terms: Sequence[_Term], copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """Add up terms with factors, one without a factor first; None if there are none."""
+    """Return the sum of terms with factors, starting with one without a factor; None if empty."""
     total: fx.Node | None = None
     for factor, node in sorted(terms, key=lambda term: term[0] != 1.0):
         if total is None:

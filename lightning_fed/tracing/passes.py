@@ -1,4 +1,4 @@
-"""Rewrites of graphs: what is computed for nothing, or twice, is computed once; any number of clients or examples."""
+"""Graph rewrites: unneeded and repeated computations are removed, and any number of clients or examples works."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ _PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Simplify a trace, whose nodes know what they returned.
+    """Simplify a trace whose nodes have recorded results.
 
-    Transposes of transposes, views of the same shape, copies that nobody writes to, detaching and factors of one are
-    left out; what depends on nothing becomes a constant; what is computed twice is computed once.
+    This removes transposes of transposes, views of the same shape, unmodified copies, detaching and factors of one.
+    Values without inputs become constants, and repeated computations are shared.
     """
     graph = module.graph
     is_pure = not any(writes(node) for node in graph.nodes)
@@ -36,7 +36,7 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def _stands_for(node: Any, is_pure: bool) -> fx.Node | None:
-    """Return the node whose result is the same, if there is one."""
+    """Return the node with the same result, or None."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -54,7 +54,7 @@ def _stands_for(node: Any, is_pure: bool) -> fx.Node | None:
 
 
 def _is_constant(node: Any) -> bool:
-    """Whether a node is the same number whatever goes in, and however many examples."""
+    """Return whether a node is the same number for any inputs and any number of examples."""
     fills = (_aten.ones_like.default, _aten.zeros_like.default)
     return node.target is _aten.scalar_tensor.default or (node.target in fills and shape_of(node) == ())
 
@@ -69,7 +69,7 @@ def _fold(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _share(graph: fx.Graph) -> None:
-    """Let what is computed twice from the same be computed once."""
+    """Compute repeated computations of the same inputs once."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr") or _is_random(node):
@@ -77,14 +77,14 @@ def _share(graph: fx.Graph) -> None:
         try:
             key = (node.op, node.target, _frozen(node.args), _frozen(node.kwargs))
             first = known.setdefault(key, node)
-        except TypeError:  # an argument that cannot be compared
+        except TypeError:  # an argument that cannot be hashed
             continue
         if first is not node:
             node.replace_all_uses_with(first)
 
 
 def _frozen(value: Any) -> Any:
-    """Return arguments as something that can be compared; 1 and 1.0 and True are not the same argument."""
+    """Return arguments in a comparable form; 1, 1.0 and True are different."""
     if isinstance(value, dict):
         return tuple((key, _frozen(part)) for key, part in value.items())
     if isinstance(value, (list, tuple)):
@@ -97,7 +97,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def shape_of(node: Any) -> torch.Size | None:
-    """Return the shape of what a node returned, None if it is no tensor."""
+    """Return the shape of a node's result, None if it is not a tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value.shape if isinstance(value, Tensor) else None
 
@@ -108,24 +108,24 @@ def _dtype(node: fx.Node) -> Any:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node changes what it is given."""
+    """Return whether a node changes its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def root(node: Any) -> Any:
-    """Return what a node is a view of."""
+    """Return the node that a node is a view of."""
     while node.op == "call_function" and (node.target is operator.getitem or is_view(node.target)):
         node = node.args[0]
     return node
 
 
 def is_view(target: Any) -> bool:
-    """Whether an operator returns views of what it is given."""
+    """Return whether an operator returns views of its arguments."""
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
 
 
 def erase_unused(graph: fx.Graph) -> None:
-    """Erase what nobody asks for and changes nothing."""
+    """Erase unused nodes that change nothing."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not writes(node):
             graph.erase_node(node)
@@ -140,23 +140,23 @@ class _DiffersError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """So many times the number of clients or examples."""
+    """A multiple of the number of clients or examples."""
 
     factor: int
 
 
 def generalize(graphs: Sequence[Sequence[fx.Graph]], owners: Sequence[nn.Module]) -> bool:
-    """Let graphs take any number of clients, or of examples.
+    """Change graphs to accept any number of clients or examples.
 
-    The number is part of a graph, in the sizes of views and the like. Some that were made with different numbers tell
-    where it is: every integer that differs between them has to be the same multiple of it in all.
+    The number is part of a graph, for example in sizes of views. Comparing graphs recorded with different numbers shows
+    its positions: every integer that differs must be the same multiple of the number in all graphs.
 
     Args:
-        graphs: Graphs, changed in place, each the first of some that were made with different numbers.
-        owners: What the first ones' attributes are of, what the second ones' are, and so on.
+        graphs: Groups of graphs recorded with different numbers; the first of each is changed in place.
+        owners: The owners of the graphs' attributes, in the same order as the graphs of a group.
 
     Returns:
-        Whether they differ in nothing else; if they do, they stay as they are.
+        True if they differ in nothing else; otherwise the graphs are unchanged.
     """
     found = []
     try:
@@ -177,7 +177,7 @@ def generalize(graphs: Sequence[Sequence[fx.Graph]], owners: Sequence[nn.Module]
 def _compared(
     one: fx.Graph, other: fx.Graph, owners: tuple[nn.Module, nn.Module]
 ) -> tuple[fx.Node | None, dict[fx.Node, Any]]:
-    """Return an input with as many rows, and the arguments of all nodes, with the number marked in them."""
+    """Return an input with that number of rows, and the arguments of all nodes with the number marked."""
     if len(one.nodes) != len(other.nodes):
         raise _DiffersError
     pairs = dict(zip(one.nodes, other.nodes, strict=True))
@@ -194,7 +194,7 @@ def _compared(
 
 
 def _stacked(pairs: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, tuple[int, int]]:
-    """Return an input with as many rows as there are clients or examples, and both numbers; none if no input has."""
+    """Return an input with one row per client or example, and both numbers; None if no input has."""
     found: tuple[fx.Node | None, tuple[int, int]] = (None, (1, 1))
     for a, b in pairs.items():
         if a.op != "placeholder":
@@ -246,7 +246,7 @@ def _check_equal(a: Any, b: Any) -> None:
 
 
 def _put_in(graph: fx.Graph, stacked: fx.Node | None, merged: Mapping[fx.Node, Any]) -> None:
-    """Let the marked arguments be worked out from an input's rows."""
+    """Compute the marked arguments from an input's number of rows."""
     multiples: dict[int, Any] = {}
 
     def noted(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Traces of functions of tensors, by what decides them: what PyTorch does, without the Python around it."""
+"""Traces of tensor functions by key, which run PyTorch's operations without the Python around them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,32 +14,32 @@ from lightning_fed.tracing.passes import generalize, simplify
 try:
     from torch._guards import TracingContext, tracing
     from torch.fx.experimental.proxy_tensor import make_fx
-except ImportError as error:  # private names, which may move; everything runs without traces too
+except ImportError as error:  # private names, which may move; everything also runs without traces
     _MISSING = str(error)
 else:
     _MISSING = ""
 
 __all__ = ["Found", "Trace", "Traces", "kinds", "resized"]
 
-_MOST = 512  # traces, of some 300 kB each
+_MOST = 512  # traces of about 300 kB each
 
 Found: TypeAlias = tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]
-"""What a traced function returns: tensors, a loss, and named values."""
+"""The results of a traced function: tensors, a loss, and named values."""
 
 
 class Traces:
-    """The one table of traces: from what decides a function to its graph, made when it is first asked for.
+    """The table of traces: from a function's key to its graph, which is recorded on first use.
 
-    A trace repeats what Python decided when it was made. Whoever asks for traces must therefore forbid them where
-    Python may decide otherwise later, drop them when something has changed, and check them now and then. What is traced
-    must not depend on what was run before: a trace rounds otherwise, and a resumed run has the same bits.
+    A trace repeats Python's decisions at its recording. The caller must therefore forbid traces if these decisions may
+    change, drop them after changes, and check them regularly. The choice of traced functions must not depend on earlier
+    runs: a trace rounds differently, and a resumed run must have the same bits.
 
     Args:
-        dtype: The default type of PyTorch within the functions.
+        dtype: PyTorch's default dtype within the functions.
         warn: Shows the user a warning.
 
     Attributes:
-        allowed: Whether traces may be made and used.
+        allowed: Whether traces may be recorded and used.
     """
 
     def __init__(self, dtype: torch.dtype, warn: Callable[[str], None]) -> None:
@@ -57,7 +57,7 @@ class Traces:
         return sum(trace is not None for trace in self._traces.values())
 
     def forbid(self, why: str = "") -> Literal[False]:
-        """Drop all traces and make no others; say why, if given; return False."""
+        """Drop all traces and record no more, with the reason as a warning, if given; return False."""
         self.drop()
         if self.allowed and why:
             self._warn(why)
@@ -65,11 +65,11 @@ class Traces:
         return False
 
     def forbid_after(self, error: Exception, when: str) -> Literal[False]:
-        """Do that because of an error; return False."""
+        """Forbid traces because of an error; return False."""
         return self.forbid(f"Local steps run untraced, which is slower: {type(error).__name__} {when} ({error}).")
 
     def drop(self) -> None:
-        """Drop all traces; they are made anew."""
+        """Drop all traces; later uses record them again."""
         self._traces.clear()
 
     def get(
@@ -83,21 +83,21 @@ class Traces:
         constants: int,
         notes: dict[str, set[str]] | None = None,
     ) -> "Trace | None":
-        """Return the trace of a function, None if there can be none.
+        """Return the trace of a function, or None if it cannot be traced.
 
         Args:
-            key: What decides the function and its inputs' shapes, up to their size.
-            function: From tensors to tensors, loss and named values.
-            inputs: Makes the function's tensors for a number of clients or of examples.
-            sizes: The numbers that it is traced with. With several, the trace takes any number.
-            moves: How many of its first inputs are moved along as many first results, in place.
-            constants: How many of its last inputs stay as they are from call to call.
-            notes: What the function notes while it is traced; a copy stays with the trace.
+            key: A key of the function and its inputs' shapes, up to the size.
+            function: Maps tensors to tensors, a loss and named values.
+            inputs: Returns the function's tensors for a number of clients or examples.
+            sizes: The numbers that it is traced with. With several, the trace accepts any number.
+            moves: The number of first inputs that move in place along the first results.
+            constants: The number of last inputs that do not change between calls.
+            notes: The function's notes during tracing; the trace keeps a copy.
         """
         if key not in self._traces:
             if not self.allowed:
                 return None
-            if len(self) >= _MOST:  # shapes of batches may go on changing
+            if len(self) >= _MOST:  # the shapes of batches may keep changing
                 self.drop()
             graph = self._made(function, inputs, sizes, moves, constants)
             if not self.allowed:  # the function has forbidden it
@@ -114,7 +114,7 @@ class Traces:
         moves: int,
         constants: int,
     ) -> SplitGraph | None:
-        """Return the graph of a function, made with some sizes to take any if there are several."""
+        """Return a function's graph, recorded with some sizes to accept any if there are several."""
         graphs: list[SplitGraph] = []
         for size in sizes:
             graph = self._split(function, inputs(size), moves, constants, may_fail=len(sizes) > 1)
@@ -135,7 +135,7 @@ class Traces:
         constants: int,
         may_fail: bool,
     ) -> SplitGraph | None:
-        """Trace a function, and split the graph into what is done once and what is done in every call."""
+        """Trace a function, and split the graph into a part that runs once and a part for every call."""
         names = list[str]()
 
         def outputs(*given: Tensor) -> list[Tensor]:
@@ -150,7 +150,7 @@ class Traces:
             raise  # nothing is wrong with the function
         except Exception as error:
             with torch.no_grad():
-                function(*tensors)  # an error of the batch is not the trace's, and is raised here
+                function(*tensors)  # raises an error of the batch, which is not the trace's
             if not may_fail:
                 self.forbid_after(error, "in tracing")
             return None
@@ -159,12 +159,12 @@ class Traces:
 
 
 class _Shapes(TorchFunctionMode):
-    """Where make_fx notes the shape of every result; with its own fake tensors tracing takes 1.7 times as long."""
+    """Records the shape of every result for make_fx, whose own fake tensors make tracing 1.7 times slower."""
 
     shape_env = None  # sizes are numbers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a tensor without data; a single number stays on its device, where a pass may put a constant."""
+        """Create a tensor without data; a single number stays on its device, since a pass may use it."""
         kwargs = kwargs or {}
         if func is torch.empty_strided and len(args[0]) > 0:
             kwargs = {**kwargs, "device": "meta"}
@@ -172,11 +172,11 @@ class _Shapes(TorchFunctionMode):
 
 
 class Trace:
-    """A traced function, in two parts: what depends on constants alone is done once, the rest in every call.
+    """A traced function in two parts: one runs once for the constants, the other in every call.
 
     Attributes:
-        checked: By the kinds of inputs for which it was compared with the function: what Python numbers the function
-            gave there, which are no part of the trace; None where the trace is wrong.
+        checked: By kinds of inputs compared with the function: the Python numbers that the function returned, which are
+            not part of the trace; None if the trace is wrong.
     """
 
     def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]]) -> None:
@@ -189,15 +189,15 @@ class Trace:
         self._call = _under(dtype, fx.GraphModule(graph.owner, graph.call).forward)
 
     def once(self, constants: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
-        """Return the constant part of every moved input's direction, and what a call takes after the other inputs."""
+        """Return the constant part of every moved input's direction, and the further inputs of a call."""
         with torch.no_grad():
             results = self._once(*constants)
         return results[: self.graph.moves], results[self.graph.moves :]
 
     def __call__(self, *arguments: Any) -> Found:
-        """Move inputs and return the function's other results; to be called without gradients.
+        """Move inputs and return the function's other results; call it without gradients.
 
-        Arguments are the inputs but for the constants, what :meth:`once` returned, and the factor of the move.
+        Arguments are the inputs except constants, the results of :meth:`once`, and the factor of the move.
         """
         results = self._call(*arguments)
         start = len(results) - len(self._names) - 1
@@ -205,16 +205,16 @@ class Trace:
 
 
 def _call_directly(graph: fx.Graph) -> None:
-    """Call operators without the Python function around each of them, which takes half a microsecond."""
+    """Call operators without their Python wrappers, which take half a microsecond each."""
     for node in graph.nodes:
         if (operator := getattr(node.target, "_op", None)) is not None:
             direct: Any = partial(operator)
-            direct.__name__, direct.__module__ = str(node.target), __name__  # for the code that is made of the graph
+            direct.__name__, direct.__module__ = str(node.target), __name__  # for the code generated from the graph
             node.target = direct
 
 
 def _under(dtype: torch.dtype, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Return a function that makes this type of whole numbers where it divides them."""
+    """Return a function in which dividing integers gives this dtype."""
     if dtype == torch.get_default_dtype():
         return function
 
@@ -230,10 +230,10 @@ def _under(dtype: torch.dtype, function: Callable[..., list[Tensor]]) -> Callabl
 
 
 def resized(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Return tensors with so many rows, made of those of others."""
+    """Return tensors with ``size`` rows, repeating the rows of others."""
     return [t.index_select(0, torch.arange(size, device=t.device) % len(t)) for t in tensors]
 
 
 def kinds(tensors: Sequence[Tensor]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    """Return what tells tensors apart: their shapes and types."""
+    """Return the shapes and dtypes of tensors, as a key."""
     return tuple((t.shape, t.dtype) for t in tensors)

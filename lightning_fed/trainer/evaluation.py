@@ -123,11 +123,7 @@ def _is_users_own(owner: Any, hook: str) -> bool:
 
 
 def validation_batches(data: FederatedDataModule, client_id: ClientId) -> ClientBatches:
-    """Return the batches of a client's own validation set, of ``eval_batch_size`` examples each.
-
-    Raises:
-        FederatedError: If the client has no validation set, or an empty one.
-    """
+    """Return the batches of a client's own validation set, of ``eval_batch_size`` examples each."""
     dataset = data.client_val_dataset(client_id)
     settings = replace(data.batch_settings, full_batch_size=data.eval_batch_size or 256)
     batches = None if dataset is None else TensorBatches.of(dataset, settings) or LoaderBatches(dataset, settings)
@@ -150,11 +146,7 @@ def own_model(algorithm: Algorithm, x: Vector, server: State, client: ClientStat
 
 
 def mean_loss(client_id: ClientId, total: float, examples: int) -> float:
-    """Return a client's mean training loss, given the sum over its examples.
-
-    Raises:
-        FederatedError: If it has none.
-    """
+    """Return a client's mean training loss, given the sum over its examples."""
     if not examples:
         raise FederatedError(f"Client {client_id!r} has no training examples, and so no training loss. Leave it out.")
     return total / examples
@@ -188,9 +180,6 @@ class ClientEvaluation:
             on: "val" for its validation set, "train" for its training set.
             steps: The local steps of fine-tuning; 0 evaluates ``x`` itself.
             round: The completed rounds.
-
-        Raises:
-            FederatedError: If it has no validation set, or ``validation_step`` logs nothing.
         """
         data, engine, y = self.trainer.datamodule, self.engine, x.clone()
         train = data.client_batches(client_id)

@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -338,9 +339,9 @@ class FederatedLoop(_FitLoop):
         if len(statuses) > 1:
             self.epoch_loop._results.merge([status["logged"] for status in statuses])
             run.server_model.check_changes_agree([status["change"] for status in statuses])
-        if any(status["gave_up"] for status in statuses):
-            run.clients.give_up()
-        self._stop = Stop(max(status["stop"] for status in statuses))
+            if any(status["gave_up"] for status in statuses):
+                run.clients.give_up()
+        self._stop = Stop(max(map(itemgetter("stop"), statuses)))
 
     # ------------------------------------------------------------------ what callbacks may ask of the run
 

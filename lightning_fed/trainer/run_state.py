@@ -85,11 +85,7 @@ class RunState:
 
     @property
     def server(self) -> Server:
-        """The server's side of the run.
-
-        Raises:
-            FederatedError: If there is none; see :attr:`FederatedLoop.state`.
-        """
+        """The server's side of the run."""
         if self._server is None:
             self.check_is_here("The server state")
             raise FederatedError(
@@ -112,11 +108,7 @@ class RunState:
         return self.clients.engine
 
     def check_is_here(self, what: str) -> None:
-        """Refuse to return a state that ended with the processes that held it.
-
-        Raises:
-            FederatedError: Naming the state, and how to get it.
-        """
+        """Refuse to return a state that ended with the processes that held it."""
         if self._rounds_elsewhere:
             raise FederatedError(
                 f"{what} after round {self._rounds_elsewhere - 1} has ended with the processes that the trainer"
@@ -142,11 +134,7 @@ class RunState:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last completed round, with client states on rank zero, or where they are on disk.
-
-        Raises:
-            FederatedError: In the middle of a round of several processes, which are at different clients then.
-        """
+        """Return the state after the last completed round, with client states on rank zero, or their place on disk."""
         if self._checkpoint is not None:  # nothing has run since it was loaded
             return {**self._checkpoint, "client_states": self.client_states.copied(self._checkpoint)}
         if self._server is None:
@@ -190,6 +178,18 @@ class RunState:
     def connect_clients(self) -> None:
         """Let the data module connect to clients that are elsewhere, and read who the clients are."""
         self._elsewhere = self.trainer.datamodule.connect_clients()
+        if self._elsewhere is None:
+            if versions := self.sites.get("versions"):
+                of = (
+                    f"The checkpoint {self.trainer.ckpt_path}"
+                    if self.trainer.ckpt_path
+                    else "This trainer's earlier fit"
+                )
+                raise FederatedError(
+                    f"{of} is of a run with real clients, {len(versions)} of which keep states on their sites: a"
+                    " simulation cannot go on without them. Go on with fit(model, RemoteClients(...))."
+                )
+            self.sites = {}
         self.load_population()
 
     def load_population(self, among: Sequence[ClientId] | None = None) -> Population:
@@ -238,9 +238,8 @@ class RunState:
         """Prepare the module, bring the server to where the run stands, and prepare the clients."""
         trainer, settings, population = self.trainer, self.settings, self.population
         assert population is not None
-        self._check_place()
         self.prepared = prepared = PreparedModule(trainer)
-        if not isinstance(trainer.strategy, WithinClientStrategy):
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, WithinClientStrategy):
             self.ranks = Ranks.of(trainer)
         notes = notes_of(prepared, population)
         saved, self._checkpoint = self._checkpoint, None
@@ -265,7 +264,8 @@ class RunState:
         if elsewhere is None:
             engines, chunk = self._engines_before, self._chunk_before
             self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
-            work.agree(self.ranks)
+            if self.ranks.size > 1:
+                work.agree(self.ranks)
         else:
             self.clients = elsewhere
         self.rounds = Rounds(server, sampling, self.clients, self.ranks)
@@ -295,18 +295,6 @@ class RunState:
                 f" processes with a gradient scaler each, and this run has {ranks.size}. All start from the scale of"
                 " the first one, so other local steps may overflow and be skipped."
             )
-
-    def _check_place(self) -> None:
-        """Refuse to continue a run here whose clients keep their states elsewhere."""
-        if self._elsewhere is not None:
-            return
-        if versions := self.sites.get("versions"):
-            of = f"The checkpoint {self.trainer.ckpt_path}" if self.trainer.ckpt_path else "This trainer's earlier fit"
-            raise FederatedError(
-                f"{of} is of a run with real clients, {len(versions)} of which keep states on their sites: a simulation"
-                " cannot go on without them. Go on with fit(model, RemoteClients(...))."
-            )
-        self.sites = {}
 
     def close_round(self, report: RoundReport) -> None:
         """Complete a round."""

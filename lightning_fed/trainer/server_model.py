@@ -41,11 +41,7 @@ class ServerModel:
         prepared.buffers.write(server.buffers)
 
     def begin_round(self) -> None:
-        """Take over what hooks have changed, and let clients work in the module until :meth:`show`.
-
-        Raises:
-            FederatedError: If a hook has frozen a parameter, or changed one that the method does not train.
-        """
+        """Take over what hooks have changed, but no frozen parameter; clients work in the module until :meth:`show`."""
         flat = self._prepared.flat
         frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
         if frozen:
@@ -57,10 +53,9 @@ class ServerModel:
         self._shown = None
 
     def sync_hook_changes(self) -> None:
-        """Give the server what hooks have changed in the module between rounds; does nothing while clients work.
+        """Give the server what hooks have changed in the module between rounds; do nothing while clients work.
 
-        Raises:
-            FederatedError: If a hook has changed parameters that the method does not train.
+        Changes of parameters that the method does not train are refused.
         """
         prepared, server, shown = self._prepared, self._server, self._shown
         if shown is None:
@@ -95,9 +90,6 @@ class ServerModel:
 
         Args:
             digests: The :attr:`change_digest` of every process.
-
-        Raises:
-            FederatedError: If they differ.
         """
         if len(set(digests)) > 1:
             raise FederatedError(

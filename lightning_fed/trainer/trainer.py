@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fed.algorithms import Algorithm
-from lightning_fed.callbacks import RoundLogger, RoundProgressBar, RunSummary
+from lightning_fed.callbacks import RoundLines, RoundLogger, RoundProgressBar, RunSummary
 from lightning_fed.callbacks.monitors import PlateauSchedulers
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_warn
@@ -366,12 +366,10 @@ def _in_rounds(check_val_every_n_epoch: Any, val_check_interval: Any) -> int | N
 def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:
     """Add the callbacks that every federated run brings along."""
     given = as_callbacks(callbacks)
-    shows_progress = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
-    defaults: list[pl.Callback] = [PlateauSchedulers()]
-    if not any(isinstance(c, RoundLogger) for c in given):
-        defaults.append(RoundLogger())
-    if shows_progress and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
+    kinds = (RoundLogger,) if kwargs.get("barebones") else (RoundLogger, RoundLines, RunSummary)
+    missing = [kind() for kind in kinds if not any(isinstance(c, kind) for c in given)]
+    defaults: list[pl.Callback] = [PlateauSchedulers(), *missing]
+    shows_bar = kwargs.get("enable_progress_bar") is not False and not kwargs.get("barebones")
+    if shows_bar and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
         defaults.append(RoundProgressBar())
-    if shows_progress and not any(isinstance(c, RunSummary) for c in given):
-        defaults.append(RunSummary())
     return [*given, *defaults]

@@ -1,6 +1,7 @@
 """Every method and option against the plain NumPy loops, on random problems."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -142,9 +143,9 @@ def test_weighted_methods(kind, weighting):
 
 @pytest.mark.parametrize("kind", ["softmax", "least_squares", "quadratic"])
 def test_unweighted_methods(kind):
-    for option in ("i", "ii"):
-        hp = {**UNWEIGHTED, "option": option, "server_lr": 0.8}
-        agree(Scaffold(option), "scaffold", hp, partial(torch.optim.SGD, lr=0.8), kind=kind, n_clients=6)
+    for option, initial in product(("i", "ii"), ("zero", "gradient")):
+        hp = {**UNWEIGHTED, "option": option, "initial": initial, "server_lr": 0.8}
+        agree(Scaffold(option, initial), "scaffold", hp, partial(torch.optim.SGD, lr=0.8), kind=kind, n_clients=6)
     for scaling in ("none", "inverse_size"):
         hp = {**UNWEIGHTED, "alpha": 0.4, "alpha_scaling": scaling}
         agree(FedDyn(0.4, scaling), "feddyn", hp, kind=kind, n_clients=6)

@@ -34,10 +34,38 @@ def test_option_i_by_hand():
     assert played.server[1]["c"].item() == 0.5 - 0.3125 / 4
 
 
-def test_server_variate_is_the_mean_of_the_clients():
+def test_first_gradients_by_hand():
+    played = play(Scaffold(initial="gradient"), GRAD, SIZES, X, ROUNDS)
+    # round 1: c_0 = -2, c_1 = 4 and c = (-2 + 4) / 4; v is c in the first step, then 0.5 + a_i (y - x)
+    first = {0: 0.5 - 0.125, 1: 0.5 - 0.25}
+    assert played.x[0].item() == -0.25 * (0.5 + sum(first.values()) / 2)
+    # c_i becomes the mean of the client's own gradients, and c the sum of these over N
+    own = {0: (-2.0 - 2.125) / 2, 1: (4.0 + 3.75) / 2}
+    assert {i: s["c_i"].item() for i, s in played.clients[0].items()} == own
+    assert played.server[0]["c"].item() == sum(own.values()) / 4
+    # round 2 takes no gradients: it goes on from there as with any start
+    v = played.x[0].item() - 2.0 - own[0] + played.server[0]["c"].item()
+    assert played.x[1].item() == played.x[0].item() - 0.25 * v
+
+
+def test_clients_that_come_later_start_at_zero():
+    played = play(Scaffold(initial="gradient"), GRAD, SIZES, X, [Round({0: (0,)}), Round({2: (0,)})])
+    # client 2 has the gradient 0 everywhere, and nothing but c to step along
+    assert played.x[1].item() == played.x[0].item() - 0.25 * played.server[0]["c"].item()
+
+
+def test_only_another_start_is_among_the_options():
+    # a checkpoint from before there was a choice has no "initial", and is resumed
+    assert Scaffold().options() == {"option": "ii"}
+    assert Scaffold("i", "gradient").options() == {"option": "i", "initial": "gradient"}
+
+
+@pytest.mark.parametrize("initial", ["zero", "gradient"])
+def test_server_variate_is_the_mean_of_the_clients(initial):
     generator = torch.Generator().manual_seed(0)
     cohorts = [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(6)]
-    played = play(Scaffold(), GRAD, SIZES, X, [Round(dict.fromkeys(cohort, (0, 1))) for cohort in cohorts])
+    rounds = [Round(dict.fromkeys(cohort, (0, 1))) for cohort in cohorts]
+    played = play(Scaffold(initial=initial), GRAD, SIZES, X, rounds)
     for server, clients in zip(played.server, played.clients, strict=True):
         want = sum(state["c_i"] for state in clients.values()) / 4
         torch.testing.assert_close(server["c"], want, rtol=1e-10, atol=1e-14)
@@ -54,6 +82,11 @@ def test_the_joint_optimum_is_reached_where_fedavg_stays_away():
     ours, theirs = (play(a, grad, (1, 1), X, rounds, lr=0.0625).x[-1].item() for a in (Scaffold(), FedAvg()))
     assert ours == pytest.approx(1.0, rel=1e-10)
     assert abs(theirs - 1.0) > 0.05
+
+
+def test_unknown_start():
+    with pytest.raises(FederatedError, match=r"Scaffold\(initial='gradients'\): initial must be 'zero' or 'gradient'"):
+        Scaffold(initial="gradients")
 
 
 def test_unknown_option():

@@ -1,17 +1,24 @@
-"""One bar whose unit is the round."""
+"""One bar whose unit is the round on a terminal, and lines elsewhere."""
 
+import itertools
+import logging
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_fed import FederatedError, RoundProgressBar
+from lightning_fed.callbacks import RoundLines, progress
+from lightning_fed.compat.package import pl
 from tests.helpers.training import data, seeded, trainer
 
 
 @pytest.mark.parametrize("kind", [None, TQDMProgressBar, RichProgressBar])
-def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", "", raising=False)  # as in a notebook, which overwrites a line as a terminal does
     if kind is RichProgressBar:
         pytest.importorskip("rich", reason="no rich, which draws this bar")
     bar = None if kind is None else kind()
@@ -23,6 +30,7 @@ def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert "2/2" in out
         assert "val_acc=" in out
         assert "Validation" not in out
+        assert "s/round" not in out
         assert "Federated run finished" in out
         assert re.search(r"val_loss +\d\.\d+ \(lowest .*, highest .*\)", out)
     run.validate(run.lightning_module, data())
@@ -32,3 +40,46 @@ def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_arguments_that_are_not_allowed_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(FederatedError, match=next(iter(options))):
         RoundProgressBar(**options)
+
+
+LINE = re.compile(r"round (\d+)/(\d+)  val_loss \S+  val_acc \S+  \S+ s/round")
+
+
+@pytest.mark.parametrize("bar", [True, False], ids=["no terminal", "no bar"])
+def test_without_a_bar_a_run_prints_lines_and_its_summary(bar: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(enable_progress_bar=bar, max_rounds=20).fit(seeded(), data())
+    out = capsys.readouterr().out
+    lines, _, summary = out.partition("\nFederated run finished\n")
+    found = [LINE.fullmatch(line) for line in lines.splitlines()]
+    assert [one and one[1] for one in found] == [str(n) for n in range(2, 21, 2)]
+    assert re.search(r"^  rounds +20$", summary, re.MULTILINE)
+    assert "\r" not in out
+
+
+def test_a_line_is_printed_when_the_last_one_is_long_ago(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = RoundLines(every_n_rounds=100)
+    clock = itertools.count(0, 10)  # it is read at the start and after each round
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    trainer(max_rounds=7, limit_val_batches=0, callbacks=lines).fit(seeded(), data())
+    shown = capsys.readouterr().out.partition("\nFederated")[0]
+    line = r"round {}/7  client/loss \S+  10 s/round\n"
+    assert re.fullmatch(line.format(3) + line.format(6), shown)
+
+
+def test_a_run_is_quiet_where_lightning_is(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger(pl.__name__)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        trainer(max_rounds=1).fit(seeded(), data())
+    finally:
+        logger.setLevel(level)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"seconds": -1}, {"every_n_rounds": 0}], ids=str)
+def test_lines_refuse_what_is_not_allowed(options: dict[str, Any]) -> None:
+    with pytest.raises(FederatedError, match=next(iter(options))):
+        RoundLines(**options)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import re
 import runpy
 import shutil
@@ -15,7 +16,9 @@ import pytest
 import torch
 import yaml
 
+from lightning_fed._version import __version__
 from lightning_fed.cli.main import FederatedCLI, main
+from lightning_fed.compat.package import NAMES, USED
 from lightning_fed.models import MLPClassifier
 from tests.helpers.command_line import one_stage
 from tests.helpers.selection import few
@@ -279,6 +282,43 @@ def test_python_dash_m_shows_all_commands(monkeypatch: pytest.MonkeyPatch, capsy
         "sweep",
         "compare",
     ]
+
+
+LIGHT = """
+import sys
+from lightning_fed.cli.main import main
+for words in (["--help"], ["--version"], ["new", "a_project"], ["compare", "log", "--metric", "val_acc"]):
+    try:
+        main(words)
+    except SystemExit as end:
+        assert not end.code, words
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_what_trains_nothing_imports_no_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("log").mkdir()
+    Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n2,0.75\n")
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True, timeout=120)
+    assert f"lightning-fed {__version__}\n" in done.stdout
+    assert "| log | 2 | 0.75 | 0.75 |" in done.stdout
+    assert Path("a_project/config.yaml").is_file()
+
+
+def test_a_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    loggers = [logging.getLogger(name) for name in NAMES[USED]]
+    levels = [logger.level for logger in loggers]
+    try:
+        run("fit", "-q", "--config", QUICKSTART, *SMALL[:4], "--trainer.logger", "false")
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    assert not capfd.readouterr().out
+
+
+def test_an_option_may_be_written_with_hyphens() -> None:
+    fit("--trainer.max-rounds", "1", "--trainer.logger=false", "--trainer.default-root-dir=hyphened-folder")
+    assert list(Path("hyphened-folder").rglob("*.ckpt"))
 
 
 @pytest.mark.thorough

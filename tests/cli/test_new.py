@@ -4,7 +4,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +37,7 @@ def test_a_new_project_imports_lightning_from_the_package_in_use(
     lightning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_new, "pl", SimpleNamespace(__name__=lightning))
+    monkeypatch.setattr(cli_new, "NAMES", {cli_new.USED: (lightning, "")})
     folder = cli_new.create("unlike_any_module")
     for file in ("unlike_any_module.py", "test_unlike_any_module.py"):
         assert f"import {lightning} as pl" in (folder / file).read_text()

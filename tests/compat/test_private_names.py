@@ -116,8 +116,10 @@ def used(tree: ast.Module, by_package: set[str]) -> Iterator[tuple[int, str]]:
 def overridden() -> Iterator[tuple[str, str]]:
     """Yield the classes of the package, and the private names of other packages that they replace."""
     for module in pkgutil.walk_packages([str(PACKAGE)], "lightning_fed."):
-        if module.name.startswith("lightning_fed.deploy.flower") or module.name.endswith("__main__"):
-            continue  # Flower may not be installed, and its public classes are all that is used
+        if module.name.startswith(
+            ("lightning_fed.deploy.flower", "lightning_fed.deploy.flare", "lightning_fed.__main__")
+        ):
+            continue  # Flower and NVFlare may not be installed, and their public classes are all that is used
         for cls in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(cls) and cls.__module__ == module.name:
                 bases = [base for base in cls.__mro__ if base.__module__.startswith(tuple(f"{p}." for p in PACKAGES))]

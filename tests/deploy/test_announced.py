@@ -158,3 +158,23 @@ def test_a_hello_without_counts_is_refused() -> None:
     ):
         with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
             Announcements(["a"]).take("a", {**hello(1), name: value})
+
+
+def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> None:
+    sites = Announcements(["bank", "clinic"], batch_size=4)
+    sites.take("bank", hello(8))
+    with pytest.raises(FederatedError, match="The site of client 'clinic' has batch_size=16, and the run's is 4. Give"):
+        sites.take("clinic", hello(8, batch_size=16))
+    assert list(sites.known) == ["bank"]
+
+
+def test_different_batch_sizes_that_nobody_asked_for_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    sites = Announcements(["bank", "clinic", "plant"])
+    with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
+        sites.take("bank", hello(8))
+        sites.take("clinic", hello(8))
+        sites.close()
+        assert not caplog.text
+        sites.take("plant", hello(8, batch_size=16))
+        sites.admit()
+    assert "Sites have different batch sizes: 4 (client 'clinic'), 16 (client 'plant')." in caplog.text

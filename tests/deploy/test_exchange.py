@@ -1,7 +1,9 @@
 """What a fit does with what a transport yields: replies, second copies, stale ones, refusals, and silence."""
 
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,9 +16,10 @@ import torch
 from lightning_fed import FederatedCallback, FederatedTrainer
 from lightning_fed.compat.private import SIGTERMException
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.deploy import Message, Refusal
+from lightning_fed.deploy import Message, Refusal, exchange
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_trainer, parameters, simulated
+from tests.helpers.processes import wait_until
 from tests.helpers.selection import few
 
 MAKE = partial(make_trainer, "Scaffold ii")
@@ -41,6 +44,44 @@ def test_second_copies_and_stale_replies_change_nothing_and_are_named_once(
     found = [text for text in caplog.messages if "is to 'train' of round 0" in text]
     assert [text for text in found if "and 'train' of round 1 (attempt 0) is at hand" in text]
     assert len(found) == len(set(found))
+
+
+def test_the_log_names_who_is_asked_who_is_missing_and_how_many_have_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_WAIT", 0.02)
+    threads = threading.active_count()
+    wire = Wire(tmp_path, partial(ALL, max_rounds=1))
+
+    phases = {"hello": "hello", "train": "round 0 train"}
+    waits: dict[str, list[tuple[str, str]]] = {}
+
+    def comes(task: Message) -> list[Message]:
+        phase = phases[task.header["phase"]]
+        if task.client == wire.last:  # all others have answered
+            line = re.compile(rf"{phase}: (\d) of 4 have answered in (.*) s; missing: .*\b{task.client}\b.*")
+
+            def has_come() -> bool:
+                waits[phase] = [found.groups() for found in map(line.fullmatch, caplog.messages) if found]
+                return len(waits[phase]) > 1 and waits[phase][-1][0] == "3"
+
+            wait_until(has_come)
+        return [wire.answer(task)]
+
+    wire.comes = comes
+    with caplog.at_level("INFO", logger="lightning_fed.deploy"):
+        wire.run()
+    for phase in phases.values():
+        assert caplog.messages.count(f"{phase}: 4 clients are asked: 0, 1, 2, 3") == 1
+        assert caplog.messages.count(f"{phase}: 4 of 4 have answered") == 1
+        for number, (_, seconds) in enumerate(waits[phase]):
+            assert float(seconds) == pytest.approx(0.02 * 2**number)
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+def test_a_line_of_the_log_names_a_few_clients() -> None:
+    assert exchange._named(["bank", 2]) == "'bank', 2"
+    assert exchange._named(list(range(1000))) == "0, 1, 2, 3, 4, ..."
 
 
 def test_a_fit_ends_with_the_names_of_clients_that_do_not_answer_and_why(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,26 @@ import torch
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
-from lightning_fed.deploy.facts import check_facts
+from lightning_fed.deploy.facts import check_facts, optimizer_facts
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_data, make_trainer
 
 MAKE = partial(make_trainer, "Scaffold ii")
+
+
+def with_optimizer(
+    kind: Any = torch.optim.SGD, lr: float = 0.1, weight_decay: float = 0.01, gamma: float | None = 0.5
+) -> Net:
+    """Return the module with other options of its optimizer and its schedule."""
+    module = model()
+
+    def configure() -> Any:
+        optimizer = kind(module.parameters(), lr=lr, weight_decay=weight_decay)
+        schedules = [] if gamma is None else [torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=gamma)]
+        return [optimizer], schedules
+
+    module.configure_optimizers = configure
+    return module
 
 
 DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
@@ -24,6 +40,16 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
     "seed": ({"seed": 3}, model, "its seed is 3"),
     "work": ({"local_epochs": 3}, model, "its local_epochs is 3, the server's is 2"),
     "precision": ({"precision": "64-true"}, model, "its precision is 64-true"),
+    "clipping": (
+        {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
+        model,
+        "its gradient_clip_val is 2 by value, the server",
+    ),
+    "rate": ({}, lambda: with_optimizer(lr=0.2), "its optimizer is SGD .*lr=0.2, .*, the server's is SGD .*lr=0.1,"),
+    "optimizer": ({}, lambda: with_optimizer(torch.optim.Adam, lr=0.1), "its optimizer is Adam of 4 parameters with"),
+    "decay": ({}, lambda: with_optimizer(lr=0.1, weight_decay=0.0), "weight_decay=0.0, the server's is .*=0.01"),
+    "schedule": ({}, lambda: with_optimizer(gamma=0.9), "its schedules is StepLR .*gamma=0.9, .* server's is .*=0.5,"),
+    "no schedule": ({}, lambda: with_optimizer(gamma=None), "its schedules is none, the server's is StepLR every 1"),
     "model": ({}, lambda: torch.nn.Module.register_buffer(m := model(), "more", torch.ones(1)) or m, "buffers at"),
 }
 
@@ -49,6 +75,56 @@ def test_local_work_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
     with pytest.raises(FederatedError, match="GradientAccumulationScheduler changes the local work"):
         Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[scheduler])).run()
+
+
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=9),
+    "CosineAnnealingWarmRestarts": partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=2),
+    "ReduceLROnPlateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_what_hello_compares_of_the_optimizer_is_the_same_in_every_round(name: str) -> None:
+    layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    groups = [{"params": list(layers[0].parameters()), "lr": 0.2}, {"params": list(layers[1].parameters())}]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1), momentum=0.9, foreach=True)
+    scheduler = OPTIONS[name](optimizer)
+    config = SimpleNamespace(scheduler=scheduler, frequency=1)
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[config])
+    first = optimizer_facts(trainer)
+    assert first["optimizer"].startswith("SGD of 2 parameters with dampening=0, lr=0.")
+    for number in range(5):
+        optimizer.step()
+        scheduler.step(*([float(number)] if name == "ReduceLROnPlateau" else []))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer_facts(trainer) == first
+
+
+def test_a_run_that_is_resumed_in_the_middle_of_a_schedule_is_not_refused(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg"))
+    wire.run(save={3: tmp_path / "three.ckpt"})
+    wire.kill()
+    trainer, _ = wire.run(ckpt_path=tmp_path / "three.ckpt")
+    assert trainer.fit_loop.round == 5
+
+
+def test_a_patch_of_a_library_is_a_warning_and_another_version_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="lightning_fed.deploy.site"):
+        check_facts({"version of PyTorch": "2.13.0"}, {"version of PyTorch": "2.13.1"}, "bank")
+    assert "The site of client 'bank': its version of PyTorch is 2.13.0, the server's is 2.13.1." in caplog.text
+    for name, own in (("PyTorch", "2.12.1"), ("Lightning", "2.5.6"), ("lightning_fed", "2.13.0")):
+        with pytest.raises(FederatedError, match=f"its version of {name} is {own}, .* Install the same version on b"):
+            check_facts({f"version of {name}": own}, {f"version of {name}": "2.13.1"}, "bank")
+
+
+def test_the_server_cannot_write_to_a_sites_log_by_a_fact() -> None:
+    with pytest.raises(FederatedError, match=r"the server's is 2\\n\\x1b\[2J"):
+        check_facts({"seed": "1"}, {"seed": "2\n\x1b[2J"}, "bank")
 
 
 def test_facts_that_differ_are_named_with_both_values() -> None:

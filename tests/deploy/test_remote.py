@@ -55,6 +55,15 @@ def test_what_cannot_be_the_ids_of_clients_is_refused() -> None:
             RemoteClients(InProcess([]), wrong)  # type: ignore[arg-type]
 
 
+def test_sites_must_have_the_batch_size_that_the_run_has_if_it_has_one(tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match="batch_size"):
+        RemoteClients(InProcess([]), ["a"], batch_size=0)
+    wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
+    wire.make().fit(model(), wire.clients(batch_size=4))
+    with pytest.raises(FederatedError, match="The site of client 0 has batch_size=4, and the run's is 16"):
+        wire.make().fit(model(), wire.clients(batch_size=16))
+
+
 def test_what_is_no_transport_is_refused_and_so_is_what_it_yields(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match=r"RemoteClients\(transport=a list\): a transport has a method exchange"):
         RemoteClients([], ["a"])  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.message import printable, shown
-from lightning_fed.deploy.reply_checks import MOST, Fields, check_finite, check_tensor
+from lightning_fed.deploy.message import MOST, printable, shown
+from lightning_fed.deploy.reply_checks import Fields, check_finite, check_tensor
 
 
 @pytest.mark.parametrize("value", [-1, MOST + 1, 10**400, True, 1.0, float("inf"), "1", None, [], {"a": 1}])

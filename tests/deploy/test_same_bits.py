@@ -29,6 +29,7 @@ NAMES = {
     "FedDANE": ("FedDane", "FedDane own"),
     "SCAFFOLD, option i": ("Scaffold i",),
     "SCAFFOLD, option ii, with plain SGD": ("Scaffold ii",),
+    "SCAFFOLD from first gradients, in the first round": ("Scaffold ii gradient",),
     "FedSAM, FedSpeed": ("FedSAM", "FedSpeed"),
     "FedRep, Ditto, APFL, pFedMe": ("FedRep", "Ditto", "APFL", "pFedMe"),
     "FedProxVR": ("FedProxVR svrg", "FedProxVR sarah"),

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from lightning_fed.callbacks import PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite, Message
-from lightning_fed.deploy.facts import facts_of
+from lightning_fed.deploy.facts import facts_of, optimizer_facts
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import make_data, make_trainer, parameters
@@ -28,9 +29,15 @@ STEPS = 12  # of client 2: 22 examples in batches of 4, two local epochs
 
 
 def hello(make: Callable[[], Any] = MAKE, **header: Any) -> Message:
-    facts = facts_of(make(), model())
+    facts, optimizer = facts_of(make(), model()), optimizer_facts_of(model())
     at = {"format": 1, "run": RUN, "phase": "hello", "round": 0, "attempt": 0, "client": CLIENT}
-    return Message({**at, "facts": facts, "clients": [0, 1, 2, 3], **header})
+    return Message({**at, "facts": facts, "optimizer": optimizer, "clients": [0, 1, 2, 3], **header})
+
+
+def optimizer_facts_of(module: Net) -> dict[str, str]:
+    made = module.configure_optimizers()
+    config = SimpleNamespace(scheduler=made["lr_scheduler"], frequency=1)
+    return optimizer_facts(SimpleNamespace(optimizers=[made["optimizer"]], lr_scheduler_configs=[config]))
 
 
 def task(tensors: dict[str, Any] | None = None, **header: Any) -> Message:
@@ -73,8 +80,19 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "a buffer that is not there": (task({"buffers.own": torch.zeros(1)}), "no such buffer"),
     "a hello without facts": (hello(facts=None), "does not say what the server runs"),
     "a hello with nested facts": (hello(facts={"method": ["FedAvg"]}), "does not say what the server runs"),
+    "a hello without an optimizer": (hello(optimizer=None), "does not say what the server runs"),
     "a hello without clients": (hello(clients=None), "give a sequence of ints or strs"),
 }  # fmt: skip
+
+
+def test_first_gradients_are_refused_after_the_first_round(tmp_path: Path) -> None:
+    make = partial(make_trainer, "Scaffold ii gradient")
+    with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
+        site.answer(hello(make))
+        c = {"server.c": torch.zeros_like(parameters(model()))}
+        assert "x" in site.answer(task(c, phase="gradients")).header["norms"]
+        with pytest.raises(FederatedError, match="asks for 'gradients', which Scaffold does not need"):
+            site.answer(task(c, phase="gradients", round=1))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -89,7 +107,7 @@ def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedS
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_examples", "plateaus", "state", "what",
-         "local_steps", "own", "facts", "clients")  # fmt: skip
+         "local_steps", "own", "facts", "optimizer", "clients")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

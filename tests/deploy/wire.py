@@ -53,6 +53,7 @@ METHODS: dict[str, Callable[[], Algorithm]] = {
     "FedDane own": partial(FedDane, mu=0.1, grad_cohort="own"),
     "Scaffold i": partial(Scaffold, option="i"),
     "Scaffold ii": Scaffold,
+    "Scaffold ii gradient": partial(Scaffold, initial="gradient"),
     "Mime": Mime,
     "MimeLite Adam": partial(MimeLite, base=Adam()),
     "C-Mime": partial(CMime, base=SGDm(beta=0.9)),

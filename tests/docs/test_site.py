@@ -283,6 +283,38 @@ def test_a_command_that_is_shown_is_a_real_one(every: bool, capsys: pytest.Captu
     assert not faults, "\n".join(faults)
 
 
+def summary(text: str) -> dict[str, str]:
+    """Return the rows that a run prints at its end, by name; places of rounds are left out of the names."""
+    shown = text.partition("Federated run finished\n")[2]
+    rows = [re.split(r" {2,}", line.strip(), maxsplit=1) for line in shown.partition("\n\n")[0].splitlines()]
+    return {re.sub(r" \(round \d+\)", "", name): value for name, value in rows}
+
+
+def megabytes(text: str) -> list[float]:
+    units = {"B": 1e-6, "kB": 1e-3, "MB": 1.0}
+    return [float(number) * units[unit] for number, unit in re.findall(r"([\d.]+) (B|kB|MB)", text)]
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.thorough)])
+def test_the_quickstart_shows_what_a_run_prints(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with one_stage("fit"):
+        main(["fit", "--config", QUICKSTART, "--trainer.max_rounds", str(rounds)])
+    printed = summary(capsys.readouterr().out)
+    written = summary((ROOT / "docs" / "quickstart.md").read_text())
+    assert list(printed) == list(written)
+    assert written["rounds"] == "50"
+    sent = [rounds / 50 * size for size in megabytes(written["bytes up / down"])]
+    assert megabytes(printed["bytes up / down"]) == pytest.approx(sent, rel=0.01)
+    if rounds == 50:
+        exact = ("method", "clients seen", "bytes up / down", "logs", "watch")
+        assert {name: printed[name] for name in exact} == {name: written[name] for name in exact}
+        for name in ("val_acc", "val_loss"):
+            assert float(printed[name].split()[0]) == pytest.approx(float(written[name].split()[0]), abs=0.05)
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -79,12 +79,14 @@ def play(
         own = list(plan.grad_cohort) if algorithm.grad_cohort == "own" and plan.grad_cohort is not None else ids
         points = {p: at if p == "x" else server[p] for p in (*algorithm.full_grad_at, algorithm.anchor_at) if p}
         full = {i: {p: grad(points[p], i, None) for p in algorithm.full_grad_at} for i in {*ids, *own}}
-        centers = {p: mean(own, "weighting", [full[i][p] for i in own]) for p in algorithm.full_grad_at}
+        readers, rule = algorithm.full_grad_readers(r), algorithm.full_grad_mean
+        centers = {p: mean(own, rule, [full[i][p] for i in own]) for p in algorithm.full_grad_at}
         cohort = Cohort(len(ids), len(sizes), r, centers, loss(at) if loss and algorithm.population_loss else None)
         server = algorithm.begin_round(at, server, cohort)
         updates = {}
         for i in ids:
             state = clients.get(i) or algorithm.init_client(at)
+            state = algorithm.begin_client(state, full[i]) if readers == "both" else state
             shared = {"x": at, "server": server, "client": state, "full_grad": full[i], "cohort_grad": centers}
             shared |= {"num_examples": float(sizes[i]), "mean_examples": sum(sizes) / len(sizes)}
             client = SimpleNamespace(id=i, points=points, shared=shared, batches=plan.batches[i])

@@ -17,12 +17,12 @@ from lightning_fed.core.rounds import Step
 from lightning_fed.data import Iid
 from lightning_fed.data.datasets.digits import _load as load_digits
 from lightning_fed.data.skew_report import SkewTable
-from lightning_fed.lab.configurations import overlay
 from lightning_fed.lab.diagnosis.measurement import Measured
 from lightning_fed.lab.diagnosis.self_check import SelfCheck
 from lightning_fed.lab.diagnosis.theory import suggest
 from lightning_fed.lab.diagnosis.trials import Trial
 from lightning_fed.lab.diagnosis.verdicts import Findings
+from lightning_fed.lab.overlays import overlay
 from lightning_fed.models import MLPClassifier
 
 BASE: dict[str, Any] = {

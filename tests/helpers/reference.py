@@ -211,6 +211,10 @@ def feddane(p: Problem) -> list[Array]:
 
 def scaffold(p: Problem) -> list[Array]:
     x, c, cs, out = p.x0, np.zeros_like(p.x0), np.zeros((p.N, len(p.x0))), []
+    if p.hp.get("initial") == "gradient":
+        for i in p.cohort(0):
+            cs[i] = p.grad(x, i)
+        c = cs.mean(0)
     for r in p.rounds:
         ids, dx, dc = p.cohort(r), [], []
         for i in ids:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed import FederatedError
-from lightning_fed.lab.configurations import Configurations, key_of, overlay
+from lightning_fed.lab.configurations import Configurations, key_of
+from lightning_fed.lab.overlays import overlay
 
 BASE: dict[str, Any] = {
     "trainer": {"algorithm": {"class_path": "a.Mime", "init_args": {"base": "SGD"}}, "callbacks": [1], "max_rounds": 5},

@@ -107,8 +107,8 @@ METHODS = {
     "scaffold": Method(
         "Scaffold",
         ("option",),
-        ("server_lr",),
-        ("option",),
+        ("server_lr", "initial"),
+        ("option", "initial"),
         states={"c": ("server", "c"), "c_clients": ("clients", "c_i")},
     ),
     "mime": replace(_MIME, name="Mime"),

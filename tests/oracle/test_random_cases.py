@@ -18,7 +18,7 @@ from tests.helpers.selection import covering
 
 from .cases import Case, load_case, load_index
 from .methods import Setup, translate
-from .runner import Variant, run
+from .runner import Variant, run, run_resumed
 from .test_oracle import TOLERANCE, deviation
 
 PLAIN = Variant()
@@ -108,6 +108,8 @@ def test_weighted_methods(algorithm: str, hp: dict[str, Any], weighting: dict[st
 WITH_STATES: list[tuple[str, dict[str, Any]]] = [
     ("scaffold", {"option": "i", "server_lr": 0.8}),
     ("scaffold", {"option": "ii", "server_lr": 0.8}),
+    ("scaffold", {"option": "i", "initial": "gradient"}),
+    ("scaffold", {"option": "ii", "initial": "gradient"}),
     ("feddyn", {"alpha": 0.4, "alpha_scaling": "none"}),
     ("feddyn", {"alpha": 0.4, "alpha_scaling": "inverse_size"}),
 ]
@@ -120,6 +122,17 @@ def test_methods_with_client_states(method: tuple[str, dict[str, Any]], kind: st
     algorithm, hp = method[0], {**DECAYED, **method[1]}
     agree(algorithm, hp, kind=kind, n_clients=6)
     agree(algorithm, hp, Variant(decay_in_optimizer=True), seed=1, kind=kind, l2=0.2, equal_sizes=True)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("option", ["i", "ii"])
+def test_first_gradients_are_kept_by_a_checkpoint(option: str, engine: str, tmp_path: Path) -> None:
+    """They are taken in the first round alone; a resumed run has the parameters of one that was not stopped."""
+    hp = {**DECAYED, "option": option, "initial": "gradient"}
+    case = Case(**vars(reference.make_case("scaffold", hp, seed=2, n_clients=6, n_rounds=6)))
+    compare(case, translate(case), Variant(engine=engine))
+    resumed = run_resumed(case, translate(case), tmp_path / "half.ckpt")
+    assert bool((deviation(resumed.parameters, case.expected()) <= TOLERANCE).all())
 
 
 @pytest.mark.parametrize(("patience", "client_lr"), covering([1, 2], [0.1, 1.5]))

@@ -9,10 +9,11 @@ from typing import Any
 
 import lightning_fed
 
-FLOWER = "lightning_fed.deploy.flower"
+NEEDS = {"flwr": "lightning_fed.deploy.flower", "nvflare": "lightning_fed.deploy.flare"}
 MODULES = [lightning_fed.__name__, *(m.name for m in pkgutil.walk_packages(lightning_fed.__path__, "lightning_fed."))]
-if importlib.util.find_spec("flwr") is None:  # the check with it is another step of .ci/run
-    MODULES = [name for name in MODULES if not name.startswith(FLOWER)]
+for package, room in NEEDS.items():
+    if importlib.util.find_spec(package) is None:  # the check with it is another step of .ci/run
+        MODULES = [name for name in MODULES if not name.startswith(room)]
 FACE = {
     "lightning_fed": [
         "FederatedCallback", "FederatedDataModule", "FederatedLoop", "FederatedOptimizer", "FederatedTrainer",

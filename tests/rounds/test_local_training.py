@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, Ditto, FedDane, FedRep, Mime, Scaffold
 from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.base import WorkPlan
@@ -14,6 +15,7 @@ from lightning_fed.rounds import local_training
 from lightning_fed.rounds.local_training import ClientGradients, OwnSolve, prepared_for_own_solve
 from lightning_fed.server.participation import Participant
 from tests.helpers.engines import Ordinary, Record, full_batches, run
+from tests.helpers.training import data, seeded, trainer
 
 INPUTS: Any = SimpleNamespace(round=4)
 
@@ -156,3 +158,29 @@ def test_what_an_own_solve_logs_and_leaves_in_buffers_is_no_part_of_the_round() 
     assert float(t.fit_loop.state.buffers["steps"]) == pytest.approx(
         sum(report.size * n for report, n in zip(record.reports, steps, strict=True)) / examples
     )
+
+
+class OneRests:
+    """Gives client 1 no steps."""
+
+    def __call__(self, seed: int, round: int, indices: Sequence[int], epochs: Any, planned: Sequence[int]) -> list[int]:
+        return [0 if index == 1 else steps for index, steps in zip(indices, planned, strict=True)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_first_gradients_are_kept_by_clients_without_steps_and_taken_once(engine: Any) -> None:
+    taken: list[int] = []
+
+    class Costs(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            steps = sum(report.size for report in round_report.clients.values() if report.steps)
+            taken.append(round_report.gradients - steps)
+
+    settings: Any = {"engine": engine, "precision": "64-true", "heterogeneity": OneRests(), "clients_per_round": 4}
+    fitted = trainer(algorithm=Scaffold(initial="gradient"), callbacks=[Costs()], **settings)
+    fitted.fit(seeded(), data())
+    state = fitted.fit_loop.state
+    own = [state.client_state(index)["c_i"] for index in range(6)]
+    assert own[1].norm() > 0
+    torch.testing.assert_close(state.state["c"], torch.stack(own).mean(0), rtol=1e-12, atol=1e-15)
+    assert taken == [54, 0, 0]  # the examples of the first cohort, client 1 among them

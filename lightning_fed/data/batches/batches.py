@@ -1,4 +1,4 @@
-"""One client's batches: an epoch in an order that a generator alone decides, and a full pass in stored order."""
+"""One client's batches: an epoch in an order fixed by a generator, and a full pass in stored order."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from lightning_fed.data.batches.settings import Batches, BatchSettings
 
 __all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "misfit"]
 
-_AHEAD = 2**22  # bytes of several batches that are looked up at once on an accelerator
+_AHEAD = 2**22  # bytes of the batches that are looked up together on an accelerator
 
 
 class ClientBatches(ABC):
-    """What a round sees of one client's data.
+    """One client's training data as batches.
 
     Attributes:
         size: The client's number of examples n_i.
@@ -33,9 +33,9 @@ class ClientBatches(ABC):
         """Return the number of training batches in one local epoch."""
 
     def num_examples(self, num_batches: int) -> int:
-        """Return the number of examples in the first so many batches of a local epoch.
+        """Return the number of examples in the first ``num_batches`` batches of a local epoch.
 
-        Unless a subclass knows better, batches are taken to be alike.
+        By default, all batches count as equally large.
         """
         return round(self.size * min(1.0, num_batches / max(1, self.num_batches())))
 
@@ -44,9 +44,9 @@ class ClientBatches(ABC):
         """Yield the batches of one local epoch, augmented and transformed, each with the number of examples in it.
 
         Args:
-            generator: Decides order and augmentation, and nothing else does. A second epoch from the same generator
-                has another order and another augmentation.
-            shuffle: False gives the stored order, whatever the data module's ``shuffle`` says.
+            generator: The only source of order and augmentation. A second epoch from the same generator has a different
+                order and augmentation.
+            shuffle: False gives the stored order, even if the data module's ``shuffle`` is True.
         """
 
     @abstractmethod
@@ -54,30 +54,26 @@ class ClientBatches(ABC):
         """Yield every example once, in stored order and in batches of ``full_batch_size``.
 
         Args:
-            generator: Decides the augmentation, and seeds the loader's workers, if there are any.
+            generator: The source of augmentation and of the seeds of the loader's workers.
         """
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
-        """Yield the batches of :meth:`full` without augmentation, for a pass that measures and does not train."""
+        """Yield the batches of :meth:`full` without augmentation, for measurements."""
         return self.full(generator)
 
     def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of one example alone, as a local epoch would end with; nothing if the loader makes batches.
+        """Yield a batch of one example, as at the end of a local epoch; nothing for custom loaders.
 
         Args:
-            generator: Decides the augmentation.
+            generator: The source of augmentation.
         """
         return iter(())
 
     def check_counts(self) -> None:  # noqa: B027
-        """Refuse batches whose examples cannot be counted, before any is trained on; only some loaders need it.
-
-        Raises:
-            FederatedError: Naming the client, the batch and the remedy.
-        """
+        """Raise before training if the examples in a batch cannot be counted; only custom loaders need it."""
 
     def for_own_solve(self) -> "ClientBatches":
-        """Return the batches on which the client trains a model of its own, where the method has it do so."""
+        """Return the batches for the inner solve of methods that have one."""
         return self
 
 
@@ -114,7 +110,7 @@ class _IndexedBatches(ClientBatches):
         return self.settings.finish(batches, stream)
 
     def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
-        # Drawn even if it goes unused: the generator moves on, and with it the seeds of the next epoch's workers.
+        # Drawn even if unused: it advances the generator, and so the seeds of the next epoch's workers.
         order = torch.randperm(self.size, generator=generator)
         if not (shuffle and self.settings.shuffle):
             order = torch.arange(self.size)
@@ -127,15 +123,15 @@ class _IndexedBatches(ClientBatches):
 
     @abstractmethod
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
-        """Yield the examples of ``order`` in batches, as they are stored."""
+        """Yield the stored examples of ``order`` in batches."""
 
 
 class TensorBatches(_IndexedBatches):
-    """Batches indexed straight out of tensors: the fast path, a few microseconds a batch.
+    """Batches indexed directly from tensors: the fast path, a few microseconds per batch.
 
     They equal those of :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is
-    ignored. Tensors that live on an accelerator stay there, and rows of several batches are looked up at once: each
-    lookup is a kernel. ``indices`` are the client's examples [n_i], int64, or None for all.
+    ignored. Tensors on an accelerator stay there, and one kernel looks up the rows of several batches. ``indices`` are
+    the client's examples [n_i], int64, or None for all.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], indices: Tensor | None, settings: BatchSettings) -> None:
@@ -167,7 +163,7 @@ class TensorBatches(_IndexedBatches):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a batch is nothing but rows of the tensors."""
+        """True if batches are rows of the tensors, without transform or augmentation."""
         return self.settings.augment is None and self.settings.transform is None
 
     def epoch_rows(self, generator: torch.Generator, shuffle: bool = True) -> Tensor:
@@ -176,17 +172,17 @@ class TensorBatches(_IndexedBatches):
         return order if self.indices is None else self.indices.index_select(0, order)
 
     def stored_rows(self) -> Tensor:
-        """Return the rows of the tensors that are the client's [n_i], in stored order."""
+        """Return the client's rows of the tensors [n_i], in stored order."""
         return torch.arange(self.size) if self.indices is None else self.indices
 
     def pick(self, chosen: Tensor) -> list[Tensor]:
-        """Return a batch of some of the client's examples, by their positions [B] among them."""
+        """Return a batch of the client's examples at the positions [B]."""
         return self.look_up((chosen if self.indices is None else self.indices[chosen]).to(self.tensors[0].device))
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
         order = order if self.indices is None else self.indices[order]
         order = order.to(self.tensors[0].device)
-        several = 1  # on a CPU, where a batch should be in the cache when it is trained on
+        several = 1  # on a CPU, whose cache should still hold a batch when it is trained on
         if order.device.type != "cpu":
             bytes_of_one = sum([batch_size * tensor[:1].nbytes for tensor in self.tensors])
             several = max(1, _AHEAD // max(1, bytes_of_one))
@@ -199,7 +195,7 @@ class TensorBatches(_IndexedBatches):
                 yield list(batch), len(batch[0])
 
     def look_up(self, rows: Tensor) -> list[Tensor]:
-        """Return rows of the tensors [n], in pinned memory where that was asked for."""
+        """Return rows of the tensors [n], in pinned memory if requested."""
         batch = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.tensors]
         if self._pin:
             batch = [tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in batch]
@@ -207,14 +203,14 @@ class TensorBatches(_IndexedBatches):
 
 
 class LoaderBatches(_IndexedBatches):
-    """Batches of any map-style data set, through a PyTorch ``DataLoader``."""
+    """Batches of any map-style data set from a PyTorch ``DataLoader``."""
 
     def __init__(self, dataset: Dataset[Any], settings: BatchSettings) -> None:
         super().__init__(size_of(dataset), settings)
         self.dataset = dataset
 
     def loader(self, generator: torch.Generator, shuffle: bool = True) -> DataLoader[Any]:
-        """Return a loader of one local epoch: the batches of :meth:`epoch`, neither augmented nor transformed."""
+        """Return a loader of one local epoch: the batches of :meth:`epoch` before augmentation and transforms."""
         return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
@@ -224,7 +220,7 @@ class LoaderBatches(_IndexedBatches):
         seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0
         loaded = iter(self._loader(chunks, generator))
         for batch_idx, chunk in enumerate(chunks):
-            if seeds_here:  # for every batch: clients that share a data set may take turns
+            if seeds_here:  # for every batch, since clients that share a data set may alternate
                 states.seed(seed, batch_idx)
             try:
                 batch = next(loaded)
@@ -244,14 +240,14 @@ class LoaderBatches(_IndexedBatches):
             collate_fn=settings.collate_fn,
             num_workers=num_workers,
             pin_memory=settings.pin_memory and can_pin(),
-            generator=_copy_of(generator),  # the workers' seeds are drawn from it
+            generator=_copy_of(generator),  # workers' seeds are drawn from it
             worker_init_fn=WorkerSeeds(settings.collate_fn, settings.worker_init_fn) if num_workers else None,
             **(settings.loader_options if num_workers else {}),
         )
 
 
 def misfit(dataset: Any, error: Exception) -> str | None:
-    """Return what to say of examples that ``default_collate`` makes no batch of, or None for any other error."""
+    """Return a message if ``default_collate`` cannot batch the examples, None for any other error."""
     text = str(error)
     if isinstance(error, TypeError) and "default_collate" in text:
         remedy = (
@@ -271,34 +267,34 @@ def misfit(dataset: Any, error: Exception) -> str | None:
 
 
 def _copy_of(generator: torch.Generator) -> torch.Generator:
-    """Return a generator in the same state: what is drawn from it does not change the order of later epochs."""
+    """Return a generator in the same state, so that draws do not change the order of later epochs."""
     copied = torch.Generator()
     copied.set_state(generator.get_state())
     return copied
 
 
 def _chunks(order: Tensor, batch_size: int) -> tuple[Tensor, ...]:
-    return torch.split(order, batch_size) if len(order) else ()  # an empty tensor would split into one empty chunk
+    return torch.split(order, batch_size) if len(order) else ()  # an empty tensor would give one empty chunk
 
 
 def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
-    """Tell whether a data set of a subclass reads its examples just as its base class does."""
+    """Return whether a subclass reads its examples with the methods of its base class."""
     names = ("__getitem__", "__getitems__", "__len__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
 
 
 class RepeatedBatches(ClientBatches):
-    """A client's batches, each several times in a row."""
+    """A client's batches, each repeated several times."""
 
     def __init__(self, batches: ClientBatches, times: int) -> None:
         self.batches, self.times, self.size = batches, times, batches.size
 
     def num_batches(self) -> int:
-        """Return the number of training batches in one local epoch, each counted as often as it comes."""
+        """Return the number of training batches in one local epoch, repetitions included."""
         return self.times * self.batches.num_batches()
 
     def num_examples(self, num_batches: int) -> int:
-        """Return the number of examples in the first so many batches of a local epoch, repetitions included."""
+        """Return the number of examples in the first ``num_batches`` batches, repetitions included."""
         whole, rest = divmod(num_batches, self.times)
         before, after = self.batches.num_examples(whole), self.batches.num_examples(whole + 1) if rest else 0
         return self.times * before + rest * (after - before if rest else 0)
@@ -314,7 +310,7 @@ class RepeatedBatches(ClientBatches):
         return self.batches.full(generator)
 
     def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of one example alone."""
+        """Yield a batch of one example."""
         return self.batches.one(generator)
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
@@ -322,5 +318,5 @@ class RepeatedBatches(ClientBatches):
         return self.batches.unaugmented(generator)
 
     def check_counts(self) -> None:
-        """Refuse batches whose examples cannot be counted."""
+        """Raise if the examples in a batch cannot be counted."""
         self.batches.check_counts()

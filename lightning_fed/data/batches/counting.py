@@ -1,4 +1,4 @@
-"""How many examples a batch has: the loader's sampler knows, the user names a function, or the batch itself tells."""
+"""The number of examples in a batch: from the loader's sampler, a user's function, or the batch itself."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -18,11 +18,11 @@ __all__ = ["BatchSizeOf", "NotedBatches", "count_examples", "has_index_lists", "
 BatchSizeOf: TypeAlias = Callable[[Any], int]
 """A function from a batch to the number of examples in it."""
 
-_NONE = -1  # the length of a tensor without dimensions: it holds no examples
+_NONE = -1  # the length of a tensor without dimensions, which holds no examples
 
 
 def has_index_lists(loader: Any) -> bool:
-    """Whether a loader makes each batch from one list of indices, so that the lists' lengths count the examples."""
+    """Return whether a loader makes each batch from one list of indices, whose length counts the examples."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -32,7 +32,7 @@ def has_index_lists(loader: Any) -> bool:
 
 
 def sampled_length(loader: Any, batch_idx: int) -> int | None:
-    """Return the number of examples in a batch of a loader, as far as its batch sampler tells without being iterated.
+    """Return the number of examples in a batch of a loader, if known without iterating its batch sampler.
 
     Example:
         >>> loader = DataLoader(range(5), batch_size=2)
@@ -51,9 +51,9 @@ def sampled_length(loader: Any, batch_idx: int) -> int | None:
 
 
 class NotedBatches:
-    """A batch sampler that notes the length of every list of indices it gives.
+    """A batch sampler that records the length of every list of indices it yields.
 
-    A loader with workers draws lists ahead of the batches it returns, in the same order.
+    A loader with workers draws lists ahead of its batches, in the same order.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -74,8 +74,8 @@ class NotedBatches:
 def count_examples(batch: Any, batch_size_of: BatchSizeOf | None = None) -> int:
     """Return the number of examples in a batch, before transforms.
 
-    Without the user's own function, every tensor must have the same first dimension, and every list of examples the
-    same length; a batch of graphs has ``num_graphs``.
+    Without ``batch_size_of``, every tensor must have the same first dimension, and every list of examples the same
+    length. A batch of graphs has ``num_graphs``.
 
     Example:
         >>> import torch
@@ -102,11 +102,11 @@ def count_examples(batch: Any, batch_size_of: BatchSizeOf | None = None) -> int:
 
 
 def possible_counts(batch: Any) -> list[int]:
-    """Return the numbers of examples that a batch may be read as having, the first one by the usual convention.
+    """Return the possible numbers of examples in a batch, the usual convention first.
 
-    The convention: the parts of a batch are columns. A tensor has the examples as its first dimension, and a list of
-    values of one kind has one entry per example. Otherwise, a list within a batch may itself hold columns, and a batch
-    that is a list of values of one kind may be a list of examples.
+    By convention, the parts of a batch are columns: the first dimension of a tensor is the examples, and a list of
+    values of one kind has one entry per example. Otherwise, a list within a batch may hold columns, and a batch that is
+    a list of values of one kind may be a list of examples.
     """
     shallow, deep = (set(_lengths(batch, True, deep)) for deep in (False, True))
     is_list = isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields")
@@ -117,7 +117,7 @@ def possible_counts(batch: Any) -> list[int]:
 
 
 def _lengths(part: Any, is_outermost: bool, deep: bool) -> Iterator[int]:
-    """Yield the number of examples in each part of a batch; ``deep`` takes the lists within a batch for columns."""
+    """Yield the number of examples in each part of a batch; ``deep`` reads lists within a batch as columns."""
     graphs = getattr(part, "num_graphs", None)
     columns: Iterable[Any] | None = None
     if isinstance(part, Mapping):
@@ -144,7 +144,7 @@ def _lengths(part: Any, is_outermost: bool, deep: bool) -> Iterator[int]:
 
 
 def _are_alike(items: Sequence[Any]) -> bool:
-    """Whether all items may be examples of one kind: tensors with as many dimensions, or values of one class."""
+    """Return whether items may be examples of one kind: tensors of equal dimension, or values of one class."""
     kinds = {(type(item), item.ndim if isinstance(item, Tensor) else 0) for item in items}
     return len(kinds) == 1
 

@@ -1,4 +1,4 @@
-"""Batches of one client from a loader of the user's own."""
+"""Batches of one client from a user-defined loader."""
 
 import copy
 import warnings
@@ -23,14 +23,14 @@ __all__ = ["CustomBatches"]
 
 
 class CustomBatches(ClientBatches):
-    """Batches of a loader of the user's own, which ``make`` returns for one local epoch, given a generator.
+    """Batches of a user-defined loader; ``make`` returns one for a local epoch, given a generator.
 
     A full pass reads the loader's data set in stored order if the loader is a ``DataLoader`` over all of a map-style
-    data set; any other loader is iterated as it is and must give every example once.
+    data set; any other loader is iterated and must yield every example once.
 
-    The examples in a batch are counted by the ``DataLoader``'s batch sampler; those of other loaders by
-    ``batch_size_of``, or else as :func:`lightning_fed.data.batches.counting.count_examples` reads a batch. ``size`` is
-    the client's number of examples, if the loader cannot tell.
+    A ``DataLoader``'s batch sampler counts the examples in a batch. For other loaders, ``batch_size_of`` counts them,
+    or else :func:`lightning_fed.data.batches.counting.count_examples`. ``size`` is the client's number of examples, if
+    the loader does not give it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CustomBatches(ClientBatches):
         self.client_id = client_id
         self.settings = settings
         self._make = make
-        self._measured = make(torch.Generator())  # never iterated: it only tells its lengths
+        self._measured = make(torch.Generator())  # never iterated, only measured
         self.size = self._measure() if size is None else size
 
     def num_batches(self) -> int:
@@ -54,7 +54,7 @@ class CustomBatches(ClientBatches):
             raise self._error("has no len()", "Give it a __len__, its number of batches") from error
 
     def num_examples(self, num_batches: int) -> int:
-        """Return the number of examples in the first so many batches; a loader with ``drop_last`` leaves some out."""
+        """Return the number of examples in the first batches; ``drop_last`` omits some examples."""
         loader = self._measured
         if not has_index_lists(loader):
             return super().num_examples(num_batches)
@@ -66,9 +66,9 @@ class CustomBatches(ClientBatches):
         return super().num_examples(num_batches)
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of a fresh loader, which shuffles as it is made to.
+        """Yield the batches of a new loader, with the shuffling that it defines.
 
-        Without ``shuffle`` a ``DataLoader`` over all of a data set gives the stored order; another loader keeps its
+        Without ``shuffle``, a ``DataLoader`` over a whole data set yields the stored order; another loader keeps its
         order, with a warning.
         """
         loader = self._measured
@@ -86,24 +86,24 @@ class CustomBatches(ClientBatches):
         return stored.epoch(generator, shuffle=False)
 
     def full(self, generator: torch.Generator) -> Batches:
-        """Yield every example once; refuse batches that do not have ``size`` examples together."""
+        """Yield every example once; raise unless the batches have ``size`` examples in total."""
         stored = self._stored()
         return self._complete(stored.full(generator) if stored else self._finished(generator, augment=True))
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
-        """Yield every example once, without augmentation; otherwise as :meth:`full`."""
+        """Yield every example once, without augmentation; otherwise like :meth:`full`."""
         stored = self._stored()
         return self._complete(stored.unaugmented(generator) if stored else self._finished(generator, augment=False))
 
     def check_counts(self) -> None:
-        """Refuse a loader whose batches do not tell how many examples they have; one batch may be loaded for it."""
+        """Raise if the examples in a batch cannot be counted; this may load one batch."""
         if self.settings.batch_size_of is not None or has_index_lists(self._measured) or not self.size:
             return
         with preserved_random_state():
             try:
                 batch = next(iter(self._make(torch.Generator())), None)
             except Exception:
-                return  # it is reported with the client's name when the client is at work
+                return  # reported with the client's name when the client trains
         if batch is None:
             return
         try:
@@ -120,7 +120,7 @@ class CustomBatches(ClientBatches):
             )
 
     def _may_be(self, examples: int) -> bool:
-        """Whether the loader's length fits batches of so many examples."""
+        """Return whether the loader's length fits batches of this many examples."""
         whole, rest = divmod(self.size, examples) if examples else (0, 0)
         return self.num_batches() in (whole, whole + (rest > 0))
 
@@ -156,7 +156,7 @@ class CustomBatches(ClientBatches):
         return self.settings.finish(self._counted(generator), stream)
 
     def _counted(self, generator: torch.Generator) -> Batches:
-        """Yield the batches of a fresh loader with the examples in each; random states of its data are seeded."""
+        """Yield the batches of a new loader and their numbers of examples; seed the data's random states."""
         loader, noted = self._make(generator), None
         besides = (generator, getattr(loader, "generator", None))
         roots = (loader.dataset, loader.collate_fn) if isinstance(loader, DataLoader) else (loader,)
@@ -195,7 +195,7 @@ class CustomBatches(ClientBatches):
                 raise self._error("has batch_size=None, so its data set gives whole batches", remedy)
             if isinstance(loader.batch_sampler, (list, tuple)):
                 return sum(map(len, loader.batch_sampler))
-            if loader.batch_size:  # a sampler may choose a part of the data set
+            if loader.batch_size:  # a sampler may select a part of the data set
                 return len(loader.sampler)  # type: ignore[arg-type]
             sampler = getattr(loader.batch_sampler, "sampler", None)
             return len(sampler) if hasattr(sampler, "__len__") else len(loader.dataset)  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def _watched(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any]
     """Return a copy of a loader that seeds its workers (by ``seed``, if it has no generator) and notes its batches."""
     watched, noted = copy.copy(loader), None
     watched._iterator = None
-    inside: dict[str, Any] = watched.__dict__  # a DataLoader refuses to have these attributes set
+    inside: dict[str, Any] = watched.__dict__  # DataLoader forbids setting these attributes
     if loader.num_workers > 0:
         if loader.persistent_workers:
             warnings.warn(
@@ -232,7 +232,7 @@ def _watched(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any]
 
 
 def _reads_all(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads every example of a map-style data set once, as PyTorch's own loader does."""
+    """Return whether a loader reads every example of a map-style data set once, like PyTorch's default."""
     kind, sampler, examples = type(loader), loader.sampler, loader.dataset
     is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
     if not is_plain or type(loader.batch_sampler) is not BatchSampler or isinstance(examples, IterableDataset):

@@ -1,4 +1,4 @@
-"""Loaders of what the server model is evaluated on: whole batches where the data are tensors."""
+"""Loaders for evaluating the server model; tensor data are read in whole batches."""
 
 import copy
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ __all__ = ["EvaluationLoader", "check_client_val", "check_evaluation", "evaluati
 
 
 class _SeededLoader(DataLoader[Any]):
-    """A loader that seeds the random states of its data set from PyTorch's global generator, if it has no workers."""
+    """A loader without workers that seeds its data's random states from PyTorch's global generator."""
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0 and (states := RandomStates(self.dataset, self.collate_fn)):
@@ -30,10 +30,10 @@ class _SeededLoader(DataLoader[Any]):
 
 
 class EvaluationLoader(_SeededLoader):
-    """A loader of every example once, in stored order, of which a process may take some batches only."""
+    """A loader of every example once, in stored order; a process may load only some of its batches."""
 
     def part(self, first: int, step: int, stop: int) -> DataLoader[Any]:
-        """Return a loader of the batches ``first``, ``first + step``, ... before ``stop``, the same as they are here.
+        """Return a loader of this loader's batches ``first``, ``first + step``, ... before ``stop``.
 
         Example:
             >>> loader = EvaluationLoader(range(10), batch_size=3)
@@ -53,7 +53,7 @@ class EvaluationLoader(_SeededLoader):
 
 
 def check_evaluation(owner: str, name: str, data: Any) -> None:
-    """Refuse an argument, unless it is None, that is no data set, no loader, and no list of these."""
+    """Raise unless an argument is None, a data set, a loader, or a list of these."""
     kinds = (Dataset, DataLoader)
     several = isinstance(data, list | tuple) and any(isinstance(part, kinds) for part in data)
     for part in data if several else (data,):
@@ -68,7 +68,7 @@ def check_evaluation(owner: str, name: str, data: Any) -> None:
 
 
 def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
-    """Refuse clients' validation sets, unless they are None, that are no map-style data sets."""
+    """Raise unless clients' validation sets are None or map-style data sets."""
     for client_id, data in client_val.items():
         if isinstance(data, list | tuple) and any(isinstance(part, Dataset | DataLoader) for part in data):
             raise FederatedError(
@@ -81,14 +81,14 @@ def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
 
 
 def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoader[Any]:
-    """Return a loader of every example once, in stored order and in transformed batches, never augmented.
+    """Return a loader of every example once, in stored order, transformed but never augmented.
 
-    A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which gives the same batches many times
-    as fast; the loader's ``dataset.source`` is then what was given.
+    A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which yields the same batches much
+    faster. The loader's ``dataset.source`` is then the given data set.
     """
     direct = TensorBatches.of(dataset, settings) if hasattr(dataset, "__len__") else None
     if direct is not None:
-        # By keyword: Lightning remembers how a loader was made, and makes it anew to predict.
+        # By keyword: Lightning records the arguments of a loader, and builds another one from them to predict.
         rows = _Rows(dataset, direct)
         return EvaluationLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or Chain([]))
     collate_fn = settings.collate_fn or _Collate(dataset)
@@ -115,12 +115,12 @@ def transformed_loader(loader: DataLoader[Any], transform: BatchTransform) -> Da
         )
     transformed = copy.copy(loader)
     transformed.collate_fn = Chain([loader.collate_fn, transform])
-    transformed._iterator = None  # persistent workers keep the function that they were started with
+    transformed._iterator = None  # persistent workers keep the function that they started with
     return transformed
 
 
 class _Rows(Dataset[Any]):
-    """The examples of tensors, fetched a batch at a time."""
+    """The examples of tensors, indexed a batch at a time."""
 
     def __init__(self, source: Dataset[Any], batches: TensorBatches) -> None:
         self.source = source
@@ -137,7 +137,7 @@ class _Rows(Dataset[Any]):
 
 
 class _Collate:
-    """``default_collate``, which names the examples that make no batch and the remedy."""
+    """``default_collate`` with an error that names the examples and the fix."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""What a map-style data set says of its examples: how many there are, their labels, and other attributes."""
+"""Properties of a map-style data set: its length, labels and other attributes of examples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class BareInputs(Dataset[Tensor]):
 
 
 def labels_of(dataset: Dataset[Any]) -> Tensor:
-    """Return the class of each example [n], int64; see :meth:`FederatedDataset.from_partition` for where it looks."""
+    """Return each example's class, int64 [n]; see :meth:`FederatedDataset.from_partition` for the lookup order."""
     for name, values in _own_labels(dataset).items():
         return as_labels(values, size_of(dataset), f"{type(dataset).__name__}.{name}")
     if isinstance(dataset, Subset):
@@ -68,10 +68,10 @@ def labels_of(dataset: Dataset[Any]) -> Tensor:
 
 
 def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
-    """Return what is to be predicted of the examples of each data set [n_i]: classes, int64, or else real numbers.
+    """Return the targets [n_i] of each data set: int64 classes, or real numbers.
 
-    Numbers are found where the last tensor of a ``TensorDataset`` holds one for each example. A data set of which
-    several are subsets is read once.
+    Targets are real numbers if the last tensor of a ``TensorDataset`` holds one per example. A data set shared by
+    several subsets is read once.
     """
     whole: dict[int, Tensor] = {}
     found = []
@@ -88,7 +88,7 @@ def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
 
 
 def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the classes in the clients' labels [n_i], and how many of each class each client has [N, C], float64."""
+    """Return the classes in the clients' labels [n_i], and each client's class counts [N, C], float64."""
     classes, codes = torch.unique(torch.cat(list(parts)), return_inverse=True)
     owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
     counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
@@ -96,7 +96,7 @@ def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
 
 
 def inner_indices(subset: Subset[Any], indices: Any) -> Any:
-    """Return where some examples of a subset, or all if ``indices`` is None, are in the data set it selects from."""
+    """Return the positions of a subset's examples (all if ``indices`` is None) in the data set it selects from."""
     chosen = subset.indices
     if indices is None:
         return chosen
@@ -108,7 +108,7 @@ def inner_indices(subset: Subset[Any], indices: Any) -> Any:
 
 
 def rows_in(dataset: Dataset[Any], indices: Any) -> Tensor:
-    """Return a subset's indices into a data set [n], int64, on the CPU and none of them negative."""
+    """Return a subset's non-negative indices into a data set [n], int64, on the CPU."""
     size = size_of(dataset)
     rows = torch.as_tensor(indices, dtype=torch.int64).cpu()
     low, high = (int(rows.min()), int(rows.max())) if len(rows) else (0, 0)
@@ -126,13 +126,13 @@ def size_of(dataset: Any) -> int:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether examples can be counted and looked up by position; texts, mappings and classes are no data sets."""
+    """Return whether examples have a count and positions; texts, mappings and classes are not data sets."""
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return sized and not isinstance(dataset, IterableDataset | str | bytes | Mapping | type)
 
 
 def check_map_style(dataset: Any, owner: str) -> None:
-    """Refuse what cannot be counted and indexed."""
+    """Raise if a data set cannot be counted and indexed."""
     if not is_map_style(dataset):
         raise FederatedError(
             f"{owner} has {kind_of(dataset)}, whose examples cannot be counted and shuffled: give a map-style"
@@ -146,7 +146,7 @@ def check_map_style(dataset: Any, owner: str) -> None:
 
 
 def column_of(dataset: Any, name: str, owner: str) -> list[Any]:
-    """Return the data set's attribute with one value per example, seen through subsets."""
+    """Return a data set's attribute with one value per example, also through subsets."""
     values = getattr(dataset, name, None)
     if values is None and isinstance(dataset, Subset):
         inner = column_of(dataset.dataset, name, owner)
@@ -160,9 +160,9 @@ def column_of(dataset: Any, name: str, owner: str) -> list[Any]:
 
 
 def _are_columns(arrays: Sequence[Any]) -> bool:
-    """Whether a tuple or list holds inputs and labels side by side.
+    """Return whether a tuple or list holds inputs and labels as columns.
 
-    A list of arrays may also be a data set of bare inputs. Here its last array is a column for the first one's rows.
+    A list of arrays may also be a data set of inputs only. In columns, the last array has a value per row of the first.
     """
     if isinstance(arrays, tuple):
         return any(hasattr(part, "shape") for part in arrays)
@@ -182,8 +182,8 @@ def _targets(dataset: Dataset[Any]) -> Tensor:
 
 
 def _own_labels(dataset: Dataset[Any]) -> dict[str, Any]:
-    """Return the attribute in which a data set has one label for each of its examples, by name, if it has one."""
-    for name in ("targets", "labels"):  # each is read once, for it may be a property
+    """Return a data set's attribute with one label per example, by name, if it has one."""
+    for name in ("targets", "labels"):  # read once, since it may be a property
         values = getattr(dataset, name, None)
         if values is not None and not callable(values) and _has_length(values, size_of(dataset)):
             return {name: values}
@@ -208,7 +208,7 @@ def _label_in(example: Any, owner: str) -> Any:
 
 
 def as_labels(values: Any, length: int, source: str) -> Tensor:
-    """Return labels, [n] or [n, 1], as int64 [n]; names of classes become numbers in sorted order."""
+    """Return labels, [n] or [n, 1], as int64 [n]; class names become numbers in sorted order."""
     if isinstance(values, np.ndarray) and values.dtype.kind in "USO" and values.ndim == 1:
         values = values.tolist()
     if isinstance(values, (list, tuple)) and len(values):
@@ -231,7 +231,7 @@ def as_labels(values: Any, length: int, source: str) -> Tensor:
 
 
 def _check_class(label: Any, source: str) -> None:
-    """Refuse a label that is not one class, such as several labels of an example, a mask or a mapping."""
+    """Raise if a label is not a single class, such as several labels, a mask or a mapping."""
     shape = tuple(getattr(label, "shape", ()))
     if math.prod(shape) != 1:
         raise FederatedError(f"{source} is {kind_of(label)} of shape {list(shape)}, and not one class. {_REMEDY}")

@@ -1,4 +1,4 @@
-"""Random states that data sets and transforms own: found by their attributes, and seeded so that a run repeats."""
+"""Random states of data sets and transforms: found by attribute, and seeded for reproducible runs."""
 
 import functools
 import hashlib
@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 __all__ = ["RandomStates", "WorkerSeeds"]
 
-_MOST = 10_000  # objects that are looked at: the search takes milliseconds
-_LONG = 256  # a longer list holds examples, unless it starts with a data set or a function
-_SHOWN = 12  # the last parts of the name of a place
+_MOST = 10_000  # objects visited, which takes milliseconds
+_LONG = 256  # longer lists hold examples, unless they start with a data set or a function
+_SHOWN = 12  # the last parts of an attribute's path that messages show
 _FRAMEWORKS = ("pytorch_lightning", "lightning", "lightning_fabric")
 _LEAVES = (str, bytes, bytearray, Number, Tensor, PurePath, type, types.ModuleType, types.NoneType, DataLoader)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
@@ -31,30 +31,30 @@ _GENERATORS = (np.random.RandomState, np.random.Generator, np.random.BitGenerato
 _GLOBAL = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
 
 Place: TypeAlias = tuple[str, ...]
-"""The names that lead from a root to a value, for messages; those in the middle of a long way are left out."""
+"""A path of names from a root to a value, for messages; the middle of a long path is left out."""
 
 
 class RandomStates:
-    """The random states that data sets, transforms and collate functions own.
+    """The random states in data sets, transforms and collate functions.
 
-    They are found by walking attributes, lists, mappings and closures. Seeded are objects with
-    ``set_random_state(seed)`` (then their parts are theirs to seed, unless they are data sets), and attributes that are
-    a NumPy ``RandomState``, ``Generator`` or ``BitGenerator``, a ``random.Random`` or a ``torch.Generator``. Global
-    generators are left alone: a run seeds them itself. A state that cannot be seeded is named in a warning.
+    The search walks attributes, lists, mappings and closures. It seeds objects with ``set_random_state(seed)`` (and
+    skips their parts, unless they are data sets), and every NumPy ``RandomState``, ``Generator`` or ``BitGenerator``,
+    ``random.Random`` and ``torch.Generator``. The run seeds global generators. A warning names each state that cannot
+    be seeded.
 
     Args:
-        roots: Where the search starts.
-        besides: Generators that somebody else seeds.
+        roots: The objects to start from.
+        besides: Generators to skip.
     """
 
     def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:
         self._states: list[tuple[Any, Place]] = []
         left_alone = {id(value) for value in (*besides, *_GLOBAL)}
-        seen: dict[int, Any] = {}  # the values stay alive while their ids are in use
+        seen: dict[int, Any] = {}  # keeps the values alive while their ids are in use
         todo: list[tuple[Any, Place, bool]] = [
             (root, (type(root).__name__,), False) for root in roots if not _is_leaf(type(root))
         ]
-        for value, place, is_seeded in todo:  # which grows
+        for value, place, is_seeded in todo:  # grows during the loop
             if id(value) in seen or id(value) in left_alone:
                 continue
             if len(seen) == _MOST:
@@ -76,11 +76,11 @@ class RandomStates:
                 ]
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether any state was found."""
         return bool(self._states)
 
     def seed(self, *key: int) -> None:
-        """Seed every state by the key, each one differently."""
+        """Seed every state differently from the key."""
         for position, (state, place) in enumerate(self._states):
             text = "/".join(map(str, (*key, position))).encode()
             try:
@@ -90,21 +90,20 @@ class RandomStates:
 
 
 class WorkerSeeds:
-    """Seeds what a loader's worker process has of random states, and then calls the user's own ``worker_init_fn``.
+    """Seeds the random states of a loader's worker process, then calls the user's ``worker_init_fn``.
 
-    PyTorch seeds a worker's global generators by the loader's generator and the worker's number; these states get
-    seeds of the same kind.
+    Like PyTorch for global generators, it derives seeds from the loader's generator and the worker's number.
     """
 
     def __init__(self, collate_fn: Any = None, then: Callable[[int], Any] | None = None) -> None:
         self.collate_fn, self.then = collate_fn, then
 
     def __call__(self, worker_id: int) -> None:
-        """Seed, in the worker."""
+        """Seed the states, in the worker."""
         worker = get_worker_info()
         assert worker is not None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the main process has said it
+            warnings.simplefilter("ignore")  # already raised in the main process
             states = RandomStates(worker.dataset, self.collate_fn)
         states.seed(worker.seed)
         if self.then is not None:
@@ -112,7 +111,7 @@ class WorkerSeeds:
 
 
 def _holds_none(kind: type) -> bool:
-    """Whether objects of a class hold no random states; those of arrays, frameworks and the like do not."""
+    """Return whether objects of a class hold no random states, such as arrays and framework objects."""
     if issubclass(kind, _LEAVES):
         return True
     searched = issubclass(kind, (*_GENERATORS, *_CONTAINERS)) or kind in _FUNCTIONS
@@ -132,7 +131,7 @@ _is_leaf: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(_holds_none
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what may hold random states within a value, by name."""
+    """Yield the parts of a value that may hold random states, by name."""
     if isinstance(value, _CONTAINERS):
         if len(value) > _LONG:
             first = next(iter(value.values() if isinstance(value, Mapping) else value))
@@ -146,7 +145,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", value.__self__
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a variable may have no value yet
+            with suppress(ValueError):  # a closure variable may have no value yet
                 yield f".{name}", cell.cell_contents
         yield from ((".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__))
     else:
@@ -166,7 +165,7 @@ def _inside(place: Place, name: str) -> Place:
 
 
 def _seed(state: Any, seed: int) -> None:
-    """Seed a generator of any of the known kinds, or an object that seeds its own."""
+    """Seed a known generator, or an object that seeds itself."""
     if isinstance(state, torch.Generator):
         state.manual_seed(seed >> 1)
     elif isinstance(state, random.Random):

@@ -1,4 +1,4 @@
-"""How a client's examples become batches, what is done to a batch as a whole, and what a ready loader says of both."""
+"""Batch settings: how examples become batches, batch transforms, and the settings of a given loader."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,15 +29,15 @@ Batches: TypeAlias = Iterator[tuple[Any, int]]
 """Batches, each with the number of examples in it."""
 
 BatchTransform: TypeAlias = Callable[[Any], Any]
-"""A deterministic function of a whole batch, such as one from bytes to normalised floats."""
+"""A deterministic function of a whole batch, such as from bytes to normalized floats."""
 
 BatchAugmentation: TypeAlias = Callable[[Any, torch.Generator], Any]
-"""A random function of a whole training batch, which draws from the CPU generator it is given and from nothing else."""
+"""A random function of a whole training batch, which only draws from the given CPU generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """How a client's examples become batches: see the arguments of :class:`lightning_fed.FederatedDataModule`."""
+    """The settings of a client's batches; see :class:`lightning_fed.FederatedDataModule`."""
 
     batch_size: int = 32
     full_batch_size: int = 512
@@ -55,15 +55,15 @@ class BatchSettings:
     def augment_stream(self, generator: torch.Generator) -> torch.Generator | None:
         """Return the generator of one epoch's augmentation, or None if there is none.
 
-        One number is taken from ``generator`` before anything else is, so that the stream does not depend on how the
-        batches are loaded, and two epochs differ even if neither draws an order. Without augmentation nothing is drawn.
+        It takes the first number from ``generator``, so that the stream does not depend on how batches are loaded, and
+        two epochs differ even without shuffling. Without augmentation, it draws nothing.
         """
         if self.augment is None:
             return None
         return torch.Generator().manual_seed(int(torch.randint(2**63 - 1, (), generator=generator)))
 
     def finish(self, batches: Batches, stream: torch.Generator | None) -> Batches:
-        """Yield the batches augmented, if there is a stream to draw from, and transformed."""
+        """Yield the batches, augmented if there is a stream, and transformed."""
         for batch, examples in batches:
             if self.augment is not None and stream is not None:
                 batch = self.augment(batch, stream)
@@ -79,18 +79,18 @@ class Chain:
         self.functions = list(functions)
 
     def __call__(self, batch: Any, *generator: torch.Generator) -> Any:
-        """Return what the last function makes of the batch."""
+        """Return the batch after all functions."""
         for function in self.functions:
             batch = function(batch, *generator)
         return batch
 
     def __repr__(self) -> str:
-        """Show the functions."""
+        """Return the functions as text."""
         return repr(self.functions)
 
 
 def chain(owner: str, name: str, functions: Any) -> Callable[..., Any] | None:
-    """Return one function of a batch in place of the argument ``functions``: one, a list of them in order, or None."""
+    """Return the argument ``functions`` (a function, a list of them in order, or None) as one function."""
     if functions is None:
         return None
     several: list[Any] = list(functions) if isinstance(functions, (list, tuple)) else [functions]
@@ -120,16 +120,16 @@ def check_options(owner: str, options: Any) -> dict[str, Any]:
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a ``DataLoader`` that only concern its workers, as far as they are given."""
+    """Return the arguments of a ``DataLoader`` that only affect its workers, if set."""
     options = {name: getattr(loader, name) for name in _OPTIONS}
     return {name: value for name, value in options.items() if value and loader.num_workers > 0}
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a :class:`lightning_fed.FederatedDataModule` that a loader stands for.
+    """Return the arguments of :class:`lightning_fed.FederatedDataModule` that correspond to a loader.
 
-    The loader's ``generator`` and ``persistent_workers`` have no counterpart; a warning says so. A loader that chooses
-    or repeats examples, as clients could not, is refused.
+    The loader's ``generator`` and ``persistent_workers`` are not used, with a warning. A loader that selects or repeats
+    examples raises, since clients cannot do that.
     """
     if not isinstance(loader, DataLoader):
         raise FederatedError(f"from_loader(loader=...) must be a DataLoader, found a {type(loader).__name__}.")

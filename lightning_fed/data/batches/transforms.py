@@ -1,4 +1,4 @@
-"""Functions of whole batches of images [B, C, H, W]: from bytes to floats, to fewer pixels, random crops and flips."""
+"""Transforms of image batches [B, C, H, W]: bytes to floats, fewer pixels, random crops and flips."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ __all__ = ["Flatten", "Normalize", "RandomCrop", "RandomFlip", "Shrink", "ToFloa
 
 
 class _OfImages(ABC):
-    """A function of a batch that changes its images: the batch itself, or the first part of a list or tuple."""
+    """Base of transforms that change the images: a batch, or the first part of a list or tuple."""
 
     _random = False
 
     def __call__(self, batch: Any, *generator: torch.Generator) -> Any:
-        """Return the batch with its images changed, and leave the given one as it is.
+        """Return the batch with its images changed; the given batch stays unchanged.
 
         Args:
             batch: Images [B, C, H, W], uint8 or floating point, or a list or tuple that begins with them.
             generator: For a random function, the CPU generator to draw from.
 
         Raises:
-            FederatedError: If there are no such images.
+            FederatedError: If the batch has no such images.
         """
         name = type(self).__name__
         if len(generator) != self._random:
@@ -45,21 +45,21 @@ class _OfImages(ABC):
         changed = self._change(images, *generator)
         if images is batch:
             return changed
-        make = getattr(type(batch), "_make", type(batch))  # a named tuple stays one
+        make = getattr(type(batch), "_make", type(batch))  # keep the type of a named tuple
         return make([changed, *batch[1:]])
 
     @abstractmethod
     def _change(self, images: Tensor, *generator: torch.Generator) -> Tensor:
-        """Return the images changed."""
+        """Return the changed images."""
 
     def __repr__(self) -> str:
-        """Show the function as it would be written."""
+        """Return the transform as Python code."""
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({arguments})"
 
 
 class ToFloat(_OfImages):
-    """Make float32 in [0, 1] of images of uint8, and leave floats as they are.
+    """Convert uint8 images to float32 in [0, 1]; floats stay unchanged.
 
     Example:
         >>> ToFloat()([torch.full((1, 1, 1, 2), 255, dtype=torch.uint8), torch.tensor([3])])
@@ -71,16 +71,16 @@ class ToFloat(_OfImages):
 
 
 class Normalize(_OfImages):
-    """Subtract each channel's mean and divide by its standard deviation; uint8 becomes float32 in [0, 1] first.
+    """Standardize each channel with a mean and a standard deviation; uint8 becomes float32 in [0, 1] first.
 
-    The result is that of torchvision's ``ToTensor`` and ``Normalize``, bit for bit.
+    The result equals torchvision's ``ToTensor`` and ``Normalize`` bit for bit.
 
     Args:
         mean: The mean of each channel, in pixels of [0, 1].
         std: The standard deviation of each channel, positive.
 
     Raises:
-        FederatedError: If there are not equally many of both, all of them finite.
+        FederatedError: If their numbers differ, or a value is not finite.
 
     Example:
         >>> Normalize(mean=[0.5], std=[0.25])(torch.full((1, 1, 1, 2), 255, dtype=torch.uint8))
@@ -105,13 +105,13 @@ class Normalize(_OfImages):
 
 
 class Shrink(_OfImages):
-    """Replace every square of pixels by its mean, as floats; uint8 becomes float32 in [0, 1] first.
+    """Replace every square of pixels with its mean, as floats; uint8 becomes float32 in [0, 1] first.
 
     Args:
-        factor: Height and width of a square; divides height and width of the images.
+        factor: The height and width of a square; it must divide those of the images.
 
     Raises:
-        FederatedError: If it is no positive integer; in a call, if it does not divide the sizes.
+        FederatedError: If it is not a positive integer; in a call, if it does not divide the sizes.
 
     Example:
         >>> Shrink(2)(torch.tensor([[[[1.0, 3.0, 5.0, 5.0], [2.0, 2.0, 5.0, 9.0]]]]))
@@ -129,7 +129,7 @@ class Shrink(_OfImages):
 
 
 class Flatten(_OfImages):
-    """Lay out each image as a vector [C H W].
+    """Flatten each image to a vector [C H W].
 
     Example:
         >>> Flatten()(torch.zeros(5, 3, 2, 2)).shape
@@ -141,13 +141,13 @@ class Flatten(_OfImages):
 
 
 class RandomCrop(_OfImages):
-    """Shift each image at random: pad it with zeros on all sides and cut its own size out again.
+    """Shift each image at random: pad it with zeros on all sides, then crop it to its size.
 
-    Both offsets are uniform on 0, ..., 2 padding, for each image on its own: the usual augmentation of CIFAR (He et
-    al., 2016, arXiv:1512.03385, section 4.2).
+    Both offsets are uniform on 0, ..., 2 padding, drawn per image: the usual augmentation of CIFAR (He et al., 2016,
+    arXiv:1512.03385, section 4.2).
 
     Args:
-        padding: Pixels added on each side.
+        padding: The pixels added on each side.
 
     Example:
         >>> RandomCrop(padding=1)(torch.ones(8, 3, 4, 4), torch.Generator().manual_seed(0)).shape

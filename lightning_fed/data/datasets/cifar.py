@@ -19,7 +19,7 @@ __all__ = ["CIFAR10", "CIFAR100"]
 
 
 class _Cifar(ImageDataModule):
-    """Photographs in torchvision's files."""
+    """Photographs in the files that torchvision uses."""
 
     _shape = (3, 32, 32)
     _folder: ClassVar[str]
@@ -57,8 +57,8 @@ class _Cifar(ImageDataModule):
         return f"unpack {type(self).__name__}'s archive for Python so that its folder is {self.root / self._folder}"
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
-        # The files are pickles, which could run anything. torchvision reads them only if their MD5 sums, all of them,
-        # are those of the published files, and raises RuntimeError otherwise.
+        # The files are pickles, which could run any code. torchvision checks their MD5 sums against the published ones,
+        # and raises RuntimeError if they differ.
         try:
             source = self._torchvision(train=train)
         except RuntimeError as error:
@@ -71,27 +71,26 @@ class _Cifar(ImageDataModule):
 
 
 class CIFAR10(_Cifar):
-    """The 60,000 photographs of Krizhevsky, 2009, in 10 classes; by default on the clients of FedCM and FedDyn.
+    """The 60,000 photographs of Krizhevsky, 2009, in 10 classes; by default split as in FedCM and FedDyn.
 
-    These are 100 clients of 500 training images, each with its own mixture of classes from Dir(0.6, ..., 0.6) (Xu et
-    al., 2021, arXiv:2106.10874; Acar et al., 2021, arXiv:2111.04263): see :class:`BalancedDirichlet`.
+    The split has 100 clients with 500 training images each, and a mixture of classes from Dir(0.6, ..., 0.6) per client
+    (Xu et al., 2021, arXiv:2106.10874; Acar et al., 2021, arXiv:2111.04263): see :class:`BalancedDirichlet`.
 
-    Images are [3, 32, 32], each channel normalised by mean and standard deviation of the training images, and randomly
-    cropped (padding 4) and mirrored in training. ``val`` is the test part of 10,000 images, unless ``val_fraction``
-    says otherwise.
+    Images are [3, 32, 32], each channel normalized by the mean and standard deviation of the training images, and
+    randomly cropped (padding 4) and mirrored in training. ``val`` is the test part of 10,000 images, unless
+    ``val_fraction`` is positive.
 
     Args:
-        root: The folder of data sets; the files are in ``root/cifar-10-batches-py``, as torchvision has them.
-        download: Whether to download what is missing.
+        root: The folder of data sets; the files are in ``root/cifar-10-batches-py``, as for torchvision.
+        download: Whether to download missing files.
         num_clients: The number of clients.
-        alpha: The concentration of the :class:`BalancedDirichlet` partition; small values give clients few classes.
-        partition: Another partition, in place of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
+        alpha: The concentration of the :class:`BalancedDirichlet` partition. Small values give clients few classes.
+        partition: A partition to use instead of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
         batch_size: Examples in a client's training batch.
-        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
-            the test images.
-        seed: Draws another partition.
-        transform: What makes floats of the bytes [B, 3, 32, 32]; by default :class:`Normalize`.
-        augment: True for :class:`RandomCrop` and :class:`RandomFlip`, False for nothing, or random changes of your own.
+        val_fraction: The share of the training images to use as ``val``. If 0, the test images validate.
+        seed: The seed of the partition.
+        transform: Converts bytes [B, 3, 32, 32] to floats; by default :class:`Normalize`.
+        augment: True for :class:`RandomCrop` and :class:`RandomFlip`, False for nothing, or your random transforms.
 
     Attributes:
         classes: The names of the classes, in the order of the labels.
@@ -114,22 +113,21 @@ class CIFAR10(_Cifar):
 
 
 class CIFAR100(_Cifar):
-    """The 60,000 photographs of Krizhevsky, 2009, in 100 classes; by default on the clients of FedCM and FedDyn.
+    """The 60,000 photographs of Krizhevsky, 2009, in 100 classes; by default split as in FedCM and FedDyn.
 
-    All else is as in :class:`CIFAR10`.
+    Everything else is as in :class:`CIFAR10`.
 
     Args:
-        root: The folder of data sets; the files are in ``root/cifar-100-python``, as torchvision has them.
-        download: Whether to download what is missing.
+        root: The folder of data sets; the files are in ``root/cifar-100-python``, as for torchvision.
+        download: Whether to download missing files.
         num_clients: The number of clients.
-        alpha: The concentration of the :class:`BalancedDirichlet` partition; small values give clients few classes.
-        partition: Another partition, in place of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
+        alpha: The concentration of the :class:`BalancedDirichlet` partition. Small values give clients few classes.
+        partition: A partition to use instead of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
         batch_size: Examples in a client's training batch.
-        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
-            the test images.
-        seed: Draws another partition.
-        transform: What makes floats of the bytes [B, 3, 32, 32]; by default :class:`Normalize`.
-        augment: True for :class:`RandomCrop` and :class:`RandomFlip`, False for nothing, or random changes of your own.
+        val_fraction: The share of the training images to use as ``val``. If 0, the test images validate.
+        seed: The seed of the partition.
+        transform: Converts bytes [B, 3, 32, 32] to floats; by default :class:`Normalize`.
+        augment: True for :class:`RandomCrop` and :class:`RandomFlip`, False for nothing, or your random transforms.
 
     Raises:
         FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.

@@ -1,4 +1,4 @@
-"""Regression on a small real data set: the strength of concrete, dealt to clients that differ in it."""
+"""Regression on a small real data set: the strength of concrete, split into different clients."""
 
 from pathlib import Path
 
@@ -20,22 +20,22 @@ _COLUMNS = 9
 class Concrete(StoredDataModule):
     """Yeh's concrete compressive strength (UCI, doi:10.24432/C5PK67): 1,030 mixtures, 8 features, one target.
 
-    Inputs are float32 [n, 8] and targets float32 [n, 1]: the strength in MPa, or that standardised. A test part is
-    drawn at random; it is both ``val`` and ``test``. The features are standardised by mean and deviation of the
-    training part. The training part, sorted by strength or by a feature, is cut into equal pieces, one for each
-    client, so that the clients differ in what they were sorted by.
+    Inputs are float32 [n, 8] and targets float32 [n, 1]: the strength in MPa, possibly standardized. A random test part
+    is both ``val`` and ``test``. The features are standardized by the mean and deviation of the training part. The
+    training part is sorted by strength or by a feature and cut into equal pieces, one per client, so that clients
+    differ in the sorted quantity.
 
     Args:
         root: The folder of data sets. The file is ``root/concrete/Concrete_Data.csv``: a heading, eight features, and
             the strength in the last column.
         num_clients: The number of clients.
-        sort_by: "target" or the name of a feature's column; None for clients that are alike.
-        partition: Another partition, in place of ``num_clients`` equal pieces sorted by ``sort_by``.
+        sort_by: "target" or the name of a feature's column; None for IID clients.
+        partition: A partition to use instead of ``num_clients`` equal pieces sorted by ``sort_by``.
         test_fraction: The share of the mixtures in the test part.
-        standardize_target: Whether the target is standardised, too, by the training part: a loss of half the squared
-            error is then half the unexplained share of the variance.
+        standardize_target: Whether to standardize the target by the training part too. Half the squared error is then
+            half the unexplained share of the variance.
         batch_size: Examples in a client's training batch.
-        seed: Draws another test part, and other clients without ``sort_by``.
+        seed: The seed of the test part, and without ``sort_by`` of the clients.
 
     Raises:
         FederatedError: If an argument is not allowed; in ``setup``, if the file is missing or damaged.
@@ -108,7 +108,7 @@ class Concrete(StoredDataModule):
         self.set_clients([TensorDataset(*piece) for piece in pieces])
 
     def _standardize(self, rows: Tensor, train: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs [n, 8] and targets [n, 1], standardised by the training part."""
+        """Return inputs [n, 8] and targets [n, 1], standardized by the training part."""
         deviation, mean = torch.std_mean(train, dim=0, correction=0)
         deviation[deviation == 0] = 1
         standard = (rows - mean) / deviation

@@ -1,4 +1,4 @@
-"""A small real data set that needs no download: handwritten digits, dealt out to clients."""
+"""A small real data set that needs no download: handwritten digits, split into clients."""
 
 from typing import Any
 
@@ -22,20 +22,20 @@ _VAL_FRACTION = 0.1
 class Digits(FederatedDataModule):
     """The 1,797 handwritten digits (8x8 pixels, 10 classes) that come with scikit-learn.
 
-    One fixed split, stratified by class, sets 20 % of the examples aside for testing and 10 % for validation; the
-    clients share the rest. The split depends on ``test_fraction`` and not on ``seed``, so that runs with different
-    clients are measured on the same examples. ``trainer.predict`` sees the images of the test set, without labels.
+    A fixed split, stratified by class, reserves 20 % of the examples for testing and 10 % for validation; the clients
+    share the rest. It depends on ``test_fraction`` but not on ``seed``, so that runs with different clients are
+    evaluated on the same examples. ``trainer.predict`` gets the images of the test set, without labels.
 
     Args:
         num_clients: The number of clients.
         alpha: The concentration of the :class:`Dirichlet` partition; small values give clients with few classes.
-        partition: Another partition, in place of ``Dirichlet(num_clients, alpha, seed=seed)``.
+        partition: A partition to use instead of ``Dirichlet(num_clients, alpha, seed=seed)``.
         batch_size: Examples in a client's training batch.
         test_fraction: The share of the examples in the test set, in (0, 0.9).
-        seed: Draws another Dirichlet partition.
+        seed: The seed of the Dirichlet partition.
         flatten: Whether an image has shape [64] instead of [1, 8, 8]. Pixels are float32 in [0, 1] either way.
-        client_val_fraction: The share of each client's examples, in [0, 1) and rounded down, that it is not trained on
-            and that ``client_val`` holds. It is drawn once and for all, whatever the seeds.
+        client_val_fraction: The share of each client's examples, in [0, 1) and rounded down, that ``client_val`` holds
+            instead of the training set. It does not depend on any seed.
 
     Raises:
         FederatedError: If scikit-learn is missing or an argument is not allowed.
@@ -98,7 +98,7 @@ def _load() -> tuple[Tensor, Tensor]:
 
 
 def _split(labels: Tensor, test_fraction: float) -> tuple[list[int], list[int], list[int]]:
-    """Return the indices of the training, validation and test examples, the same shares of every class in each."""
+    """Return the indices of the training, validation and test examples, stratified by class."""
     random = np.random.RandomState(0)
     train, val, test = list[int](), list[int](), list[int]()
     for label in range(Digits.num_classes):

@@ -1,4 +1,4 @@
-"""What the image data sets have in common: bytes in memory, floats a batch at a time, clients from a partition."""
+"""The base of image data sets: bytes in memory, floats a batch at a time, clients from a partition."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ __all__ = ["ImageDataModule"]
 class ImageDataModule(StoredDataModule):
     """Published images with a training and a test part, which stay in memory as bytes [n, C, H, W].
 
-    The training part is dealt out to clients. ``val`` is the test part, as usual in the literature, unless
-    ``val_fraction`` sets training examples aside for it. ``trainer.predict`` sees the test images without labels.
+    The training part is split into clients. ``val`` is the test part, as usual in the literature, unless
+    ``val_fraction`` reserves training examples for it. ``trainer.predict`` gets the test images without labels.
 
-    torchvision downloads the files in ``prepare_data`` if ``download`` says so. They are read in ``setup`` or when the
-    clients are first asked for. A subclass says where they are and how they are read, and takes the same arguments.
+    With ``download``, torchvision downloads the files in ``prepare_data``. They are read in ``setup`` or when the
+    clients are first accessed. A subclass defines the files' paths and how to read them, and takes the same arguments.
     """
 
     num_classes: int
     _torchvision_class: ClassVar[str]
     _options: Mapping[str, str] = {}  # for the download
-    _shape: ClassVar[tuple[int, int, int]]  # of one image, [C, H, W]
+    _shape: ClassVar[tuple[int, int, int]]  # shape of an image, [C, H, W]
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ImageDataModule(StoredDataModule):
         self.flatten = flatten
 
     def prepare_data(self) -> None:
-        """Download what is missing, if ``download`` says so."""
+        """Download missing files, if ``download`` is set."""
         if self.download and self._missing_path() is not None:
             try:
                 self._fetch()
@@ -70,7 +70,7 @@ class ImageDataModule(StoredDataModule):
                 ) from error
 
     def _load(self) -> None:
-        self.prepare_data()  # Lightning calls it too, but not where the clients are asked for without a trainer
+        self.prepare_data()  # Lightning also calls it, but not if the clients are accessed without a trainer
         missing = self._missing_path()
         if missing is not None:
             raise FederatedError(
@@ -88,7 +88,7 @@ class ImageDataModule(StoredDataModule):
             self.train = Subset(train, sorted(order[num_val:].tolist()))
 
     def _check(self, images: Tensor, labels: Tensor, place: str) -> None:
-        """Refuse images of another size, and labels that do not belong to them or are no classes."""
+        """Raise unless the images have the right size and each has a valid class."""
         if images.shape[1:] != self._shape:
             found, expected = ("x".join(map(str, shape)) for shape in (images.shape[2:], self._shape[1:]))
             raise FederatedError(f"{place}: the images have {found} pixels, and should have {expected}.")
@@ -101,7 +101,7 @@ class ImageDataModule(StoredDataModule):
             )
 
     def _torchvision(self, **options: Any) -> Any:
-        """Return torchvision's data set, whose options say whether it downloads the files and what it reads."""
+        """Return torchvision's data set; its options select the files to read or download."""
         from torchvision import datasets
 
         return getattr(datasets, self._torchvision_class)(self.root, **options)
@@ -110,7 +110,7 @@ class ImageDataModule(StoredDataModule):
         self._torchvision(download=True, **self._options)
 
     def _remedy(self) -> str:
-        """Return what to do if files are missing; overridden where there is nothing to download."""
+        """Return the fix for missing files; overridden if there is no download."""
         return f"Set download=True, or {self._by_hand()}"
 
     def _missing_path(self) -> Path | None:
@@ -118,11 +118,11 @@ class ImageDataModule(StoredDataModule):
 
     @abstractmethod
     def _paths(self) -> list[Path]:
-        """Return the files or the folder that must be there."""
+        """Return the required files or folder."""
 
     @abstractmethod
     def _by_hand(self) -> str:
-        """Say which files belong where, beginning with what to do."""
+        """Return instructions for placing the files by hand."""
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:

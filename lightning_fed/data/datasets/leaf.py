@@ -1,4 +1,4 @@
-"""LEAF's JSON files: a federation as users, their numbers of samples and their data."""
+"""LEAF's JSON files: users, their numbers of samples and their data."""
 
 import json
 import math
@@ -21,7 +21,7 @@ _PARTS = {"users": list, "num_samples": list, "user_data": dict}
 
 
 class LeafUser(NamedTuple):
-    """One user of a LEAF file as it is written there: n samples, and file and user for messages."""
+    """A user of a LEAF file as stored: n samples, and the file and user for messages."""
 
     name: str
     x: list[Any]
@@ -30,11 +30,11 @@ class LeafUser(NamedTuple):
 
 
 def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
-    """Yield the users of a LEAF file, or of all ``*.json`` files in a folder, in the order in which they are listed.
+    """Yield the users of a LEAF file, or of all ``*.json`` files in a folder, in their listed order.
 
     The format is that of Caldas et al., LEAF (arXiv:1812.01097): an object with ``users``, ``num_samples`` and
-    ``user_data``, which holds ``x`` and ``y`` for each user; other keys, such as ``hierarchies``, are not read. One
-    file is in memory at a time, and of that no user who has been yielded.
+    ``user_data``, which holds ``x`` and ``y`` for each user; other keys, such as ``hierarchies``, are ignored. One file
+    is in memory at a time, without the users already yielded.
     """
     seen: set[str] = set()
     for file in [path] if path.is_file() else listing(owner, path, ".json"):
@@ -66,7 +66,7 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
 def _parsed(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deep, a number too long
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested, or a number is too long
         raise FederatedError(f"{file} is no valid JSON: {error}. Download or make it again.") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
         found = sorted(content) if isinstance(content, dict) else type(content).__name__
@@ -78,21 +78,21 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 class LeafDataModule(StoredDataModule):
-    """Users of LEAF's JSON files with numbers as inputs, each a client.
+    """One client per user of LEAF's JSON files with numeric inputs.
 
     LEAF splits its data into two folders, ``train`` and ``test``, by sample or by user. The users of the training files
-    are the clients. ``val`` and ``test`` are both the samples of all users of the test files together, and
-    ``client_val`` holds each client's own, if it has any.
+    are the clients. ``val`` and ``test`` are both the test samples of all users, and ``client_val`` holds each client's
+    test samples, if any.
 
     Inputs become float32 [n, ...]. Samples are converted user by user, and one file is in memory as text at a time.
 
     Args:
         train_path: The training files: a ``.json`` file, or a folder of them.
-        test_path: The test files, likewise; None for no test data.
-        shape: The shape of an input, such as [1, 28, 28]; None for the shape in the file.
-        targets: "classes" for class numbers, int64 [n], or "values" for numbers to regress on, float32 [n, ...], where
-            one number per sample gives [n, 1].
-        num_classes: With "classes": refuse targets that are not below this.
+        test_path: The test files, in the same forms. None for no test data.
+        shape: The shape of an input, such as [1, 28, 28]. None for the shape in the file.
+        targets: "classes" for class numbers, int64 [n], or "values" for regression, float32 [n, ...]; one number per
+            sample gives [n, 1].
+        num_classes: With "classes", the number of classes; larger targets raise.
         batch_size: Examples in a client's training batch.
 
     Raises:
@@ -171,12 +171,12 @@ class FEMNIST(LeafDataModule):
     """LEAF's Federated Extended MNIST: handwritten digits and letters by their writers.
 
     62 classes, 0-9, A-Z and a-z, on images [1, 28, 28] of float32 in [0, 1]. LEAF draws black on white, ink 0 and paper
-    1, the other way round than MNIST. The files are those in ``root/folder/train`` and ``root/folder/test``; see
-    :class:`LeafDataModule` for how they become clients and test data. All 805,263 images take 2.5 GB.
+    1, unlike MNIST. The files are in ``root/folder/train`` and ``root/folder/test``; see :class:`LeafDataModule` for
+    the clients and the test data. All 805,263 images take 2.5 GB.
 
     Args:
         root: The folder of data sets.
-        folder: The folder in it that holds ``train`` and ``test``.
+        folder: The folder in ``root`` that contains ``train`` and ``test``.
         invert: Whether ink becomes 1 and paper 0, as in MNIST.
         batch_size: Examples in a client's training batch.
 
@@ -208,7 +208,7 @@ class FEMNIST(LeafDataModule):
 
 
 def numbers(values: list[Any], place: str) -> Tensor:
-    """Return nested lists of finite numbers as float32; the messages about any others name ``place``."""
+    """Return nested lists of finite numbers as float32; error messages name ``place``."""
     first: Any = values
     while isinstance(first, list) and first:
         first = first[0]

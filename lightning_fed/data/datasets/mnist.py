@@ -1,4 +1,4 @@
-"""MNIST and EMNIST: handwritten digits and letters, 28x28, from the files that torchvision downloads."""
+"""MNIST and EMNIST: handwritten digits and letters, 28x28, from torchvision's files."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ _IMAGES_AT_ONCE = 10_000
 
 
 class _IdxImages(ImageDataModule):
-    """Images and labels in IDX files, packed by gzip or not."""
+    """Images and labels in IDX files, gzipped or not."""
 
     _shape = (1, 28, 28)
-    _prefixes: tuple[str, str]  # of the names of the training and the test files
+    _prefixes: tuple[str, str]  # prefixes of the training and test files
     _first_label = 0  # in the file
 
     def _file(self, train: bool, content: str) -> Path:
-        """Return where a file of ``content``, images-idx3 or labels-idx1, is, or should be: unpacked."""
+        """Return the path, unpacked, of the file of ``content``: images-idx3 or labels-idx1."""
         path = self.root / self._torchvision_class / "raw" / f"{self._prefixes[not train]}-{content}-ubyte"
         packed = path.with_name(f"{path.name}.gz")
         return packed if packed.is_file() and not path.is_file() else path
@@ -62,41 +62,39 @@ class _IdxImages(ImageDataModule):
 
 
 def _read_with(read: Callable[[str], Tensor], path: Path) -> Tensor:
-    """Read an IDX file with one of torchvision's functions, which take unpacked files."""
+    """Read an IDX file with one of torchvision's functions, which need unpacked files."""
     from torchvision.datasets.utils import extract_archive
 
     try:
         with tempfile.TemporaryDirectory() as folder:
             return read(extract_archive(str(path), folder) if path.suffix == ".gz" else str(path))
-    except Exception as error:  # what a damaged file raises depends on where the damage is
+    except Exception as error:  # the error depends on where the file is damaged
         raise FederatedError(
             f"{path} is damaged or no IDX file ({type(error).__name__}: {error}). Download it again."
         ) from error
 
 
 class MNIST(_IdxImages):
-    """The 70,000 handwritten digits of LeCun, Cortes and Burges; by default the federation of FedProx.
+    """The 70,000 handwritten digits of LeCun, Cortes and Burges; by default split as in FedProx.
 
-    That is 1,000 clients with two digits each, whose sizes follow a power law (Li et al., 2020, arXiv:1812.06127,
-    appendix C.1): see :class:`PowerLaw` for the recipe and how it differs. Here the clients share the 60,000 training
-    images, and the server model is measured on the 10,000 test images; there, each client's share of all 70,000 is
-    split.
+    The split has 1,000 clients with two digits each and power-law sizes (Li et al., 2020, arXiv:1812.06127, appendix
+    C.1); see :class:`PowerLaw` for the recipe and its differences. Here the clients share the 60,000 training images,
+    and the 10,000 test images evaluate the server model. The paper splits all 70,000 among the clients, and each
+    client's share into training and test.
 
-    Images are [1, 28, 28] with paper 0 and ink 1. ``val`` is the test part, unless ``val_fraction`` says otherwise.
+    Images are [1, 28, 28] with paper 0 and ink 1. ``val`` is the test part, unless ``val_fraction`` is positive.
 
     Args:
-        root: The folder of data sets; the files are in ``root/MNIST/raw``, as torchvision has them, packed by gzip or
-            not.
-        download: Whether to download what is missing.
+        root: The folder of data sets; the files are in ``root/MNIST/raw``, as for torchvision, gzipped or not.
+        download: Whether to download missing files.
         num_clients: The number of clients.
-        partition: Another partition, in place of ``PowerLaw(num_clients, seed=seed)``.
+        partition: A partition to use instead of ``PowerLaw(num_clients, seed=seed)``.
         batch_size: Examples in a client's training batch.
-        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
-            the test images.
-        seed: Draws another partition.
+        val_fraction: The share of the training images to use as ``val``. If 0, the test images validate.
+        seed: The seed of the partition.
         flatten: Whether an image has shape [784] instead of [1, 28, 28].
-        transform: What makes floats of the bytes [B, 1, 28, 28]; by default :class:`ToFloat`.
-        augment: Random changes of training batches of bytes, such as :class:`RandomCrop`.
+        transform: Converts bytes [B, 1, 28, 28] to floats; by default :class:`ToFloat`.
+        augment: Random transforms of training batches of bytes, such as :class:`RandomCrop`.
 
     Raises:
         FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
@@ -143,34 +141,32 @@ class EMNIST(_IdxImages):
     mnist       10      60,000           10,000         0-9, in MNIST's format
     =========== ======= ================ ============== ==================================================
 
-    SCAFFOLD, Mime and FedJAX train on the same characters by writer, 3,400 clients. EMNIST's files do not say who wrote
-    what, so the clients here are a synthetic stand-in, with skewed labels but nobody's handwriting: results are not
-    comparable with theirs. LEAF's :class:`FEMNIST` has the writers.
+    SCAFFOLD, Mime and FedJAX train on these characters with 3,400 writers as clients. EMNIST's files do not contain the
+    writers, so the clients here are synthetic: their labels are skewed, but they do not differ in handwriting. Results
+    are not comparable. LEAF's :class:`FEMNIST` has the writers.
 
-    Images are [1, 28, 28] and upright (the files hold them transposed); labels begin at 0 in every split. ``val`` is
-    the test part, unless ``val_fraction`` says otherwise.
+    Images are [1, 28, 28] and upright (the files store them transposed). Labels begin at 0 in every split. ``val`` is
+    the test part, unless ``val_fraction`` is positive.
 
     Args:
-        root: The folder of data sets; the files are in ``root/EMNIST/raw``, as torchvision has them, packed by gzip or
-            not.
-        split: Which characters.
-        download: Whether to download what is missing: one archive of 0.5 GB with all splits.
-        num_clients: The number of clients; by default 3,400 for byclass and bymerge, and 100 for the others.
-        alpha: The concentration of the :class:`BalancedDirichlet` partition; small values give clients few classes.
-        partition: Another partition, in place of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
+        root: The folder of data sets. The files are in ``root/EMNIST/raw``, as for torchvision, gzipped or not.
+        split: One of the splits above.
+        download: Whether to download missing files: one archive of 0.5 GB with all splits.
+        num_clients: The number of clients, by default 3,400 for byclass and bymerge, and 100 for the others.
+        alpha: The concentration of the :class:`BalancedDirichlet` partition. Small values give clients few classes.
+        partition: A partition to use instead of ``BalancedDirichlet(num_clients, alpha, seed=seed)``.
         batch_size: Examples in a client's training batch.
-        val_fraction: The share of the training images that no client gets and that ``val`` consists of; 0 validates on
-            the test images.
-        black_on_white: Whether paper is 1 and ink 0, as in LEAF's FEMNIST; otherwise ink is 1, as in MNIST.
-        seed: Draws another partition.
+        val_fraction: The share of the training images to use as ``val``. If 0, the test images validate.
+        black_on_white: Whether paper is 1 and ink 0, as in LEAF's FEMNIST. Otherwise ink is 1, as in MNIST.
+        seed: The seed of the partition.
         flatten: Whether an image has shape [784] instead of [1, 28, 28].
-        transform: What makes floats of the bytes [B, 1, 28, 28]; by default :class:`ToFloat`.
-        augment: Random changes of training batches of bytes, such as :class:`RandomCrop`.
+        transform: Converts bytes [B, 1, 28, 28] to floats; by default :class:`ToFloat`.
+        augment: Random transforms of training batches of bytes, such as :class:`RandomCrop`.
 
     Attributes:
         num_classes: The number of classes of the split.
-        classes: The characters, in the order of the labels; where a capital and a small letter share one, the capital,
-            and in ``letters`` the small one.
+        classes: The characters, in the order of the labels. If a capital and a small letter share a label, it is the
+            capital, but in ``letters`` the small one.
 
     Raises:
         FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
@@ -215,7 +211,7 @@ class EMNIST(_IdxImages):
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         images, labels = super()._read(train)
-        for chunk in images.split(_IMAGES_AT_ONCE):  # in place: all at once would take twice the memory
+        for chunk in images.split(_IMAGES_AT_ONCE):  # in place and in chunks: all at once would need twice the memory
             upright = chunk.mT.contiguous()
             chunk.copy_(torch.bitwise_not(upright) if self.black_on_white else upright)  # ~b is 255 - b
         return images, labels

@@ -1,4 +1,4 @@
-"""Problems whose optimum is known: quadratics and linear least squares, in float64."""
+"""Problems with a known optimum: quadratics and linear least squares, in float64."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,32 +21,32 @@ _MAX_NUMBERS = 10**8  # float64, in memory
 class Quadratics(FederatedDataModule):
     r"""Quadratics with a chosen dissimilarity of gradients and Hessians.
 
-    Client i, counted from 0, minimises
+    Client i, counted from 0, minimizes
 
     .. math:: f_i(x) = \tfrac12 a_i x^2 + b_i x, \qquad b_i = (-1)^i\, G,
 
-    so that the mean f over the clients is least at 0. In d dimensions, :math:`a_i` lists the d second derivatives of a
-    diagonal Hessian, and each coordinate of :math:`b_i` is :math:`(-1)^i\, G / \sqrt d`. With ``a=(2, 0)`` these are
+    so the mean f over the clients has its minimum at 0. In d dimensions, :math:`a_i` lists the d second derivatives of
+    a diagonal Hessian, and each coordinate of :math:`b_i` is :math:`(-1)^i\, G / \sqrt d`. With ``a=(2, 0)`` these are
     the two functions behind the lower bound for FedAvg in SCAFFOLD (Karimireddy et al., ICML 2020, arXiv:1910.06378,
     theorem II); ``a=(3, 1)`` has the same dissimilarities, and f itself the smoothness 2 (Mime, Karimireddy et al.,
     NeurIPS 2021, arXiv:2008.03606).
 
     An example is a row (a_i, b_ij) of two float64 numbers, or vectors [d], as :class:`lightning_fed.models.Quadratic`
-    takes them. In half of a client's rows G is larger by ``noise``, in the other half smaller, so that their mean is
-    f_i itself and the gradient of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows,
-    whose mean loss is f.
+    takes them. In half of a client's rows G is larger by ``noise``, in the other half smaller. So their mean is exactly
+    f_i, and the gradient of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows; their mean
+    loss is f.
 
     Args:
-        a: The second derivatives of an even number of clients, a number or a list each, with a positive mean.
+        a: The second derivatives, a number or a list per client, with a positive mean; the number of clients is even.
         G: The norm of each client's gradient at the optimum.
-        rows: Rows of each client.
+        rows: The number of rows per client.
         noise: The standard deviation of a row's gradient; needs an even number of rows.
-        batch_size: Rows in a batch; by default all of a client's, so that gradients are exact.
+        batch_size: Rows in a batch, by default all rows of a client, so that gradients are exact.
 
     Attributes:
-        optimum: Where f is least: 0, in every coordinate.
+        optimum: The minimizer of f: 0 in every coordinate.
         G: The gradient dissimilarity: the root mean square of the clients' gradients at the optimum.
-        delta: The Hessian dissimilarity: the largest distance of a second derivative from its mean over the clients.
+        delta: The Hessian dissimilarity: the largest distance of a second derivative from its mean over clients.
 
     Raises:
         FederatedError: If an argument is not allowed.
@@ -95,31 +95,31 @@ class Quadratics(FederatedDataModule):
 class LeastSquares(FederatedDataModule):
     r"""Linear regression on clients that differ, with a known joint optimum.
 
-    Client i minimises :math:`f_i(w) = \frac{1}{2n} \lVert X_i w - y_i \rVert^2` over its n examples, where
+    Client i minimizes :math:`f_i(w) = \frac{1}{2n} \lVert X_i w - y_i \rVert^2` over its n examples, where
 
     .. math::
         y_i = X_i w_i + \text{noise}\; \varepsilon, \qquad w_i = \bar w + d z_i, \qquad
         (X_i)_{\cdot j} \sim N(0, s_{ij}^2), \qquad s_{ij} \sim U\!\left[\tfrac{1}{1 + d}, 1\right],
 
-    all else is standard normal, and d is the ``dissimilarity``: it moves the clients' optima and their Hessians apart.
-    With d = 0 the clients are samples of one distribution. All have the same number of examples, so that weighting them
-    by examples or uniformly is the same. ``val`` and ``test`` are all clients' examples, whose mean loss is the
+    everything else is standard normal, and d is the ``dissimilarity`` of the clients' optima and Hessians. With d = 0,
+    the clients are samples of one distribution. All clients have equally many examples, so weighting by examples and
+    uniform weighting are the same. ``val`` and ``test`` are the examples of all clients; their mean loss is the
     objective.
 
-    Everything is float64: train :class:`lightning_fed.models.LinearRegression` with ``bias=False`` and
+    All data are float64: train :class:`lightning_fed.models.LinearRegression` with ``bias=False`` and
     ``FederatedTrainer(precision="64-true")``.
 
     Args:
         num_clients: The number of clients N.
         dim: The number of features.
-        samples: Examples of each client, n.
+        samples: n, the number of examples per client.
         dissimilarity: d, at least 0.
         noise: The standard deviation of the noise in the targets.
-        batch_size: Examples in a batch; by default all of a client's, so that gradients are exact.
-        seed: Draws other clients. A client depends on the seed and on its number alone.
+        batch_size: Examples in a batch; by default all examples of a client, so that gradients are exact.
+        seed: The seed of the clients. A client only depends on the seed and its index.
 
     Attributes:
-        optimum: Where the mean of the f_i is least [dim], float64, from one least-squares solve over all examples.
+        optimum: The minimizer [dim] of the mean of the f_i, float64, from one least-squares solve over all examples.
 
     Raises:
         FederatedError: If an argument is not allowed, or there are too few examples for a single optimum.

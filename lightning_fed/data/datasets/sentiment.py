@@ -1,4 +1,4 @@
-"""Sentiment140: whether a tweet is positive, one client for each account."""
+"""Sentiment140: whether a tweet is positive, with one client per account."""
 
 import re
 import sys
@@ -33,10 +33,10 @@ def words(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """Word -> number: 0 is padding, 1 any unknown word, and the known words follow, the most frequent first.
+    """Numbers of words: 0 is padding, 1 any unknown word, then the known words, the most frequent first.
 
     Args:
-        known: The known words, each once.
+        known: The distinct known words.
 
     Example:
         >>> Vocabulary(["so", "good"]).encode([["good", "grief"], []], length=3).tolist()
@@ -52,11 +52,11 @@ class Vocabulary:
 
     @staticmethod
     def of(counts: Counter[str], max_words: int) -> "Vocabulary":
-        """Return the most frequent words; among equally frequent ones the first in alphabetical order."""
+        """Return the most frequent words; ties are in alphabetical order."""
         return Vocabulary(sorted(counts, key=lambda word: (-counts[word], word))[:max_words])
 
     def __len__(self) -> int:
-        """Return the number of numbers V: the known words, padding and unknown."""
+        """Return the vocabulary size V: the known words, padding and unknown."""
         return len(self.words) + 2
 
     def __getitem__(self, word: str) -> int:
@@ -64,9 +64,9 @@ class Vocabulary:
         return self._numbers.get(word, self.unknown)
 
     def encode(self, texts: Iterable[Sequence[str]], length: int) -> Tensor:
-        """Return tokenized texts as int64 [n, length], cut off at the end or padded in front.
+        """Return tokenized texts as int64 [n, length], truncated at the end or padded in front.
 
-        The last number of a text is then a word, which a recurrent network needs.
+        So the last number of a text is a word, as a recurrent network needs.
         """
         rows = [[self[word] for word in text[:length]] for text in texts]
         padded = [[self.padding] * (length - len(row)) + row for row in rows]
@@ -74,10 +74,10 @@ class Vocabulary:
 
 
 def read_embedding(path: Path, counts: Counter[str], max_words: int) -> tuple[Vocabulary, Tensor]:
-    """Return the most frequent words that have a vector, and the vectors [V, D], float32.
+    """Return the most frequent words with a vector, and the vectors [V, D], float32.
 
-    The file is UTF-8 text in GloVe's format, a line ``word v1 ... vD`` for each word. Padding has the vector 0 and
-    unknown words have the mean of the vectors kept.
+    The file is UTF-8 text in GloVe's format, with a line ``word v1 ... vD`` per word. The vector of padding is 0, and
+    that of unknown words is the mean of the returned ones.
     """
     vectors: dict[str, Tensor] = {}
     fields = 0
@@ -122,28 +122,28 @@ _CLASSES = {"0": 0, "1": 1, "2": None, "4": 1}  # None is neutral
 
 
 class Sentiment140(StoredDataModule):
-    """Go, Bhayani and Huang's Sentiment140 by Twitter account, as in LEAF (arXiv:1812.01097) and FedProx.
+    """Sentiment140 (Go, Bhayani and Huang) by Twitter account, as in LEAF (arXiv:1812.01097) and FedProx.
 
-    Inputs are word numbers int64 [25], cut off at the end or padded in front (LEAF's code pads at the end), and targets
-    int64: 0 for negative, 1 for positive. In ``vocabulary`` 0 is padding and 1 any unknown word; it has the most
-    frequent words of the training tweets. With an ``embedding_file`` the words are those that have a vector there, and
-    ``embedding`` holds the vectors [V, D], float32, 0 for padding and their mean for unknown words; both are there
-    after ``setup``.
+    Inputs are word numbers int64 [25], truncated at the end or padded in front (LEAF's code pads at the end). Targets
+    are int64: 0 for negative, 1 for positive. ``vocabulary`` has the most frequent words of the training tweets, after
+    0 for padding and 1 for any unknown word. With an ``embedding_file``, only words with a vector are known, and
+    ``embedding`` holds the vectors [V, D], float32, 0 for padding and their mean for unknown words. ``setup`` sets
+    both.
 
-    ``val`` and ``test`` are both the test tweets of all clients, and ``client_val`` has each client's own.
+    ``val`` and ``test`` are both the test tweets of all clients; ``client_val`` has those of each client.
 
     Args:
-        root: The folder of data sets. The files are looked for in ``root/sentiment140``.
+        root: The folder of data sets. The files are in ``root/sentiment140``.
         source: "csv", the original training file (latin-1; target, id, date, query, user, text), or "leaf", LEAF's JSON
             files in ``train`` and ``test``.
-        min_tweets: Accounts with fewer training and test tweets together are left out; how many is announced.
+        min_tweets: Accounts with fewer tweets, training and test together, are left out, and their number is logged.
         length: Words in an input.
-        max_words: Words in the vocabulary at most.
-        embedding_file: UTF-8 text with a line ``word v1 v2 ...`` for each word, as GloVe has it.
+        max_words: The largest number of words in the vocabulary.
+        embedding_file: UTF-8 text with a line ``word v1 v2 ...`` per word, as GloVe's files.
         tokenizer: A function from a text to its words; by default the words and the marks . , ! ? ; in lower case.
-        test_fraction: The share of each account's tweets, drawn at random, that is for testing; None for 0.2. Not for
-            "leaf", whose files are split already.
-        seed: Draws other test tweets. An account's do not depend on the other accounts.
+        test_fraction: The share of each account's tweets, drawn at random, for testing; None for 0.2. Not for "leaf",
+            whose files are already split.
+        seed: The seed of the test tweets. An account's test tweets do not depend on other accounts.
         batch_size: Examples in a client's training batch.
 
     Raises:
@@ -257,7 +257,7 @@ class Sentiment140(StoredDataModule):
         found = (self.tokenizer or words)(text)
         if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
             raise FederatedError(f"Sentiment140: tokenizer must return a list of words; it returned {found!r}.")
-        return [sys.intern(str(word)) for word in found[: self.length]]  # a word that comes often is kept once
+        return [sys.intern(str(word)) for word in found[: self.length]]  # frequent words are stored once
 
     def _tensors(self, tweets: Tweets) -> tuple[Tensor, Tensor]:
         labels = torch.tensor([label for label, _ in tweets], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Next-character prediction on the plays of Shakespeare, one client for each speaking role."""
+"""Next-character prediction on the plays of Shakespeare, with one client per speaking role."""
 
 import re
 from collections import Counter
@@ -26,14 +26,14 @@ __all__ = ["SYMBOLS", "Shakespeare", "encode", "read_plays", "speeches", "window
 
 _START = re.compile(r"ACT [IVX]+\b")
 _HEADING = re.compile(r"(ACT|SCENE|PROLOGUE|EPILOGUE|INDUCTION)\b")
-_DIRECTION = re.compile(r"\[[^]]*\]|\|")  # a stage direction, or the brace beside lines that several roles speak
+_DIRECTION = re.compile(r"\[[^]]*\]|\|")  # a stage direction, or the brace next to lines that several roles speak
 
 
 def speeches(lines: Iterable[str]) -> dict[str, list[str]]:
-    r"""Return what each role of a play says: speeches in order, without stage directions, lines joined by a space.
+    r"""Return each role's speeches in order, without stage directions, lines joined by a space.
 
-    A speech begins with ``NAME<TAB>text`` after the first ``ACT``; its other lines begin with a tab. The first part of
-    a long name may be on the line before. Stage directions are in brackets. Other lines are left out.
+    A speech begins with ``NAME<TAB>text`` after the first ``ACT``; its other lines begin with a tab. A long name may
+    begin on the line before. Stage directions are in brackets. Other lines are ignored.
 
     Example:
         >>> speeches(["ACT I", "HAMLET\tMy fate [Enter Ghost]", "\tcries out", "Ghost\tMark me."])
@@ -41,10 +41,10 @@ def speeches(lines: Iterable[str]) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     name, said, first_part = "", [""], ""
-    _, *play = dropwhile(lambda line: not _START.match(line), (*lines, "ACT I"))  # which ends the last speech
+    _, *play = dropwhile(lambda line: not _START.match(line), (*lines, "ACT I"))  # ends the last speech
     for line in play:
         head, tab, text = line.rstrip().partition("\t")
-        if not head and not tab:  # an empty line inside a speech
+        if not head and not tab:  # an empty line within a speech
             first_part = ""
             continue
         if not any(map(str.isalpha, head)):
@@ -61,7 +61,7 @@ def speeches(lines: Iterable[str]) -> dict[str, list[str]]:
 
 
 def read_plays(owner: str, folder: Path) -> dict[str, str]:
-    """Return the text of each role, by "play/ROLE", from one ``.txt`` file for each play; poems have no roles."""
+    """Return each role's text, by "play/ROLE", from one ``.txt`` file per play; poems have no roles."""
     texts: dict[str, str] = {}
     for file in listing(owner, folder, ".txt"):
         try:
@@ -80,7 +80,7 @@ def read_plays(owner: str, folder: Path) -> dict[str, str]:
 SYMBOLS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The 80 characters of LEAF's vocabulary; a character's class is its position."""
 
-# The class of each ASCII character, and at position 128 that of all others: what is not found (-1) is the last symbol.
+# The class of each ASCII character, and at 128 that of all others: find returns -1, which is the last symbol.
 _CLASSES = np.array([SYMBOLS.find(chr(point)) % len(SYMBOLS) for point in range(129)], dtype=np.uint8)
 _FOLDERS = {"plays": "plays", "leaf": "train"}
 
@@ -97,14 +97,14 @@ def encode(text: str) -> Tensor:
 
 
 def windows(text: Tensor, length: int, stride: int, sequence: bool) -> TensorDataset:
-    """Return the pieces of a text [L] with what follows them, [n, length] and [n] or [n, length], as views into it."""
+    """Return the pieces of a text [L] and their targets, [n, length] and [n] or [n, length], as views of it."""
     shape = (max(0, (len(text) - length - 1) // stride + 1), length)
     following = text[1:].as_strided(shape, (stride, 1)) if sequence else text[length::stride]
     return TensorDataset(text.as_strided(shape, (stride, 1)), following)
 
 
 class _Roles(FederatedDataset):
-    """Clients whose texts are kept as bytes; the windows of one who takes part are views into its text as int64."""
+    """Clients whose texts are stored as bytes; a participating client's windows are views of its text as int64."""
 
     def __init__(self, texts: Mapping[ClientId, Tensor], cut: Callable[[Tensor], TensorDataset]) -> None:
         self._texts = texts
@@ -115,32 +115,32 @@ class _Roles(FederatedDataset):
         return size_of(super().dataset(client_id))
 
     def dataset(self, client_id: ClientId) -> TensorDataset:
-        super().dataset(client_id)  # refuses who is no client
+        super().dataset(client_id)  # raises if the id is unknown
         return self._cut(self._texts[client_id].long())
 
 
 class Shakespeare(StoredDataModule):
     """The plays of Shakespeare by speaking role: predict the character that follows 80 others.
 
-    This is the task of McMahan et al. (arXiv:1602.05629), as LEAF (arXiv:1812.01097) and FedProx (arXiv:1812.06127)
-    have it: inputs int64 [80] and targets int64 in 0, ..., 79, the positions of characters in :data:`SYMBOLS`. Other
-    characters become the last symbol, ``}``, as the labels do in LEAF's code; how many there are is announced.
+    The task of McMahan et al. (arXiv:1602.05629), in the form of LEAF (arXiv:1812.01097) and FedProx
+    (arXiv:1812.06127): inputs int64 [80] and targets int64 in 0, ..., 79, the positions of characters in
+    :data:`SYMBOLS`. Other characters become the last symbol, ``}``, as in LEAF's code; their number is logged.
 
-    A role's text is its speeches in order, joined by a space. It is cut in time: the first part is for training and the
-    rest for testing, and no window reaches over the cut. ``val`` and ``test`` are both the test windows of all roles,
-    and ``client_val`` has each role's own. Training texts are kept as one byte a character, those to test on as eight.
+    A role's text is its speeches in order, joined by a space. Its first part is for training and the rest for testing,
+    and no window crosses the cut. ``val`` and ``test`` are both the test windows of all roles; ``client_val`` has those
+    of each role. A character takes one byte in training texts and eight in test texts.
 
     Args:
-        root: The folder of data sets. The files are looked for in ``root/shakespeare``.
+        root: The folder of data sets. The files are in ``root/shakespeare``.
         source: "plays" for the text files ``plays/*.txt`` with speeches as ``NAME<TAB>line``; or "leaf" for LEAF's JSON
-            files in ``train`` and ``test``, which are windows already: 81 characters each. LEAF's split at random puts
+            files in ``train`` and ``test``, which contain windows of 81 characters. LEAF's random split puts
             overlapping windows into both parts.
         length: Characters in an input.
-        stride: Characters between the beginnings of a role's training windows; 1 for "leaf".
-        eval_stride: The same for test windows; None for ``stride``. ``eval_stride=80`` tests 80 times as fast.
-        test_fraction: The share of a role's characters that is for testing; None for 0.2. Not for "leaf".
+        stride: Characters between the starts of a role's training windows, 1 for "leaf".
+        eval_stride: The stride of test windows; None for ``stride``. 80 makes tests 80 times faster.
+        test_fraction: The share of a role's characters for testing; None for 0.2. Not for "leaf".
         targets: "next" for the character after the input, [], or "sequence" for the input shifted by one, [length].
-        min_examples: Roles with fewer training windows are left out, with their test windows; how many is announced.
+        min_examples: Roles with fewer training windows are left out, with their test windows; their number is logged.
         batch_size: Examples in a client's training batch.
 
     Raises:
@@ -183,7 +183,7 @@ class Shakespeare(StoredDataModule):
 
     def _load(self) -> None:
         if self.source == "leaf":
-            # A window and its target are length + 1 characters: end to end they are a text read at that stride.
+            # A window and its target are length + 1 characters: read the joined text at that stride.
             stride = eval_stride = self.length + 1
             train, test = (self._read_leaf(self._find(part)) for part in ("train", "test"))
         else:
@@ -201,7 +201,7 @@ class Shakespeare(StoredDataModule):
         self.set_clients(_Roles({role: text for role, text in train.items() if role in kept}, cut))
 
     def _set_test(self, texts: Mapping[ClientId, Tensor], clients: set[ClientId], stride: int) -> None:
-        """Set ``val`` and ``test`` to the windows of all texts, and ``client_val`` to those of each client."""
+        """Set ``val`` and ``test`` to the windows of all texts, and ``client_val`` to each client's windows."""
         whole = windows(torch.cat([encode(""), *texts.values()]).long(), self.length, 1, self.targets == "sequence")
         begin, starts = 0, dict[ClientId, Tensor]()
         for role, text in texts.items():
@@ -226,7 +226,7 @@ class Shakespeare(StoredDataModule):
         return _encode_all((user.name, self._join(user)) for user in read_leaf("Shakespeare", path))
 
     def _join(self, user: LeafUser) -> str:
-        """Return a user's windows end to end, each followed by its target."""
+        """Return a user's windows joined, each followed by its target."""
         for part, values, size in (("x", user.x, self.length), ("y", user.y, 1)):
             for number, value in enumerate(values):
                 if not isinstance(value, str) or len(value) != size:
@@ -238,7 +238,7 @@ class Shakespeare(StoredDataModule):
 
 
 def _encode_all(texts: Iterable[tuple[str, str]]) -> dict[ClientId, Tensor]:
-    """Return the codes of each role's text, and announce characters that are not in the vocabulary."""
+    """Return the codes of each role's text; log the number of characters not in the vocabulary."""
     codes: dict[ClientId, Tensor] = {}
     strange: Counter[str] = Counter()
     for role, text in texts:

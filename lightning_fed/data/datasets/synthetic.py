@@ -1,4 +1,4 @@
-"""FedProx's synthetic classification: each client draws its own linear labelling and its own inputs."""
+"""FedProx's synthetic classification: each client draws its own linear labeling and inputs."""
 
 import math
 from typing import Literal
@@ -14,7 +14,7 @@ from lightning_fed.data.partitions.partition import Floats, random_state
 
 __all__ = ["Synthetic"]
 
-_MAX_CLIENTS = 100_000  # all of them are drawn at once and kept: half a minute, and gigabytes
+_MAX_CLIENTS = 100_000  # drawn at once and kept: half a minute, and gigabytes
 
 
 class Synthetic(FederatedDataModule):
@@ -30,25 +30,25 @@ class Synthetic(FederatedDataModule):
     where Sigma is diagonal with :math:`\Sigma_{jj} = j^{-1.2}`, and :math:`50 + \lfloor z \rfloor` examples, with
     log z ~ N(4, 2^2). With ``iid`` all clients share one W and b, drawn from N(0, 1), and v_k = 0.
 
-    Three things to know of this recipe. In the paper's notation alpha and beta are variances, in the authors' code they
-    are standard deviations: ``spread`` chooses. Since u_k is added to every entry of W_k and b_k alike, it moves all
-    logits of an example by the same amount, so that alpha never changes a label; what the clients do not have in common
-    are their own W_k, b_k and v_k, even at (0, 0). And there is no validation set: ``val`` and ``test`` are both the
-    clients' test parts together, and ``client_val`` holds each client's own.
+    Note three properties. Alpha and beta are variances in the paper's notation but standard deviations in the authors'
+    code; ``spread`` selects one. Since u_k is added to every entry of W_k and b_k, it shifts all logits of an example
+    equally, so alpha never changes a label: clients differ, even at (0, 0), because each draws its own W_k, b_k and
+    v_k. There is no validation set: ``val`` and ``test`` are both the clients' pooled test parts, and ``client_val``
+    holds each client's part.
 
-    Inputs are float32 and labels int64. A client depends on the seed and on its number alone, and the random numbers
-    come from NumPy's ``RandomState``, whose streams are frozen.
+    Inputs are float32 and labels int64. A client only depends on the seed and its index. The random numbers come from
+    NumPy's ``RandomState``, whose streams are frozen.
 
     Args:
         alpha: The spread of u_k over the clients.
         beta: The spread of B_k, the mean of v_k, over the clients.
-        iid: Whether the clients share W, b and the distribution of x. Leave alpha and beta at 0 then.
+        iid: Whether the clients share W, b and the distribution of x; leave alpha and beta at 0 then.
         num_clients: The number of clients N.
-        spread: What alpha and beta are: "std" as in the authors' code, or "variance" as in the paper.
-        test_fraction: The share of each client's examples in its test part, in (0, 0.9); 0.2 as in the paper, while the
-            authors' code has 0.1. It is rounded up, to at least one example.
+        spread: The meaning of alpha and beta: "std" as in the authors' code, or "variance" as in the paper.
+        test_fraction: The share of each client's examples in its test part, in (0, 0.9): 0.2 as in the paper (0.1 in
+            the authors' code), rounded up to at least one example.
         batch_size: Examples in a client's training batch.
-        seed: Draws other clients.
+        seed: The seed of the clients.
 
     Raises:
         FederatedError: If an argument is not allowed.
@@ -109,7 +109,7 @@ class Synthetic(FederatedDataModule):
             weight, bias = self._labelling(random, u)
         deviation = np.arange(1, self.num_features + 1) ** (-1.2 / 2)
         x = v + deviation * random.standard_normal((size, self.num_features))
-        y = (x @ weight + bias).argmax(axis=1)  # softmax keeps the order of the logits
+        y = (x @ weight + bias).argmax(axis=1)  # softmax preserves the order of the logits
         num_train = int((1 - self.test_fraction) * size)
         whole = TensorDataset(torch.from_numpy(x).float(), torch.from_numpy(y))
         return TensorDataset(*whole[:num_train]), TensorDataset(*whole[num_train:])

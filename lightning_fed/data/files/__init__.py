@@ -1,1 +1,1 @@
-"""Clients from a user's own folders and tables."""
+"""Clients from folders and tables."""

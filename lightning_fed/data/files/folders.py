@@ -1,4 +1,4 @@
-"""A folder for each client, read when the client takes part: federations that do not fit in memory."""
+"""One folder per client, read when the client participates, for data that do not fit in memory."""
 
 import os
 from bisect import bisect_left
@@ -26,14 +26,14 @@ _IMAGES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".w
 
 
 class _Folders(FederatedDataModule):
-    """Clients that are the folders in ``root``, by name; nothing in a folder is looked at before it is needed."""
+    """Clients as the folders in ``root``, by name; a folder is not opened before it is needed."""
 
     root: str
     _names: list[str] | None = None
 
     @property
     def client_ids(self) -> Sequence[ClientId]:
-        """The names of the folders, sorted; the first time they take one listing of ``root``."""
+        """The sorted names of the folders; the first access lists ``root``."""
         if self._names is None:
             owner = type(self).__name__
             root = find(owner, Path(self.root), "Make it: a folder for each client.", "Or correct root.")
@@ -50,7 +50,7 @@ class _Folders(FederatedDataModule):
         raise FederatedError(f"The clients of {type(self).__name__} are the folders in {self.root!r}.")
 
     def _folder(self, client_id: ClientId) -> Path:
-        """Return a client's folder; only what the listing holds is ever opened."""
+        """Return a client's folder; only listed folders are ever opened."""
         names = self.client_ids
         place = bisect_left(names, str(client_id))  # type: ignore[type-var]
         if names[place : place + 1] != [client_id]:
@@ -59,20 +59,20 @@ class _Folders(FederatedDataModule):
 
 
 class ClientFolder(_Folders):
-    """A folder for each client with its examples in one file: ``root/<client>/train.npz``.
+    """One folder per client with its examples in one file: ``root/<client>/train.npz``.
 
-    The file holds the arrays ``x`` [n, ...] and ``y`` [n, ...], as ``numpy.savez(path, x=x, y=y)`` writes them; or it
-    is a ``train.pt``, a dictionary with the tensors ``x`` and ``y``. Floating point numbers become float32, whole
-    numbers in ``y`` int64, and whole numbers in ``x`` stay as they are. A client may have a ``val.npz`` of its own, and
-    ``root`` a ``val.npz`` and a ``test.npz`` for the server's model. A file is read when it is needed; to count the
-    examples in an ``.npz`` file, only ``y`` is read. Nothing in a file is run: pickled objects are refused.
+    The file holds the arrays ``x`` [n, ...] and ``y`` [n, ...], as written by ``numpy.savez(path, x=x, y=y)``; or it is
+    a ``train.pt`` with a dictionary of the tensors ``x`` and ``y``. Floating point numbers become float32, integers in
+    ``y`` int64, and integers in ``x`` keep their type. A client may also have a ``val.npz``, and ``root`` a ``val.npz``
+    and a ``test.npz`` for the server model. Files are read when needed; counting the examples in an ``.npz`` file only
+    reads ``y``. Files with pickled objects raise, so no code in them is run.
 
     Args:
         root: The folder of client folders.
         batch_size: Examples in a client's training batch.
-        cache_size: How many clients' data stay in memory, those last used.
-        transform: As of :class:`FederatedDataModule`, on batches [x, y]: for bytes to become floats, for example.
-        augment: As of :class:`FederatedDataModule`, likewise.
+        cache_size: The number of clients whose data stay in memory, the least recently used leave first.
+        transform: As for :class:`FederatedDataModule`, on batches [x, y], for example to convert bytes to floats.
+        augment: As for :class:`FederatedDataModule`, on batches [x, y].
 
     Raises:
         FederatedError: If an argument is not allowed; later, if a folder or file is missing or damaged.
@@ -93,7 +93,7 @@ class ClientFolder(_Folders):
         self._cache: dict[Path, TensorDataset] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """List the clients, and read the server's validation and test set if there are any."""
+        """List the clients, and read the server model's validation and test sets, if any."""
         _ = self.client_ids
         if self.val is None:
             self.val = self._optional(Path(self.root), "val")
@@ -102,24 +102,24 @@ class ClientFolder(_Folders):
     def client_dataset(self, client_id: ClientId) -> TensorDataset:
         """Return a client's training set, from its file or the cache."""
         path = self._path(client_id)
-        self._cache[path] = dataset = self._cache.pop(path, None) or read_examples(path)  # at the end again
+        self._cache[path] = dataset = self._cache.pop(path, None) or read_examples(path)  # most recent last
         if len(self._cache) > self.cache_size:
             del self._cache[next(iter(self._cache))]
         return dataset
 
     def client_size(self, client_id: ClientId) -> int:
-        """Return a client's number of training examples; only the ``y`` of an ``.npz`` file is read for it."""
+        """Return a client's number of training examples; for an ``.npz`` file, this only reads ``y``."""
         path = self._path(client_id)
         if path.suffix == ".pt":
             return len(self.client_dataset(client_id))
         try:
             with np.load(path, allow_pickle=False) as file:
                 return len(file["y"])
-        except Exception as error:  # what a damaged file raises depends on where the damage is
+        except Exception as error:  # the error depends on where the file is damaged
             raise FederatedError(f"{path} must be an .npz file with the arrays x and y: {error}.") from error
 
     def client_val_dataset(self, client_id: ClientId) -> TensorDataset | None:
-        """Return a client's own validation set, or None if its folder has none."""
+        """Return a client's validation set, or None if its folder has none."""
         return self._optional(self._folder(client_id), "val")
 
     def _path(self, client_id: ClientId) -> Path:
@@ -136,7 +136,7 @@ class ClientFolder(_Folders):
         return None if path is None else read_examples(path)
 
     def _choose(self, folder: Path, part: str) -> Path | None:
-        """Return a file of examples, or None; two files of one name would leave it open which one is meant."""
+        """Return a file of examples, or None; raise if two files have one name."""
         found = [path for path in (folder / f"{part}.npz", folder / f"{part}.pt") if path.is_file()]
         if len(found) > 1:
             raise FederatedError(f"{folder} has both {part}.npz and {part}.pt: remove one.")
@@ -144,24 +144,24 @@ class ClientFolder(_Folders):
 
 
 class ClientImages(_Folders):
-    """A folder for each client with a folder for each class: ``root/<client>/<class>/<image>``.
+    """One folder per client with one folder per class: ``root/<client>/<class>/<image>``.
 
-    Images are opened when a batch needs them, and become float32 [3, height, width] in [0, 1] unless
-    ``image_transform`` says otherwise; it must give all of them one size. Labels are int64.
+    Images are opened when a batch needs them. They become float32 [3, height, width] in [0, 1], or the result of
+    ``image_transform``, which must have one size for all images. Labels are int64.
 
     Args:
         root: The folder of client folders.
-        classes: The names of all classes, in the order of their numbers. A client need not have all of them; a folder
-            with another name is refused.
-        val_root: A folder of class folders to validate and test the server's model on; not in ``root``.
-        image_transform: A function from a PIL image to a tensor. The image is RGB, or as it is stored if it has more
-            than 8 bits a pixel; without a function such images are refused.
+        classes: The names of all classes, in the order of their numbers. A client need not have all of them. A folder
+            with any other name raises.
+        val_root: A folder of class folders to validate and test the server model on; not in ``root``.
+        image_transform: A function from a PIL image to a tensor. The image is RGB, or as stored if it has more than 8
+            bits per channel; without a function, such images raise.
         batch_size: Examples in a client's training batch.
-        num_workers: Processes that open a client's images.
+        num_workers: The processes that open a client's images.
 
     Raises:
-        FederatedError: If an argument is not allowed; later, if a folder is missing or has an unknown class, holds
-            files and no images, or an image cannot be opened.
+        FederatedError: If an argument is not allowed; later, if a folder is missing, has an unknown class, or has files
+            but no images, or if an image cannot be opened.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class ClientImages(_Folders):
         self.image_transform = image_transform
 
     def setup(self, stage: str | None = None) -> None:
-        """List the clients and the images to validate on."""
+        """List the clients and the validation images."""
         _ = self.client_ids
         if self.val is None and self.val_root is not None:
             root, get = Path(self.val_root), "Make it: a folder for each class."
@@ -194,12 +194,12 @@ class ClientImages(_Folders):
             self.val = self.test = _Images(root, self.classes, self.image_transform)
 
     def client_dataset(self, client_id: ClientId) -> AnyDataset:
-        """Return a client's images, none of which has been opened yet."""
+        """Return a client's images, which are opened when read."""
         return _Images(self._folder(client_id), self.classes, self.image_transform)
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
-    """The images in the folders of the classes; a client's classes have the same numbers as everybody's."""
+    """The images in the folders of the classes; classes have the same numbers for all clients."""
 
     def __init__(self, folder: Path, classes: list[str], transform: Callable[[Any], Any] | None) -> None:
         self.transform = transform
@@ -231,7 +231,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
             with Image.open(self.paths[index]) as file:
                 deep = file.mode.startswith(_DEEP)
                 image = file.copy() if deep else file.convert("RGB")
-        except Exception as error:  # what a damaged file raises depends on its format and on where the damage is
+        except Exception as error:  # the error depends on the format and on where the file is damaged
             raise FederatedError(f"{self.paths[index]} cannot be opened as an image: {error}") from error
         if deep and self.transform is None:
             raise FederatedError(
@@ -251,7 +251,7 @@ def read_examples(path: Path) -> TensorDataset:
             content = torch.load(path, weights_only=True, map_location="cpu")
             held = content if isinstance(content, dict) else {}
             found = {name: held[name] for name in _ARRAYS if isinstance(held.get(name), Tensor)}
-    except Exception as error:  # what a damaged file raises depends on where the damage is
+    except Exception as error:  # the error depends on where the file is damaged
         remedy = "numpy.savez(path, x=x, y=y)" if path.suffix == ".npz" else "torch.save({'x': x, 'y': y}, path)"
         raise FederatedError(
             f"{path} is damaged, or holds more than arrays of numbers ({type(error).__name__}). Write it again with"

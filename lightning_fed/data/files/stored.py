@@ -1,4 +1,4 @@
-"""What data modules that read files have in common: files are found, read and checked in ``setup``."""
+"""The base of data modules that find, read and check their files in ``setup``."""
 
 import csv
 from abc import ABC, abstractmethod
@@ -19,22 +19,22 @@ __all__ = ["StoredDataModule", "find", "inside", "large_enough", "listing", "poo
 
 
 class StoredDataModule(FederatedDataModule, ABC):
-    """A data module whose files are read once, in ``setup`` or when the clients are first asked for.
+    """A data module that reads its files once, in ``setup`` or when the clients are first accessed.
 
-    A subclass checks its arguments when it is made and reads its files in ``_load``.
+    A subclass checks its arguments in ``__init__`` and reads its files in ``_load``.
     """
 
     _loaded = False
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files, unless that is done already; all stages need the same."""
+        """Read the files, unless that is done already; all stages need the same ones."""
         if not self._loaded:
             self._load()
             self._loaded = True
 
     @property
     def clients(self) -> FederatedDataset | None:
-        """The clients' data sets; asking for them reads the files."""
+        """The clients' data sets; accessing them reads the files."""
         if self._clients is None:
             self.setup()
         return super().clients
@@ -46,7 +46,7 @@ class StoredDataModule(FederatedDataModule, ABC):
     def _set_parts(
         self, train: Mapping[ClientId, tuple[Tensor, ...]], test: Mapping[ClientId, tuple[Tensor, ...]]
     ) -> None:
-        """Set the clients, their test parts together as ``val`` and ``test``, and each client's as ``client_val``."""
+        """Set the clients, their pooled test parts as ``val`` and ``test``, and each test part as ``client_val``."""
         self.val, parts = pool(test)
         self.test = self.val
         self.client_val = {client_id: part for client_id, part in parts.items() if client_id in train}
@@ -54,7 +54,7 @@ class StoredDataModule(FederatedDataModule, ABC):
 
 
 def pool(parts: Mapping[ClientId, tuple[Tensor, ...]]) -> tuple[TensorDataset | None, dict[ClientId, TensorDataset]]:
-    """Return all parts as one data set, None if there are no examples, and each part that has any as a view into it."""
+    """Return all parts as one data set, or None if empty, and each non-empty part as a view of it."""
     parts = {key: tensors for key, tensors in parts.items() if len(tensors[0])}
     if not parts:
         return None, {}
@@ -65,7 +65,7 @@ def pool(parts: Mapping[ClientId, tuple[Tensor, ...]]) -> tuple[TensorDataset | 
 
 
 def large_enough(owner: str, sizes: Mapping[ClientId, int], nouns: tuple[str, str], **setting: int) -> set[ClientId]:
-    """Return the clients that have as many examples as a setting asks for, and announce how many have not."""
+    """Return the clients that have at least the examples that a setting requires, and log how many have not."""
     ((name, least),) = setting.items()
     clients, examples = nouns
     kept = {client_id for client_id, size in sizes.items() if size >= least}
@@ -81,14 +81,14 @@ def large_enough(owner: str, sizes: Mapping[ClientId, int], nouns: tuple[str, st
 
 
 def find(owner: str, path: Path, get: str, put: str) -> Path:
-    """Return a path that must exist; the message says how to get it, and what to do with a copy that lies elsewhere."""
+    """Return a path that must exist; the error explains how to get the file or where to put it."""
     if not path.exists():
         raise FederatedError(f"{owner}: there is no {path} (looked in {path.parent.absolute()}). {get} {put}")
     return path
 
 
 def inside(owner: str, root: Path, path: Path) -> Path:
-    """Return a path that must lie in a folder, wherever links lead."""
+    """Return a path that must lie in a folder, also after following links."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise FederatedError(
             f"{owner}: {path} leads out of {root}, to {path.resolve()}. Copy what it leads to into the folder."
@@ -97,7 +97,7 @@ def inside(owner: str, root: Path, path: Path) -> Path:
 
 
 def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
-    """Return the files in a folder whose names end in ``suffix``, by name; there must be some."""
+    """Return the files in a folder with the given suffix, by name; raise if there are none."""
     if not folder.is_dir():
         raise FederatedError(f"{owner}: {folder} is no folder.")
     files = sorted(path for path in folder.iterdir() if path.name.endswith(suffix) and path.is_file())
@@ -107,7 +107,7 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
 
 
 def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the fields of each row that is not empty, of CSV with a byte order mark or not."""
+    """Yield the line number and fields of each non-empty CSV row, with or without a byte order mark."""
     with path.open(encoding=encoding, newline="") as file:
         rows = csv.reader(file)
         try:
@@ -121,7 +121,7 @@ def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, li
 
 
 def read_table(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield what :func:`read_rows` does, where each row must have as many fields as the first one, the heading."""
+    """Yield the rows of :func:`read_rows`; each must have as many fields as the first one, the heading."""
     rows = read_rows(path)
     line, heading = next(rows, (0, []))
     yield line, heading

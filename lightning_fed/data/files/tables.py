@@ -1,4 +1,4 @@
-"""A table whose rows say which client they belong to, from a CSV or a Parquet file."""
+"""Clients from the rows of a CSV or Parquet file with a client column."""
 
 import math
 import re
@@ -24,7 +24,7 @@ from lightning_fed.data.partitions.partition import check_client_id, random_stat
 
 __all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
 
-_INDEX = re.compile(r"\s*|__index_level_\d+__")  # how pandas writes a row index: to CSV, to Parquet
+_INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
 _MISSING_VALUE = "has no value. Fill it in, or drop the row."
 _BLOCK = 1 << 24  # bytes that pyarrow reads at once; a row must fit
@@ -36,7 +36,7 @@ _WITH_COMMA = re.compile(
 
 @dataclass
 class Columns:
-    """Columns of a table with n rows: as they are, as finite numbers [n], or left out for a reason."""
+    """Columns of a table with n rows: unchanged, as finite numbers [n], or left out for a reason."""
 
     path: Path
     keys: dict[str, list[Any]] = field(default_factory=dict)
@@ -44,14 +44,14 @@ class Columns:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def place(self, row: int) -> str:
-        """Return where a row is in the file, for messages: its line if the file has lines, which may be empty."""
+        """Return a row's position in the file, for messages: its line, if the file has lines."""
         if self.path.suffix == ".parquet":
             return f"row {row + 1}"
         line, _ = next(islice(read_rows(self.path), row + 1, None))
         return f"line {line}"
 
     def add_key(self, name: str, column: Any) -> None:
-        """Add a column of pyarrow that has no holes as it is."""
+        """Add a pyarrow column without missing values, unchanged."""
         if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
             raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
         values = column.to_pylist()
@@ -60,7 +60,7 @@ class Columns:
         self.keys[name] = [sys.intern(value) if isinstance(value, str) else value for value in values]
 
     def add_numbers(self, name: str, column: Any) -> None:
-        """Add a column of pyarrow that has no holes as numbers, or the reason why it is left out."""
+        """Add a pyarrow column without missing values as numbers, or the reason why it is left out."""
         from pyarrow import float64, types
 
         if self.path.suffix == ".csv":
@@ -75,12 +75,12 @@ class Columns:
             self._refuse(np.asarray(column.is_null()), name, _MISSING_VALUE)
             values = np.asarray(column.cast(float64()) if is_exact else column)
         self._refuse(np.isnan(values), name, _MISSING_VALUE)
-        with np.errstate(over="ignore"):  # without numpy's warning: what is too large becomes infinite
+        with np.errstate(over="ignore"):  # too large numbers become infinite, without NumPy's warning
             self.numbers[name] = values.astype(np.float32)
         self._refuse(~np.isfinite(self.numbers[name]), name, "must hold finite numbers that float32 can represent.")
 
     def _parsed(self, name: str, texts: Any) -> npt.NDArray[np.float64] | None:
-        """Return the numbers of a dictionary-encoded column of texts, NaN for holes; None if it has other texts."""
+        """Return a dictionary-encoded column of texts as numbers, NaN for missing; None for other texts."""
         rows, numbers, held = np.asarray(texts.indices), list[float](), set[bool]()
         for position, text in enumerate(map(str.strip, texts.dictionary.to_pylist())):
             number = as_number(text)
@@ -92,7 +92,7 @@ class Columns:
                     " Write numbers with a decimal point and without commas, or name the columns to use in features."
                 )
             number = _TRUTHS.get(text.lower()) if number is None else number
-            if number is None or len(held) > 1:  # truth values are numbers, but not among others
+            if number is None or len(held) > 1:  # truth values are numbers, but not next to others
                 self.left_out[name] = f"{self.place(int(np.argmax(rows == position)))} holds {text!r}"
                 return None
             numbers.append(number)
@@ -105,9 +105,9 @@ class Columns:
 
 
 def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
-    """Read columns of a ``.csv`` or a ``.parquet`` file as they are, those that must hold numbers, and the rest.
+    """Read unchanged columns, numeric columns and the rest from a ``.csv`` or ``.parquet`` file.
 
-    The rest, if it is asked for, are the other columns that hold numbers, without a row index that pandas wrote.
+    The rest, if requested, are all other numeric columns except for a row index written by pandas.
     """
     from pyarrow import ArrowException, csv, parquet, string
 
@@ -134,7 +134,7 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         else:
             table = parquet.read_table(path, columns=names)
     except (ArrowException, OSError) as error:
-        if is_csv and sum(1 for _ in read_table(path)) < 2:  # or else it names a row of another length
+        if is_csv and sum(1 for _ in read_table(path)) < 2:  # a row of another length raises first
             raise FederatedError(f"{path} has no rows.") from error
         kind = "CSV" if is_csv else "Parquet"
         raise FederatedError(f"{path} is no {kind} file that can be read: {error}.") from error
@@ -148,47 +148,47 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
 
 
 def as_number(text: str) -> float | None:
-    """Return a number, a whole one with all its digits, NaN for a missing one, or None for what is neither."""
+    """Return a number with all digits of an integer, NaN for a missing one, or None for other texts."""
     if text.lower() in _MISSING:
         return math.nan
     try:
         number = float(text)
     except ValueError:
         return None
-    if "_" in text or math.isinf(number):  # Python reads 1_000
+    if "_" in text or math.isinf(number):  # Python accepts 1_000
         return None
     return int(text) if text.lstrip("+-").isdecimal() else number
 
 
 Parts: TypeAlias = dict[ClientId, tuple[Tensor, Tensor]]
-"""Inputs [n_i, features] and targets of each client that has any."""
+"""Inputs [n_i, features] and targets of each client that has examples."""
 
 _PARTS = ("train", "val", "test")
 
 
 class ClientTable(StoredDataModule):
-    """One row an example, one column the client: a federation in a CSV or a Parquet file.
+    """Clients from a CSV or a Parquet file, with one row per example and a client column.
 
-    pyarrow reads the file (``pip install lightning_fed[tables]``). A CSV file is UTF-8 with a heading and commas; its
-    clients are named as they are written. Whole numbers in Parquet are clients' names as numbers. Inputs are float32
-    [n, features], in the order of the columns; they are not standardised. True and false are 1 and 0. Numbers in a CSV
-    file need a decimal point; a column of numbers with commas is refused.
+    pyarrow reads the file (``pip install lightning_fed[tables]``). A CSV file is UTF-8 with a heading and commas, and
+    its client ids are texts. Integers in a Parquet file stay integer client ids. Inputs are float32 [n, features], in
+    the order of the columns and not standardized. True and false are 1 and 0. A CSV file needs decimal points; a
+    numeric column with decimal commas raises.
 
     Args:
         path: The file, ``.csv`` or ``.parquet``.
-        client: The column that names the client.
+        client: The column of client ids.
         target: The column to predict.
-        features: The columns that are the input; None for all other columns that hold numbers only. A warning names the
-            columns left out. A row index that pandas wrote (no name, or ``__index_level_0__``) is left out too.
+        features: The input columns; None for all other numeric columns. A warning names the columns left out. A row
+            index written by pandas (no name, or ``__index_level_0__``) is left out too.
         targets: "classes" for labels int64 [n], the sorted distinct values of the target numbered 0, 1, ..., which
-            ``classes`` lists after ``setup`` (texts without spaces around them); or "values" for numbers to regress
-            on, float32 [n, 1].
-        split: A column with the words "train", "val" and "test"; None to set ``val_fraction`` aside. Without test rows,
-            the test set is the validation set.
-        val_fraction: The share of each client's rows, drawn at random, in the validation set; None for 0.2. Not beside
+            ``classes`` lists after ``setup`` (texts without spaces around them). "values" for regression, float32 [n,
+            1].
+        split: A column with the words "train", "val" and "test". None to use ``val_fraction``. Without test rows, the
+            test set is the validation set.
+        val_fraction: The share of each client's rows, drawn at random, in the validation set; None for 0.2. Not with
             ``split``.
         batch_size: Examples in a client's training batch.
-        seed: Draws other validation rows.
+        seed: The seed of the validation rows.
 
     Raises:
         FederatedError: If an argument is not allowed, or pyarrow is missing; in ``setup``, if the file, a column or a
@@ -264,7 +264,7 @@ class ClientTable(StoredDataModule):
         self.test = pool(test)[0] or self.val
 
     def _labels(self, table: Columns) -> Tensor:
-        """Return the position of each value among the sorted distinct ones; numbers sort as numbers."""
+        """Return each value's position among the sorted distinct values; numbers sort as numbers."""
         values = table.keys[self.target]
         texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
         numbers = {value: as_number(text) for value, text in texts.items()}
@@ -290,11 +290,11 @@ class ClientTable(StoredDataModule):
         if strange := sorted(set(map(str, words)) - set(_PARTS)):
             raise FederatedError(f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
         fraction = 0.2 if self.val_fraction is None else self.val_fraction
-        drawn = random_state(self.seed).permutation(len(x)).argsort().tolist()  # when each row is drawn
+        drawn = random_state(self.seed).permutation(len(x)).argsort().tolist()  # each row's random rank
         parts: list[Parts] = [{} for _ in _PARTS]
         for name, rows in rows_of.items():
             if self.split is None:
-                num_val = min(round(fraction * len(rows)), len(rows) - 1)  # a client keeps one row at least
+                num_val = min(round(fraction * len(rows)), len(rows) - 1)  # keep at least one training row
                 rows.sort(key=drawn.__getitem__)
                 cut = [sorted(rows[num_val:]), sorted(rows[:num_val]), []]
             else:

@@ -1,1 +1,1 @@
-"""Partitions of a data set among clients, and how much they skew it."""
+"""Partitions of a data set into clients."""

@@ -1,4 +1,4 @@
-"""Feature shift: clients whose inputs differ by a rotation or by noise of their own, while their labels do not."""
+"""Feature shift: clients whose inputs, but not labels, differ by a rotation or by noise."""
 
 import math
 from collections import OrderedDict
@@ -19,10 +19,10 @@ __all__ = ["FeatureShift", "ShiftedClients", "rotate"]
 
 
 def rotate(images: Tensor, degrees: float) -> Tensor:
-    """Return images [..., H, W], float or uint8, rotated counter-clockwise about their centre; the corners are zero.
+    """Return images [..., H, W], float or uint8, rotated counter-clockwise about their center; the corners are zero.
 
-    Multiples of 90 degrees (of 180, if H and W differ) move pixels. Other angles interpolate linearly between them, in
-    float32 at least and rounded back for uint8.
+    Multiples of 90 degrees (of 180, if H and W differ) move pixels. Other angles interpolate linearly, at least in
+    float32, and round back for uint8.
     """
     height, width = images.shape[-2:]
     if degrees % 90 == 0 and (height == width or degrees % 180 == 0):
@@ -34,7 +34,7 @@ def _interpolated(images: Tensor, degrees: float) -> Tensor:
     height, width = images.shape[-2:]
     dtype = images.dtype if images.dtype in (torch.float32, torch.float64) else torch.float32
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    # where each pixel comes from, in coordinates in which height and width are both 2, and y points down
+    # each pixel's source, in coordinates with height and width 2 and y pointing down
     theta = torch.tensor([[[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]]], dtype=dtype)
     flat = images.reshape(1, -1, height, width).to(dtype)
     grid = F.affine_grid(theta.to(images.device), [1, 1, height, width], align_corners=False)
@@ -45,35 +45,34 @@ def _interpolated(images: Tensor, degrees: float) -> Tensor:
 
 _CACHE_BYTES = 2**28
 _COLOURS = (1, 3, 4)
-_SHIFT = 0xFFFFFFFF  # tells the streams from those of a partition with the same seed
+_SHIFT = 0xFFFFFFFF  # separates the streams from those of a partition with the same seed
 
 
 class FeatureShift(Partition):
-    """Any partition, with the inputs of each client rotated by its own angle and given noise of its own strength.
+    """Any partition, with a rotation angle and a noise level per client.
 
-    The indices are those of ``partition``; the labels stay as they are. Client i of N has its images rotated counter-
-    clockwise about their centre, by angles such as the 0, 90, 180 and 270 degrees of Rotated MNIST in IFCA (Ghosh et
-    al., 2020, arXiv:2006.04088, section 6), and then noise added to its inputs with the standard deviation
-    ``noise * (i + 1) / N``: the noise-based feature imbalance of Li et al., 2022 (arXiv:2102.02079), who count clients
-    from 1. The noise is a function of (seed, client, example): an example looks the same in every round, in every
-    process and on every machine, and whichever other clients there are.
+    The indices come from ``partition``; the labels do not change. The images of client i of N are rotated
+    counter-clockwise about their center, by angles such as the 0, 90, 180 and 270 degrees of Rotated MNIST in IFCA
+    (Ghosh et al., 2020, arXiv:2006.04088, section 6). Then noise with the standard deviation ``noise * (i + 1) / N`` is
+    added: the noise-based feature imbalance of Li et al., 2022 (arXiv:2102.02079), who count clients from 1. The noise
+    is a function of (seed, client, example), so an example is the same in every round, in every process, on every
+    machine, and for any other clients.
 
     A client's inputs are the first element of its examples: float tensors or uint8 images. Multiples of 90 degrees move
-    the pixels of square images and change none; other angles interpolate linearly between pixels, with zeros outside of
-    the image. Noise makes float32 in [0, 1] of uint8 first, as :class:`ToFloat` does: bytes would cut it off. The shift
-    comes before any transform of batches. It is made when a client takes part: from a ``TensorDataset``, as a
-    ``TensorDataset`` again.
+    the pixels of square images without changing them; other angles interpolate linearly, with zeros outside of the
+    image. Noise converts uint8 to float32 in [0, 1] first, like :class:`ToFloat`, since bytes would clip it. The shift
+    applies before any batch transform, when a client participates. A ``TensorDataset`` becomes another
+    ``TensorDataset``.
 
-    Only training data are shifted. For a client's own validation set use :meth:`shifted`.
+    Only training data are shifted. For a client's validation set, use :meth:`shifted`.
 
     Args:
-        partition: Who has which examples: a :class:`Partition`, or any callable from labels to each client's indices.
-        rotation: Degrees. A number r spaces the angles evenly: client i of N gets r i / N. A list gives the clients its
-            angles in turn.
-        noise: The standard deviation of the last client's noise, in units of the inputs, those of uint8 taken as
-            [0, 1].
+        partition: The split: a :class:`Partition`, or any callable from labels to each client's indices.
+        rotation: Degrees. A number r spaces the angles evenly: client i of N gets r i / N. A list assigns its angles to
+            the clients in turn.
+        noise: The standard deviation of the last client's noise, in units of the inputs; uint8 counts as [0, 1].
         angles: "spaced" as above, or "drawn": at random for each client, uniformly from [0, r) or from the list.
-        seed: Draws other noise and other angles.
+        seed: The seed of the noise and of drawn angles.
 
     Raises:
         FederatedError: If an argument is not allowed.
@@ -110,12 +109,12 @@ class FeatureShift(Partition):
         self.seed = check_seed("FeatureShift", seed)
 
     @property
-    def needs_labels(self) -> bool:  # type: ignore[override]  # as the partition says
-        """Whether the values of the labels matter to the partition."""
+    def needs_labels(self) -> bool:  # type: ignore[override]  # as for the partition
+        """True if the partition depends on the values of the labels."""
         return bool(getattr(self.partition, "needs_labels", True))
 
     def __call__(self, labels: Tensor) -> Parts:
-        """Return each client's indices, as the partition gives them.
+        """Return each client's indices from the partition.
 
         Args:
             labels: The class of each example [n], integers.
@@ -142,20 +141,20 @@ class FeatureShift(Partition):
     def shifted(
         self, dataset: Dataset[Any], client: int, num_clients: int, indices: Tensor | None = None
     ) -> Dataset[Any]:
-        """Return a data set as one client sees it.
+        """Return a data set with the shift of one client.
 
         Args:
             dataset: A map-style data set whose examples begin with the input.
             client: The client's stored index i, from 0.
             num_clients: The number of clients N, empty ones included.
-            indices: The examples to take [n_i]; by default all. An example's noise goes by its index in ``dataset``.
+            indices: The examples to use [n_i]; by default all. An example's noise depends on its index in ``dataset``.
 
         Returns:
-            A ``TensorDataset`` if ``dataset`` is one or a subset of one; otherwise examples are shifted as they are
+            A ``TensorDataset`` if ``dataset`` is one or a subset of one; otherwise examples are shifted when they are
             read.
 
         Raises:
-            FederatedError: If the inputs cannot be shifted as asked.
+            FederatedError: If the inputs cannot be rotated or get noise.
         """
         rows = torch.arange(len(cast("Any", dataset))) if indices is None else indices
         found = _tensors(dataset, rows)
@@ -164,17 +163,13 @@ class FeatureShift(Partition):
         return TensorDataset(self._shift(found[0], client, num_clients, rows.tolist()), *found[1:])
 
     def check(self, dataset: Dataset[Any]) -> None:
-        """Look at the first example of a data set.
-
-        Raises:
-            FederatedError: If the inputs cannot be shifted as asked.
-        """
+        """Check the first example of a data set."""
         if len(cast("Any", dataset)):
             found = _tensors(dataset, torch.zeros(1, dtype=torch.int64))
             self._check_input(_split(cast("Any", dataset)[0])[0] if found is None else found[0][0])
 
     def _shift(self, inputs: Tensor, client: int, num_clients: int, examples: Sequence[int]) -> Tensor:
-        """Return the inputs [n_i, ...] of some examples as one client sees them; never a view of the ones given."""
+        """Return the inputs [n_i, ...] of some examples with a client's shift; never a view of the given ones."""
         if len(inputs):
             self._check_input(inputs[0])
         deviation = self.deviation(client, num_clients)
@@ -183,7 +178,7 @@ class FeatureShift(Partition):
             return inputs
         noise, random = np.empty(inputs.shape), np.random.RandomState(0)
         for row, example in zip(noise, examples, strict=True):
-            random.seed(seed_words(self.seed, _SHIFT, client, example))  # a tenth of what a new RandomState takes
+            random.seed(seed_words(self.seed, _SHIFT, client, example))  # ten times faster than a new RandomState
             row[...] = random.standard_normal(row.shape)
         floats = inputs if inputs.is_floating_point() else inputs.to(torch.float32).div_(255)
         return floats + torch.from_numpy(deviation * noise).to(floats)
@@ -216,7 +211,7 @@ class FeatureShift(Partition):
 
 
 class ShiftedClients:
-    """The clients' shifted data sets, made when asked for; the latest ones are kept, up to 256 MiB."""
+    """The clients' shifted data sets, built when needed; the latest ones stay cached, up to 256 MiB."""
 
     def __init__(self, dataset: Dataset[Any], shift: FeatureShift, num_clients: int) -> None:
         shift.check(dataset)
@@ -225,7 +220,7 @@ class ShiftedClients:
         self._bytes = 0
 
     def dataset(self, client: int, indices: Tensor) -> Dataset[Any]:
-        """Return the data set of a client, whose examples are ``indices`` [n_i]."""
+        """Return the data set of a client with the examples ``indices`` [n_i]."""
         if client in self._recent:
             self._recent.move_to_end(client)
             return self._recent[client]
@@ -239,14 +234,14 @@ class ShiftedClients:
 
 
 class _ShiftedDataset(Dataset[Any]):
-    """Every example of a data set as one client sees it; other attributes, such as ``targets``, are the data set's."""
+    """A data set with one client's shift; other attributes, such as ``targets``, are unchanged."""
 
     def __init__(self, dataset: Dataset[Any], shift: FeatureShift, client: int, num_clients: int) -> None:
         self._dataset, self._shift, self._client, self._num_clients = dataset, shift, client, num_clients
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(name)  # what is not there yet while a copy is made
+            raise AttributeError(name)  # copying looks up attributes before they are set
         return getattr(self._dataset, name)
 
     def __len__(self) -> int:
@@ -264,7 +259,7 @@ class _ShiftedDataset(Dataset[Any]):
 
 
 def _tensors(dataset: Dataset[Any], indices: Tensor) -> tuple[Tensor, ...] | None:
-    """Return the chosen rows of a ``TensorDataset``, seen through subsets, or None for any other data set."""
+    """Return the selected rows of a ``TensorDataset``, also through subsets, or None for other data sets."""
     while type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)[indices]
         dataset = dataset.dataset
@@ -274,7 +269,7 @@ def _tensors(dataset: Dataset[Any], indices: Tensor) -> tuple[Tensor, ...] | Non
 
 
 def _split(example: Any) -> tuple[Any, Sequence[Any] | None]:
-    """Return the input of an example and what comes after it; None if the example is its input."""
+    """Return an example's input and the parts after it; None if the example is only its input."""
     return (example[0], example[1:]) if isinstance(example, (tuple, list)) and example else (example, None)
 
 

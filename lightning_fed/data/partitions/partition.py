@@ -1,4 +1,4 @@
-"""Partitions deal one data set out to clients: labels in, each client's indices out."""
+"""Partitions split one data set into clients: labels in, each client's indices out."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -39,17 +39,17 @@ __all__ = [
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]
-"""Each client's indices [n_i], int64: a sequence gives the clients the ids 0, ..., N - 1, a mapping names them."""
+"""Each client's indices [n_i], int64, as a sequence for clients 0, ..., N - 1, or a mapping by id."""
 
 _MAX_DRAWS = 1000
-_MAX_PROPORTIONS = 2 * 10**7  # drawn in all, by every try together: a few seconds
+_MAX_PROPORTIONS = 2 * 10**7  # drawn over all attempts together: a few seconds
 
 
 class Partition(ABC):
-    """How one data set is divided among clients: a function from its labels to each client's indices.
+    """Splits a data set into clients: a function from its labels to each client's indices.
 
-    Subclasses write ``__call__``; any callable from labels to :data:`Parts` will do in its place. A partition carries
-    its own seed, so that the clients stay the same when the trainer's seed changes.
+    Subclasses define ``__call__``; any callable from labels to :data:`Parts` works too. A partition has its own seed,
+    so the clients stay the same when the trainer's seed changes.
 
     Example:
         >>> class Halves(Partition):
@@ -61,7 +61,7 @@ class Partition(ABC):
     """
 
     needs_labels: bool = True
-    """Whether the values of the labels matter. If not, only their number is read and any labels [n] will do."""
+    """Whether the values of the labels matter. If not, any labels [n] will do."""
 
     @abstractmethod
     def __call__(self, labels: Tensor) -> Parts:
@@ -72,14 +72,14 @@ class Partition(ABC):
         """
 
     def __repr__(self) -> str:
-        """Show the partition as it would be written."""
+        """Return the partition as Python code."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class SeededPartition(Partition):
-    """A random partition into N clients 0, ..., N - 1 in which every example goes to exactly one client.
+    """A random partition into N clients 0, ..., N - 1; every example belongs to exactly one client.
 
-    The random numbers come from NumPy's ``RandomState``, whose streams are frozen: a seed means the same clients on
+    The random numbers come from NumPy's ``RandomState``, whose streams are frozen: a seed gives the same clients on
     every machine and with every version.
     """
 
@@ -89,10 +89,10 @@ class SeededPartition(Partition):
 
     @abstractmethod
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
-        """Return the examples [n] in some order, and the client that each of them goes to [n]."""
+        """Return the examples [n] in some order, and the client of each [n]."""
 
     def __call__(self, labels: Tensor) -> Parts:
-        """Return each client's indices, ascending."""
+        """Return each client's indices, in ascending order."""
         try:
             labels = torch.as_tensor(labels)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -114,11 +114,11 @@ class SeededPartition(Partition):
 
 
 class Iid(SeededPartition):
-    """Equal shares drawn at random without replacement; sizes differ by at most one.
+    """Random shares of equal size; sizes differ by at most one.
 
     Args:
         num_clients: The number of clients N.
-        seed: Draws another partition.
+        seed: The seed of the partition.
 
     Example:
         >>> [len(part) for part in Iid(num_clients=3)(torch.zeros(10, dtype=torch.int64))]
@@ -133,20 +133,20 @@ class Iid(SeededPartition):
 
 
 class Dirichlet(SeededPartition):
-    """Label skew: each class is cut among the clients by its own draw from a symmetric Dirichlet distribution.
+    """Label skew: each class is split by its own draw from a symmetric Dirichlet distribution.
 
-    For every class, proportions over the clients are drawn from Dir(alpha, ..., alpha), and the shuffled examples of
-    the class are cut by them: the unbalanced recipe of Yurochkin et al., 2019 (arXiv:1905.12022) and Li et al., 2022
+    For every class, proportions over the clients are drawn from Dir(alpha, ..., alpha), and split the shuffled examples
+    of the class: the unbalanced recipe of Yurochkin et al., 2019 (arXiv:1905.12022) and Li et al., 2022
     (arXiv:2102.02079, distribution-based label imbalance). A small ``alpha`` gives clients with few classes and very
-    different sizes; a large one approaches equal shares of every class. While some client has fewer than ``min_size``
-    examples everything is drawn again, up to 1,000 times (at least 10; fewer than 1,000 when there are so many clients
-    and classes that it would take minutes).
+    different sizes; a large one approaches equal shares of every class. If a client has fewer than ``min_size``
+    examples, everything is redrawn, up to 1,000 times (but at least 10 times; fewer than 1,000 if the clients and
+    classes are so many that it would take minutes).
 
     Args:
         num_clients: The number of clients N.
         alpha: The concentration, positive.
-        min_size: The fewest examples a client may have; 0 allows empty clients.
-        seed: Draws another partition.
+        min_size: The smallest number of examples of a client; 0 allows empty clients.
+        seed: The seed of the partition.
 
     Example:
         >>> labels = torch.arange(1000) % 10
@@ -179,15 +179,15 @@ class Dirichlet(SeededPartition):
 
 
 class Shards(SeededPartition):
-    """Sort the examples by label, cut them into equal shards, and deal each client the same number of shards.
+    """Sort the examples by label, cut them into equal shards, and give each client equally many shards.
 
-    The pathological split of McMahan et al., 2017 (arXiv:1602.05629), section 3: with two shards most clients see two
+    The pathological split of McMahan et al., 2017 (arXiv:1602.05629), section 3: with two shards, most clients have two
     classes. Examples of one class are shuffled before the cut; shard sizes differ by at most one.
 
     Args:
         num_clients: The number of clients N.
-        shards_per_client: The shards each client gets.
-        seed: Draws another partition.
+        shards_per_client: The number of shards per client.
+        seed: The seed of the partition.
 
     Example:
         >>> labels = torch.arange(100) % 10
@@ -209,12 +209,12 @@ class Shards(SeededPartition):
 
 
 class ByKey(Partition):
-    """One client per key: the natural partition of data that says whose each example is.
+    """One client per key: the natural partition of data with an owner per example.
 
-    The keys become the client ids, in the order in which they first appear.
+    The keys become the client ids, in the order of their first occurrence.
 
     Args:
-        keys: The client id of each example [n], or the name of the data set's attribute that holds them.
+        keys: The client id of each example [n], or the name of the data set's attribute that contains them.
 
     Example:
         >>> ByKey(["ann", "bob", "ann"])(torch.zeros(3))
@@ -231,10 +231,10 @@ class ByKey(Partition):
         self.keys = keys
 
     def __call__(self, labels: Tensor) -> Parts:
-        """Return each key's indices, ascending.
+        """Return each key's indices, in ascending order.
 
         Args:
-            labels: Anything of length n; only the number is compared.
+            labels: Anything of length n; only the length is used.
 
         Raises:
             FederatedError: If there is not one key per example, or a key cannot be a client id.
@@ -258,16 +258,16 @@ class ByKey(Partition):
         return dict(zip(ids, _group(torch.tensor(owners, dtype=torch.int64), len(ids)), strict=True))
 
     def __repr__(self) -> str:
-        """Show the attribute's name, or how many keys there are."""
+        """Return the attribute's name, or the number of keys."""
         return f"ByKey({self.keys!r})" if isinstance(self.keys, str) else f"ByKey(<{len(self.keys):,} keys>)"
 
 
 PartitionFunction: TypeAlias = Callable[[Tensor], Parts]
-"""Any callable from labels [n] to each client's indices, in place of a :class:`Partition`."""
+"""Any callable from labels [n] to each client's indices, instead of a :class:`Partition`."""
 
 
 def check_client_id(client_id: Any) -> ClientId:
-    """Return a client id as a plain int or str, which a checkpoint can hold."""
+    """Return a client id as a plain int or str, which a checkpoint can store."""
     if isinstance(client_id, str):
         return str(client_id)
     if isinstance(client_id, Integral) and not isinstance(client_id, bool):
@@ -278,7 +278,7 @@ def check_client_id(client_id: Any) -> ClientId:
 
 
 def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
-    """Return a sequence of client ids as it is; a ``range`` is not gone through."""
+    """Return a checked sequence of client ids; a ``range`` is not iterated."""
     ordered = hasattr(ids, "__len__") and hasattr(ids, "__getitem__")
     if not ordered or isinstance(ids, str | bytes | Mapping | Tensor | type):
         raise FederatedError(
@@ -292,7 +292,7 @@ def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
 
 
 def _group(owners: Tensor, num_clients: int) -> list[Tensor]:
-    """Return the ascending indices of each owner; they share one storage, so that 100,000 clients cost one sort."""
+    """Return each owner's ascending indices in one storage, so that 100,000 clients need one sort."""
     sizes = torch.bincount(owners, minlength=num_clients)
     return list(torch.argsort(owners, stable=True).split_with_sizes(sizes.tolist()))
 
@@ -301,16 +301,16 @@ def by_class(labels: Tensor, random: np.random.RandomState) -> tuple[Ints, list[
     """Return the indices sorted by label, shuffled within each class, and the class sizes."""
     _, codes, sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
     if len(sizes) <= 2**16:
-        codes = codes.astype(np.uint16)  # NumPy sorts 16-bit integers by radix, ten times as fast
+        codes = codes.astype(np.uint16)  # NumPy sorts 16-bit integers by radix, ten times faster
     shuffled = random.permutation(len(codes))
     return shuffled[np.argsort(codes[shuffled], kind="stable")], sizes.tolist()
 
 
-# Random draws behind clients and partitions, vectorised over clients, classes and examples
+# Random draws of clients and partitions, vectorized over clients, classes and examples
 
 
 def seed_words(seed: int, *key: int | str) -> list[int]:
-    """Return what ``RandomState`` is seeded with: 64 bits of a seed, then integers, and 128 bits of a name's hash."""
+    """Return seed words for ``RandomState``: 64 bits of a seed, integers, and 128 bits of a name's hash."""
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
     for part in key:
         if isinstance(part, str):
@@ -322,17 +322,17 @@ def seed_words(seed: int, *key: int | str) -> list[int]:
 
 
 def random_state(seed: int, *key: int | str) -> np.random.RandomState:
-    """Return a stream of random numbers that a seed and a key decide: the same with every version of NumPy."""
+    """Return the random stream of a seed and a key, the same with every version of NumPy."""
     return np.random.RandomState(seed_words(seed, *key))
 
 
 def equal_shares(size: int, parts: int) -> Ints:
-    """Return the sizes of equal parts; the first ones get one more where it does not come out even."""
+    """Return the sizes of equal parts; the first parts get one more if the size is not divisible."""
     return size // parts + (np.arange(parts) < size % parts).astype(np.int64)
 
 
 def cut_by(log_weights: Floats, size: int, least: int) -> Ints:
-    """Return shares that sum to ``size``: ``least`` for everybody, and the rest in proportion to the weights."""
+    """Return shares that sum to ``size``: ``least`` for each, and the rest in proportion to the weights."""
     cumulative = np.cumsum(np.exp(log_weights - log_weights.max()))
     cuts = np.rint(cumulative / cumulative[-1] * (size - least * len(log_weights))).astype(np.int64)
     shares: Ints = least + np.diff(cuts, prepend=0)
@@ -340,9 +340,9 @@ def cut_by(log_weights: Floats, size: int, least: int) -> Ints:
 
 
 def log_gamma(alpha: Floats, shape: tuple[int, ...], random: np.random.RandomState) -> Floats:
-    """Return logarithms of Gamma(alpha) variables: normalised over the last axis, they are a Dirichlet draw.
+    """Return logarithms of Gamma(alpha) variables; normalized over the last axis, they are a Dirichlet draw.
 
-    Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). In logarithms it neither vanishes nor ties when alpha is tiny.
+    Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). Its logarithm neither underflows nor ties if alpha is tiny.
     """
     limits = np.finfo(np.float64)
     drawn = np.log(random.standard_gamma(alpha + 1, shape))

@@ -23,21 +23,21 @@ __all__ = ["BalancedDirichlet", "ClassesPerClient", "LogNormalSizes", "PowerLaw"
 
 
 class BalancedDirichlet(SeededPartition):
-    """Label skew among clients of one size: each client draws its own mixture of classes from a Dirichlet distribution.
+    """Label skew with equal sizes: each client draws its mixture of classes from a Dirichlet distribution.
 
-    Every client draws a mixture q_i, and then its examples one by one from the classes that still have some, with q_i
-    renormalised over these: the balanced recipe of FedDyn (Acar et al., 2021, arXiv:2111.04263) and FedCM (Xu et al.,
-    2021, arXiv:2106.10874) in their experiments. All clients draw at once; a class that is asked for more often than
-    it has examples is dealt out at random among those who ask and closed, and the others draw again. So the partition
-    ends after at most as many rounds as there are classes. Sizes differ by at most one.
+    Every client draws a mixture q_i, and then its examples one by one from the classes with examples left, with q_i
+    renormalized over these: the balanced recipe of FedDyn (Acar et al., 2021, arXiv:2111.04263) and FedCM (Xu et al.,
+    2021, arXiv:2106.10874) in their experiments. All clients draw at once. If a class is drawn more often than it has
+    examples, they go to random drawing clients, the class closes, and the others draw again. So there are at most as
+    many rounds as classes. Sizes differ by at most one.
 
     Args:
         num_clients: The number of clients N.
         alpha: The concentration, positive; small values give clients with few classes.
         concentration: ``"per_class"`` draws q_i ~ Dir(alpha, ..., alpha), as FedDyn does. ``"total"`` draws q_i ~
             Dir(alpha p), where p is the label distribution of all examples, as Hsu et al., 2019 (arXiv:1909.06335,
-            section 3) do; with C balanced classes it equals the other with alpha / C.
-        seed: Draws another partition.
+            section 3) do; with C balanced classes, it equals ``"per_class"`` with alpha / C.
+        seed: The seed of the partition.
 
     Example:
         >>> import torch
@@ -58,15 +58,15 @@ class BalancedDirichlet(SeededPartition):
         self.concentration = check_one_of("BalancedDirichlet", "concentration", concentration, ("per_class", "total"))
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
-        """Let all open places ask for a class at once, until none is open."""
+        """Draw classes for all unassigned examples at once, until none is left."""
         n = len(labels)
         self._need_examples(n, self.num_clients)
         order, class_sizes = by_class(labels, random)
         shares = np.array(class_sizes) / n if self.concentration == "total" else np.ones(len(class_sizes))
         log_mixtures = log_gamma(self.alpha * shares, (self.num_clients, len(class_sizes)), random)
         ends = np.cumsum(class_sizes)
-        next_free = ends - class_sizes  # the first example of each class that nobody has yet, as a position in `order`
-        places = random.permutation(n) % self.num_clients  # the clients that wait for an example, in random order
+        next_free = ends - class_sizes  # the first unassigned example of each class, as a position in `order`
+        places = random.permutation(n) % self.num_clients  # the clients that need an example, in random order
         clients = np.empty(n, dtype=np.int64)
         while len(places):
             wishes = _draw_classes(log_mixtures, next_free < ends, places, random)
@@ -82,16 +82,16 @@ class BalancedDirichlet(SeededPartition):
 
 
 class Similarity(SeededPartition):
-    """A share of the data at random, the rest sorted by label; every client gets equal parts of both.
+    """A random share of the data, the rest sorted by label; every client gets equal parts of both.
 
-    The split of SCAFFOLD (Karimireddy et al., 2020, arXiv:1910.06378, section 7), there in per cent. At similarity 0
-    most clients see one or two classes, at 1 the partition is IID. Client 0 gets the beginning of the sorted examples
-    and the last client their end. Sizes differ by at most one.
+    The split of SCAFFOLD (Karimireddy et al., 2020, arXiv:1910.06378, section 7), given there in percent. At similarity
+    0 most clients have one or two classes, at 1 the partition is IID. The sorted examples go to the clients in order.
+    Sizes differ by at most one.
 
     Args:
         num_clients: The number of clients N.
-        similarity: The share of the data dealt out at random, in [0, 1].
-        seed: Draws another partition.
+        similarity: The share of the data split at random, in [0, 1].
+        seed: The seed of the partition.
 
     Example:
         >>> import torch
@@ -109,7 +109,7 @@ class Similarity(SeededPartition):
             )
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
-        """Cut the sorted examples into one piece per client and fill the clients up with the others."""
+        """Cut the sorted examples into one piece per client, and fill up with the others."""
         n = len(labels)
         self._need_examples(n, self.num_clients)
         order, _ = by_class(labels, random)
@@ -124,16 +124,16 @@ class Similarity(SeededPartition):
 
 
 class ClassesPerClient(SeededPartition):
-    """Each client sees exactly so many classes; each class is cut into equal parts among the clients that see it.
+    """Each client has exactly k classes; each class is split equally among the clients that have it.
 
-    The quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079). The classes are dealt
-    out like cards, from one shuffled deck of all classes after another, so that they are seen by equally many clients,
-    give or take one, and no example is lost.
+    The quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079). Classes are dealt like cards, from
+    one shuffled deck of all classes after another, so the numbers of clients per class differ by at most one, and every
+    example is used.
 
     Args:
         num_clients: The number of clients N.
-        classes_per_client: The classes k that each client sees; k N must be at least the number of classes.
-        seed: Draws another partition.
+        classes_per_client: The number of classes k per client; k N must be at least the number of classes.
+        seed: The seed of the partition.
 
     Example:
         >>> import torch
@@ -150,7 +150,7 @@ class ClassesPerClient(SeededPartition):
         self.classes_per_client = check_count(type(self).__name__, "classes_per_client", classes_per_client, least=1)
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
-        """Deal the classes out, then cut each one."""
+        """Assign the classes to clients, then split each class."""
         order, class_sizes = by_class(labels, random)
         if self.classes_per_client > len(class_sizes):
             raise FederatedError(
@@ -176,24 +176,24 @@ class ClassesPerClient(SeededPartition):
         return order, np.concatenate(pieces)
 
     def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
-        """Return how many of a class's examples each client gets that sees it."""
+        """Return the number of a class's examples that each of its clients gets."""
         return equal_shares(size, num_viewers)
 
 
 class PowerLaw(ClassesPerClient):
-    """A few classes per client and very different sizes: each class is cut by log-normal weights.
+    """A few classes per client and very different sizes: each class is split by log-normal weights.
 
     The MNIST split of FedProx (Li et al., 2020, arXiv:1812.06127, section 5.1), whose 1,000 clients have two digits
-    each and sizes by a power law: a client gets ``min_per_class`` examples of each of its classes, and the rest of a
-    class is cut in proportion to exp(sigma z), z normal. Unlike there, which classes a client sees is random, as in
-    :class:`ClassesPerClient`, and no example is left over.
+    each and power-law sizes: a client gets ``min_per_class`` examples of each of its classes, and the rest of a class
+    is split in proportion to exp(sigma z), z normal. Unlike in the paper, a client's classes are random, as in
+    :class:`ClassesPerClient`, and every example is used.
 
     Args:
         num_clients: The number of clients N.
-        classes_per_client: The classes that each client sees.
+        classes_per_client: The number of classes per client.
         sigma: The standard deviation of a weight's logarithm; 0 gives equal parts.
-        min_per_class: The fewest examples of each of its classes that a client gets.
-        seed: Draws another partition.
+        min_per_class: The smallest number of examples of each of a client's classes.
+        seed: The seed of the partition.
 
     Example:
         >>> import torch
@@ -220,7 +220,7 @@ class PowerLaw(ClassesPerClient):
 
 
 class _SizeSkew(SeededPartition):
-    """Clients of different sizes that all draw from the same label distribution."""
+    """Clients of different sizes that draw from one label distribution."""
 
     needs_labels = False
 
@@ -230,7 +230,7 @@ class _SizeSkew(SeededPartition):
 
     @abstractmethod
     def _log_weights(self, random: np.random.RandomState) -> Floats:
-        """Return the logarithms [N] of numbers to which the sizes are proportional."""
+        """Return the logarithms [N] of weights proportional to the sizes."""
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         self._need_examples(len(labels), self.num_clients * self.min_size)
@@ -242,13 +242,13 @@ class LogNormalSizes(_SizeSkew):
     """Quantity skew: log-normal sizes, labels drawn at random.
 
     The unbalanced setting of FedDyn (Acar et al., 2021, arXiv:2111.04263, experiments). Each client gets ``min_size``
-    examples, and the rest is cut in proportion to exp(sigma z), z normal.
+    examples, and the rest is split in proportion to exp(sigma z), z normal.
 
     Args:
         num_clients: The number of clients N.
-        sigma: The standard deviation of a size's logarithm; 0 gives equal sizes.
-        min_size: The fewest examples a client may have; 0 allows empty clients.
-        seed: Draws another partition.
+        sigma: The standard deviation of a size's logarithm. 0 gives equal sizes.
+        min_size: The smallest number of examples of a client; 0 allows empty clients.
+        seed: The seed of the partition.
 
     Example:
         >>> import torch
@@ -267,15 +267,14 @@ class LogNormalSizes(_SizeSkew):
 class QuantitySkew(_SizeSkew):
     """Quantity skew: sizes from a Dirichlet distribution, labels drawn at random.
 
-    The quantity skew of Li et al., 2022 (arXiv:2102.02079). Each client gets ``min_size`` examples, and the
-    rest is cut by one draw from Dir(alpha, ..., alpha) over the clients; there, everything is drawn again while some
-    client has too few.
+    The quantity skew of Li et al., 2022 (arXiv:2102.02079). Each client gets ``min_size`` examples, and one draw from
+    Dir(alpha, ..., alpha) over the clients splits the rest. The paper redraws everything while a client has too few.
 
     Args:
         num_clients: The number of clients N.
-        alpha: The concentration, positive; small values give a few clients nearly everything.
-        min_size: The fewest examples a client may have; 0 allows empty clients.
-        seed: Draws another partition.
+        alpha: The concentration, positive. Small values give a few clients nearly everything.
+        min_size: The smallest number of examples of a client; 0 allows empty clients.
+        seed: The seed of the partition.
 
     Example:
         >>> import torch
@@ -294,7 +293,7 @@ class QuantitySkew(_SizeSkew):
 def _draw_classes(
     log_mixtures: Floats, is_open: npt.NDArray[np.bool_], clients: Ints, random: np.random.RandomState
 ) -> Ints:
-    """Draw a class for each of ``clients`` from its row of ``log_mixtures`` [N, C], among the open classes only."""
+    """Draw a class for each of ``clients`` from its row of ``log_mixtures`` [N, C], among the open classes."""
     classes = np.flatnonzero(is_open)
     waiting = np.bincount(clients, minlength=len(log_mixtures)) > 0
     rows = (np.cumsum(waiting) - 1)[clients]
@@ -302,7 +301,7 @@ def _draw_classes(
     weights = np.exp(weights - weights.max(axis=1, keepdims=True))
     cumulative = np.cumsum(weights, axis=1)
     cumulative /= cumulative[:, -1:]
-    cumulative += np.arange(len(cumulative))[:, None]  # row r ascends from r to r + 1: one search serves all rows
+    cumulative += np.arange(len(cumulative))[:, None]  # row r ascends from r to r + 1, for one search over all rows
     points = np.minimum(rows + random.random_sample(len(rows)), np.nextafter(rows + 1.0, 0))
     found = np.searchsorted(cumulative.ravel(), points, side="right")
     drawn: Ints = classes[found - rows * len(classes)]
@@ -310,14 +309,14 @@ def _draw_classes(
 
 
 def _deal_classes(num_clients: int, num_classes: int, each: int, random: np.random.RandomState) -> Ints:
-    """Deal every client ``each`` different classes [N, each] from one shuffled deck of all classes after another."""
+    """Deal each client ``each`` different classes [N, each] from one shuffled deck of all classes after another."""
     hands = np.empty((num_clients, each), dtype=np.int64)
     deck = np.empty(0, dtype=np.int64)
     for hand in hands:
         if len(deck) < each:
             fresh = random.permutation(num_classes)
             held = np.isin(fresh, deck)
-            deck = np.concatenate([deck, fresh[~held], fresh[held]])  # what the client holds already goes to the end
+            deck = np.concatenate([deck, fresh[~held], fresh[held]])  # the client's classes go to the end
         hand[:] = deck[:each]
         deck = deck[each:]
     return hands

@@ -1,42 +1,13 @@
 """The ClientApp of a site: it hands Flower's messages to the site's resident process, and imports no PyTorch."""
 
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from multiprocessing.connection import Client, Connection
-from typing import Any
-
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from lightning_fed.deploy.flower.records import packed, unpacked, who
-from lightning_fed.deploy.flower.resident import (
-    READY,
-    REPLY,
-    STARTED_BY,
-    Maker,
-    clients_of,
-    end_with,
-    log_of,
-    named,
-    socket_of,
-    spec_of,
-    state_dir_of,
-)
+from lightning_fed.deploy.resident import STARTED_BY, Maker, clients_of, end_with, named
+from lightning_fed.deploy.site_process import SiteProcess
 
-__all__ = ["SiteProcess", "client_app"]
-
-_TRIES = 3  # how often a process that ends in the middle of a task is started anew
-_LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
-# Not from the folder in which the SuperNode was started, whose copy of the app may be another one than was sent. From
-# Python 3.11 on, PYTHONSAFEPATH does the same for this process and those that it starts.
-_MAIN = (
-    "import sys; sys.path[:] = filter(None, sys.path); from lightning_fed.deploy.flower.resident import main; main()"
-)
-_SHOWN = 2000  # characters of the log in an error
+__all__ = ["client_app"]
 
 
 def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> ClientApp:
@@ -75,89 +46,3 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
         return Message(packed(replies, refused), reply_to=message)
 
     return app
-
-
-class SiteProcess:
-    """The resident process of this site, started if it is not there; it makes trainer, model and data by name.
-
-    It ends with ``parent``: by default the process that has started this one, which is Flower's and ends with the
-    SuperNode.
-    """
-
-    def __init__(self, makers: Mapping[str, str], node_config: Mapping[str, Any], parent: int = STARTED_BY) -> None:
-        self.state_dir = state_dir_of(node_config)
-        self.socket = socket_of(self.state_dir)
-        self._paths = [path for path in sys.path if path]
-        self._spec = spec_of(
-            {"makers": dict(makers), "node_config": dict(node_config), "parent": parent, "paths": self._paths}
-        )
-
-    def answer(self, tasks: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
-        """Return the replies to some tasks, and why others have none."""
-        replies: dict[str, bytes] = {}
-        refused: dict[str, str] = {}
-        for tried in range(1, _TRIES + 1):
-            try:
-                with self._connected() as connection:
-                    for key, task in tasks.items():
-                        if key in replies or key in refused:
-                            continue
-                        connection.send_bytes(task)
-                        kind, content = connection.recv_bytes(), connection.recv_bytes()
-                        if kind == REPLY:
-                            replies[key] = content
-                        else:
-                            refused[key] = content.decode(errors="replace")
-                break
-            except (OSError, EOFError) as error:
-                if tried == _TRIES:
-                    end = str(error) or "it ended in the middle of a task"
-                    why = f"The site's process has ended {_TRIES} times ({end}). Its last words: {self._last_words()}"
-                    refused |= dict.fromkeys(tasks.keys() - replies.keys() - refused.keys(), why)
-        return replies, refused
-
-    @contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        """Yield a connection to the process of this very app."""
-        process: subprocess.Popen[bytes] | None = None
-        while True:
-            try:
-                connection = Client(str(self.socket), "AF_UNIX")
-                connection.send_bytes(self._spec)
-                said = connection.recv_bytes()
-            except (OSError, EOFError):
-                if process is not None and process.poll() is not None:
-                    raise ConnectionError(f"it ended with {process.returncode} before it was ready") from None
-                process = process or self._start()
-            else:
-                if said == READY:
-                    with connection:
-                        yield connection
-                    return
-            time.sleep(_LOOK)  # that of another app, or of a SuperNode that has ended: it ends now
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = log_of(self.state_dir)
-        if log.is_file():
-            os.replace(log, log.with_suffix(".log.1"))
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            process = subprocess.Popen(  # noqa: S603  # this very interpreter
-                [sys.executable, "-c", _MAIN],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(self._paths), "PYTHONSAFEPATH": "1"},
-                cwd=self.state_dir,
-                start_new_session=True,
-            )
-        assert process.stdin is not None
-        with process.stdin:
-            process.stdin.write(self._spec)
-        return process
-
-    def _last_words(self) -> str:
-        try:
-            return log_of(self.state_dir).read_text(errors="replace")[-_SHOWN:].strip() or "none"
-        except OSError as error:
-            return str(error)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,11 @@ class LocalFlower:
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{address}\n', encoding="utf-8"
         )
+        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(self.home)}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        self.environment = {**os.environ, **quiet, "PATH": path}
         self.superlink: subprocess.Popen[bytes] | None = None
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The environment of Flower's processes."""
-        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        return {**os.environ, **quiet, "FLWR_HOME": str(self.home), "PATH": path}
 
     def start_superlink(self) -> None:
         """Start the SuperLink, and wait until it listens."""

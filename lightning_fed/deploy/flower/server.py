@@ -1,31 +1,27 @@
 """The ServerApp: it fits with clients through Flower, and saves a checkpoint after every round."""
 
 import logging
-import os
-import shutil
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fed.callbacks.base import FederatedCallback
-from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.flower.resident import STARTED_BY, Maker, called, end_with
 from lightning_fed.deploy.flower.transport import FlowerTransport
 from lightning_fed.deploy.remote import RemoteClients
+from lightning_fed.deploy.resident import STARTED_BY, Maker, called, end_with
+from lightning_fed.deploy.saved_run import fit
 
 __all__ = ["server_app"]
 
 DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0}
 """A run's options in its configuration, in seconds: when a phase is closed, and when a silent node is asked again."""
 
-_PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
+_OTHER = "`flwr list` shows it, and `flwr stop` ends it"
 _log = logging.getLogger("flwr")
 
 
@@ -36,6 +32,8 @@ def server_app(
     checkpoint: str | Path,
     make_val: Maker | None = None,
     max_examples: int | None = None,
+    owners: Mapping[ClientId, str | PathLike[str]] | None = None,
+    batch_size: int | None = None,
 ) -> ServerApp:
     """Return the ServerApp of a run.
 
@@ -54,6 +52,10 @@ def server_app(
             the SuperLink was started.
         make_val: Makes the server's own validation set.
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
+        owners: The file of a public key for each client that only the SuperNode with this key may have, such as
+            ``{"bank": "bank.pub"}``. Relative paths are as for ``checkpoint``. A client without one belongs to the
+            first SuperNode that names it, for as long as that one is there.
+        batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
 
     Example::
 
@@ -64,12 +66,15 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         end_with(STARTED_BY)  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
+        deploy = logging.getLogger("lightning_fed.deploy")
+        deploy.setLevel(logging.INFO)
+        deploy.handlers, deploy.propagate = _log.handlers, False  # so `flwr log` shows it
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         val = None if make_val is None else called(make_val)()
         phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
-        transport = FlowerTransport(grid, ids, phase_timeout, ask_again)
-        clients = RemoteClients(transport, ids, val=val, max_examples=max_examples)
-        fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute())
+        transport = FlowerTransport(grid, ids, phase_timeout, ask_again, owners)
+        clients = RemoteClients(transport, ids, val, max_examples, batch_size)
+        fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute(), _log, _OTHER)
 
     return app
 
@@ -80,51 +85,3 @@ def seconds(run_config: Mapping[str, Any], name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise FederatedError(f"{name} = {value!r} in the run's configuration must be a positive number of seconds.")
     return float(value)
-
-
-def fit(trainer: pl.Trainer, module: pl.LightningModule, clients: RemoteClients, checkpoint: Path) -> None:
-    """Run all rounds, from the checkpoint if it is there; no other run may use it meanwhile."""
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    try:  # the system frees the lock, however the process ends
-        held = FileLock(f"{checkpoint}.lock", timeout=_PATIENCE).acquire()
-    except Timeout as error:
-        raise FederatedError(
-            f"Another run works with the checkpoint {checkpoint}. `flwr list` shows it, and `flwr stop` ends it; or"
-            " give this one another checkpoint."
-        ) from error
-    with held:
-        if is_begun := checkpoint.is_file():
-            _log.info("The run goes on from %s.", checkpoint)
-        trainer.callbacks.append(_SaveRounds(checkpoint))  # type: ignore[attr-defined]
-        trainer.fit(module, clients, ckpt_path=checkpoint if is_begun else None)
-    _log.info("All rounds are done. The model is in %s.", checkpoint)
-
-
-class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
-    """Save every round, after all other callbacks, and keep the checkpoint of the round before."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint, self._report = checkpoint, ""
-
-    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Note what there is to log once the round is saved."""
-        done = round_report
-        self._report = f"Round {done.round}: clients {list(done.clients)}, loss {done.loss:.6g}."
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the round."""
-        if self._checkpoint.is_file():
-            _keep(self._checkpoint, self._checkpoint.with_suffix(f".previous{self._checkpoint.suffix}"))
-        trainer.save_checkpoint(self._checkpoint)
-        _log.info("%s", self._report)
-
-
-def _keep(file: Path, other: Path) -> None:
-    """Give a file another name as well; at no moment is there less under either name than before."""
-    work = other.with_name(f".{other.name}.new")
-    work.unlink(missing_ok=True)
-    try:
-        os.link(file, work)
-    except OSError:  # some network disks have no such links
-        shutil.copyfile(file, work)
-    os.replace(work, other)

@@ -3,8 +3,11 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from os import PathLike
+from typing import NamedTuple
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.app import Message as FlowerMessage
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -23,8 +26,7 @@ _BACK_OFF = 5.0  # seconds before a node that has answered with an error is aske
 _log = logging.getLogger("flwr")
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A message that waits for its reply; of a question who is there, without clients."""
 
     node: int
@@ -38,27 +40,42 @@ class FlowerTransport:
     A message may be lost with the process that had it. A node works through its messages one after another: if it
     answers a question that was asked after a task, and the task has no reply, the task is lost, and sent again.
 
+    A client belongs to the first node that names it, for as long as Flower lists that node. A node that names it
+    meanwhile is logged and not asked for it.
+
     Args:
         grid: What Flower hands to a ServerApp.
         client_ids: The ids of all clients.
         timeout: The seconds after which a phase ends without the clients that have not answered.
         ask_again: The seconds without a reply to a task after which its node is asked whether it still works at it.
+        owners: The file of a public key for each client that only the SuperNode with this key may have.
 
     Raises:
-        FederatedError: If two ids have the same text.
+        FederatedError: If two ids have the same text, or ``owners`` names another client or a file without a key.
     """
 
-    def __init__(self, grid: Grid, client_ids: Sequence[ClientId], timeout: float, ask_again: float) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        client_ids: Sequence[ClientId],
+        timeout: float,
+        ask_again: float,
+        owners: Mapping[ClientId, str | PathLike[str]] | None = None,
+    ) -> None:
         self._grid, self._timeout, self._ask_again = grid, timeout, ask_again
         self._group = ""  # which Flower shows of messages
         self._by_text = {str(client): client for client in client_ids}
         if len(self._by_text) < len(client_ids):
             raise FederatedError("Two of client_ids read alike, such as 1 and '1': nodes name theirs as text.")
+        if strangers := [client for client in owners or () if client not in client_ids]:
+            raise FederatedError(f"owners names client {strangers[0]!r}, which is not one of client_ids.")
+        self._owners = {client: (str(file), _key_in(client, file)) for client, file in (owners or {}).items()}
         self._node_of: dict[ClientId, int] = {}
-        self._known: set[int] = set()  # the nodes that have said who they are
+        self._named: dict[int, list[ClientId]] = {}  # the clients of each node that has said who it is
         self._sent: dict[str, _Sent] = {}
         self._not_before: dict[int, float] = {}
         self._said: dict[int, str] = {}  # the last error of each node, to log it once
+        self._refused: set[tuple[int, ClientId, str]] = set()  # claims that were logged
 
     def exchange(
         self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
@@ -86,16 +103,37 @@ class FlowerTransport:
 
     def _look(self) -> None:
         """See which nodes are there, and ask new ones, and such that are long at a task, who they are."""
-        there, now = set(self._grid.get_node_ids()), time.monotonic()
-        self._known &= there
-        self._node_of = {client: node for client, node in self._node_of.items() if node in there}
-        self._sent = {key: sent for key, sent in self._sent.items() if sent.node in there}
+        keys, now = {node.node_id: node.public_key for node in self._grid.get_nodes()}, time.monotonic()
+        self._sent = {key: sent for key, sent in self._sent.items() if sent.node in keys}
+        self._assign(keys)
         long = {sent.node for sent in self._sent.values() if sent.clients and now - sent.at > self._ask_again}
-        for node in (there - self._known) | long:
+        for node in (keys.keys() - self._named.keys()) | long:
             asked = [sent.at for sent in self._sent.values() if sent.node == node and not sent.clients]
             wait = self._ask_again * 2 ** len(asked)  # a question may be lost, too; a node at work gets few of them
             if self._not_before.get(node, now) <= now and (not asked or now - max(asked) > wait):
                 self._push(node, RecordDict(), MessageType.QUERY, ())
+
+    def _assign(self, keys: Mapping[int, bytes]) -> None:
+        """Give each client to the first node that names it and may have it, until that node is gone."""
+        self._named = {node: clients for node, clients in self._named.items() if node in keys}
+        held = self._node_of
+        self._node_of = {client: node for client, node in held.items() if client in self._named.get(node, ())}
+        for node, clients in self._named.items():
+            new = []
+            for client in clients:
+                file, key = self._owners.get(client, ("", keys[node]))
+                if key != keys[node]:
+                    why = f"whose owner has the key {file}, and the node has another key"
+                elif (owner := self._node_of.setdefault(client, node)) != node:
+                    why = f"which belongs to node {owner} for as long as that one is there"
+                else:
+                    new += [client] if held.get(client) != node else []
+                    continue
+                if (claim := (node, client, why)) not in self._refused:
+                    self._refused.add(claim)
+                    _log.warning("Node %d is not asked for client %r, %s.", *claim)
+            if new:
+                _log.info("Node %d has the clients %s.", node, new)
 
     def _send(self, tasks: Mapping[ClientId, Message]) -> None:
         busy = {sent.node for sent in self._sent.values() if sent.clients}
@@ -144,15 +182,11 @@ class FlowerTransport:
                 yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
 
     def _note_who(self, asked: _Sent, names: Sequence[str]) -> None:
-        self._known.add(asked.node)
         strangers = [name for name in names if name not in self._by_text]
         if strangers or not names:
             has = f"client {', '.join(strangers)}" if strangers else "no client"
             self._note_error(asked.node, f"it has {has}, and the run's client_ids are {', '.join(self._by_text)}.")
-        own = [self._by_text[name] for name in names if name in self._by_text]
-        if new := [client for client in own if self._node_of.get(client) != asked.node]:
-            _log.info("Node %d has the clients %s.", asked.node, new)
-        self._node_of |= dict.fromkeys(own, asked.node)
+        self._named[asked.node] = [self._by_text[name] for name in names if name in self._by_text]
         earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
         for key in earlier:
             if clients := self._sent.pop(key).clients:
@@ -163,3 +197,16 @@ class FlowerTransport:
         if self._said.get(node) != reason:
             self._said[node] = reason
             _log.warning("Node %d: %s", node, reason)
+
+
+def _key_in(client: ClientId, file: str | PathLike[str]) -> bytes:
+    """Return the public key in a file of ``ssh-keygen``, as Flower keeps the keys that are registered."""
+    try:
+        with open(file, "rb") as content:
+            key = load_ssh_public_key(content.read())
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise FederatedError(
+            f"owners[{client!r}] = {str(file)!r} is not the file of a public key: {error}. Give the one that `flwr"
+            " supernode register` was given."
+        ) from error
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -1,1 +1,1 @@
-"""The sequential engine: one client after another, through Lightning's own loop."""
+"""The sequential engine: one client after another in Lightning's loop."""

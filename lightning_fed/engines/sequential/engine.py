@@ -1,4 +1,4 @@
-"""The sequential engine: one client after another through Lightning's own loop. Any module, any hook; the reference."""
+"""The sequential engine, the reference: one client after another in Lightning's loop, any module, any hook."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ __all__ = ["SequentialEngine"]
 
 
 class SequentialEngine(Engine):
-    """Run clients one by one."""
+    """Runs clients one by one."""
 
     name = "sequential"
 
@@ -39,9 +39,9 @@ class SequentialEngine(Engine):
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
-        self._delta = torch.empty_like(self.flat.y)  # of the last client: new memory costs more than the arithmetic
-        self._has_checked_frozen = False  # parameters, of one client's work
-        self._readings: list[Reading] = []  # of clients whose numbers are still on the device
+        self._delta = torch.empty_like(self.flat.y)  # the last client's; allocation costs more than the arithmetic
+        self._has_checked_frozen = False  # checked in one client's work
+        self._readings: list[Reading] = []  # clients whose numbers are still on the device
         self.epoch_loop.prepare()
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -51,7 +51,7 @@ class SequentialEngine(Engine):
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
     ) -> ChunkResult:
-        """Train one client and return what it sends."""
+        """Train one client and return its result."""
         ((plan,), (client,), (solver,)) = plans, clients, solvers
         started = time.perf_counter()
         who = plan.participant
@@ -105,17 +105,17 @@ class SequentialEngine(Engine):
         )
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
-        """Forget clients whose reports were never read, as their round came to no end."""
+        """Discard unread reports of an unfinished round."""
         self._readings = []
 
     def end_round(self) -> None:
-        """Read what clients have left on the device; refuse what is not finite."""
+        """Read the clients' numbers from the device; raise if one is not finite."""
         readings, self._readings = self._readings, []
         if faults := read(readings):
             raise faults[0]
 
     def _begin(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State) -> LocalWork:
-        """Put the client where its work starts, and let the optimizer correct its gradients."""
+        """Set the client's starting point, and let the optimizer correct its gradients."""
         algorithm, optimizer, optimization = self.algorithm, self.optimizer, self.epoch_loop.automatic_optimization
         work = LocalWork(algorithm, [])
         if algorithm.uses_solver_state:
@@ -138,7 +138,7 @@ class SequentialEngine(Engine):
         if optimizer.plan.injects:
             work.is_joined = self.flat.joins and isinstance(whole.lr, float)
             work.steps = self._steps(inputs, whole, work.is_joined)
-            if self.looks_ahead:  # at points that the method makes in every step
+            if self.looks_ahead:  # at points that the method computes in every step
                 optimization.gradients, optimization.decay = self.gradients, optimizer.decay
                 work.whole, work.second_gradient = whole, optimization.second_gradient
         return work
@@ -157,7 +157,7 @@ class SequentialEngine(Engine):
             self.epoch_loop.run(self.fetcher)
 
     def _merged_buffers(self, before: State) -> State:
-        """Return the buffers after a client's work: the mean over processes of those that have changed."""
+        """Return the buffers after a client's work: the mean over processes of the changed ones."""
         after = self.buffers.read()
         changed = {name: value.cpu() for name, value in after.items() if not torch.equal(value, before[name])}
         parts = self.split.gather((self.epoch_loop.own_examples, changed))
@@ -170,7 +170,7 @@ class SequentialEngine(Engine):
         return merged
 
     def _steps(self, inputs: RoundInputs, whole: Step, is_joined: bool) -> list[Step]:
-        """Return what ``correct`` reads of a client; gradients are to be taken at the anchor, if there is one."""
+        """Return the inputs of ``correct`` for a client; set up gradients at the anchor, if any."""
         layout = self.flat.layout
         steps = [replace(whole)] if is_joined else per_parameter(whole, layout)
         if self.anchor_grad is not None:
@@ -204,7 +204,7 @@ class SequentialEngine(Engine):
         )
 
     def _check_no_steps(self, numbers: ClientNumbers) -> None:
-        """Refuse a client that took no local step, unless a gradient scaler skipped them."""
+        """Raise if a client took no local step, unless a gradient scaler skipped them."""
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return
         if len(numbers.losses):
@@ -218,7 +218,7 @@ class SequentialEngine(Engine):
         )
 
     def _sums_of_frozen(self) -> dict[str, tuple[float, float]]:
-        """Return sums over each parameter that is not trained, which change with its values; a copy may not fit."""
+        """Return sums over each frozen parameter, which change with its values; a copy may not fit in memory."""
         trained, sums = {id(p) for p in self.flat.params}, {}
         for name, p in self.trainer.lightning_module.named_parameters():
             if id(p) not in trained:
@@ -227,9 +227,9 @@ class SequentialEngine(Engine):
         return sums
 
     def _check_frozen(self, before: dict[str, tuple[float, float]]) -> None:
-        """Refuse local work that changes frozen parameters, such as the teacher of self-supervised methods.
+        """Raise if local work changes frozen parameters, such as the teacher of self-supervised methods.
 
-        Unlike buffers, these neither start from the server's for each client nor are averaged.
+        Unlike buffers, they are neither reset to the server's values for each client nor averaged.
         """
         self._has_checked_frozen = True
         for name, sums in self._sums_of_frozen().items():

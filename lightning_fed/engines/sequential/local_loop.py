@@ -1,4 +1,4 @@
-"""Lightning's own training epoch loop and automatic optimization, reused for one client after another."""
+"""Lightning's training epoch loop and automatic optimization, reused for each client."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class ClientFetcher(_DataFetcher):
-    """Hand the batches of one local epoch of one client to the training loop."""
+    """Feeds the batches of one local epoch of one client to the training loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class ClientFetcher(_DataFetcher):
         self._batches: Iterator[tuple[Any, int]] = iter(())
 
     def bind(self, batches: Iterator[tuple[Any, int]], length: int) -> None:
-        """Take the next epoch's (batch, examples) pairs, ``length`` of them."""
+        """Set the next epoch's (batch, examples) pairs, ``length`` of them."""
         self._batches, self.length, self.fetched, self.done = batches, length, 0, length == 0
 
     def __iter__(self) -> "ClientFetcher":
-        """Return itself: every epoch is bound anew."""
+        """Return itself; :meth:`bind` starts each epoch."""
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
@@ -56,26 +56,26 @@ class ClientFetcher(_DataFetcher):
         return batch, self.fetched - 1, 0
 
     def teardown(self) -> None:
-        """Let go of the data."""
+        """Release the data."""
         self._batches = iter(())
 
 
 class ClientEpochLoop(_TrainingEpochLoop):
-    """One ``run(fetcher)`` is one local epoch of one client.
+    """Runs one local epoch of one client per ``run(fetcher)``.
 
-    Lightning's order of calls is kept. What Lightning does per batch for a run of its own is left out: validation,
-    step loggers, schedulers per step, and the collective that asks every rank for a signal, on which clients of
-    different lengths would hang. Hooks that neither the module nor a callback overrides cost nothing.
+    Calls have Lightning's order. Lightning's other work per batch is left out: validation, step loggers, schedulers per
+    step, and the collective that checks every rank for a signal, which would hang for clients of different lengths.
+    Hooks that neither the module nor a callback overrides cost nothing.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.automatic_optimization: ClientOptimization = ClientOptimization(trainer)
         self._results: RoundResults = RoundResults()
-        self._losses: list[Any] = []  # of the batches of the client at work: numbers, or an accelerator's tensors
+        self._losses: list[Any] = []  # the current client's batch losses: numbers, or an accelerator's tensors
         self._loss_weights: list[int] = []
         self._split = BatchSplit()
-        self.own_examples = 0  # that this process has seen of the client at work, counted in every local epoch
+        self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
 
     def teardown(self) -> None:
         """End a fit."""
@@ -84,7 +84,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     @property
     def global_step(self) -> int:
-        """The completed rounds: the step axis of loggers and checkpoints."""
+        """The number of completed rounds: the step axis of loggers and checkpoints."""
         return int(self.trainer.fit_loop.round)
 
     @property
@@ -93,24 +93,24 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, value: int) -> None:
-        """Ignore Lightning's count of batches: the round is the axis."""
+        """Ignore Lightning's count of batches, since the round is the axis."""
 
     @property
     def done(self) -> bool:
-        """Whether the local epoch is over; a request to stop waits for the end of the round."""
+        """True if the local epoch is over; requests to stop take effect at the end of the round."""
         return self.batch_progress.is_last_batch
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         return False
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: every process looks for a signal of its own at every step, and tells the others afterwards."""
+        """Do nothing: every process checks for signals at every step, and informs the others afterwards."""
 
     def prepare(self) -> None:
-        """Find out, once a fit, which hooks anybody uses."""
+        """Find the hooks in use, once per fit."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self._precision = trainer.precision_plugin  # a property that takes several calls a step
+        self._precision = trainer.precision_plugin  # the property takes several calls a step
         self._profiles = not isinstance(trainer.profiler, PassThroughProfiler)
         self._uses = {
             hook: self._profiles
@@ -129,17 +129,17 @@ class ClientEpochLoop(_TrainingEpochLoop):
             data_fetcher._stop_profiler = self._on_after_fetch
 
     def begin_client(self) -> None:
-        """Forget the losses of the client before."""
+        """Discard the losses of the last client."""
         self.own_examples = 0
         self._losses, self._loss_weights = [], []
 
     @property
     def step_losses(self) -> list[float]:
-        """The mean loss of each local step of the client at work."""
+        """Return the mean loss of each local step of the current client."""
         return ClientNumbers(self._losses, self._loss_weights, {}, self.trainer.accumulate_grad_batches).step_losses()
 
     def close_client(self) -> ClientNumbers:
-        """Return the client's losses and the means of what it logged."""
+        """Return the client's losses, and the means of its logged values."""
         losses: Any = self._losses
         if losses and isinstance(losses[0], Tensor):
             losses = torch.stack(losses)
@@ -171,14 +171,14 @@ class ClientEpochLoop(_TrainingEpochLoop):
         if self._split.size > 1:
             batch, examples = self._split.take(batch, examples)
             self.own_examples += examples
-        is_idle = batch is NO_EXAMPLES  # then nothing happens here but this process's part in the exchange
+        is_idle = batch is NO_EXAMPLES  # this process only takes part in the exchange
         if not is_idle:
             batch = self._precision.convert_input(batch)
             if self._transfers:
                 batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
                 batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
         self.batch_progress.increment_ready()
-        connector._first_loop_iter = connector._first_loop_iter is None  # as connector.on_batch_start() has it
+        connector._first_loop_iter = connector._first_loop_iter is None  # like connector.on_batch_start()
         self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, examples, None
         skips_epoch = self._uses["on_train_batch_start"] and not is_idle and self._start_hooks(batch, batch_idx) == -1
         if skips_epoch:
@@ -206,7 +206,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.batch_progress.increment_completed()
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Do nothing per batch: validation, schedulers and loggers have their place at the end of the round."""
+        """Do nothing per batch: validation, schedulers and loggers run at the end of the round."""
 
     def _start_hooks(self, batch: Any, batch_idx: int) -> Any:
         call._call_callback_hooks(self.trainer, "on_train_batch_start", batch, batch_idx)
@@ -215,7 +215,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         return response
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Save nothing: the round says it all."""
+        """Save nothing, since the round has all state."""
         return {}
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:

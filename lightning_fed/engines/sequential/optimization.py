@@ -1,4 +1,4 @@
-"""Lightning's automatic optimization, with a second gradient on the same batch where the method asks for one."""
+"""Lightning's automatic optimization, plus a second gradient on the same batch if the method needs one."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -34,13 +34,13 @@ _NO_CONTEXT = nullcontext()
 
 
 class ClientOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, with a second gradient on the same batch where the method asks for one.
+    """Lightning's automatic optimization, plus a second gradient on the same batch if the method needs one.
 
-    At an anchor, which is known beforehand, it is taken before the first one; at a point that is made of the first one,
-    after backward, when the optimizer asks :meth:`second_gradient`.
+    At an anchor, which is known in advance, it is computed before the first one. At a point that depends on the first
+    one, the optimizer calls :meth:`second_gradient` after backward.
 
-    Where neither the module nor a callback overrides a hook between batch and step, and the precision has no gradient
-    scaler, the same calls are made without asking for each hook in turn: the same bits, at a fraction of the time.
+    If neither the module nor a callback overrides a hook between batch and step, and there is no gradient scaler, a
+    fast path makes the same calls without looking up each hook: the same bits in a fraction of the time.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -48,15 +48,15 @@ class ClientOptimization(_AutomaticOptimization):
         self.gradients: GradientPass | None = None
         self.anchor_point: list[Tensor] = []
         self.anchor_grad: Vector | None = None
-        self.decay: list[float] = []  # coupled, of every parameter
-        self.looks_ahead = False  # whether the optimizer will ask for a second gradient
-        self._at_work: tuple[Any, int, Callable[[], None]] | None = None  # batch, index, and what draws again
+        self.decay: list[float] = []  # coupled, per parameter
+        self.looks_ahead = False  # whether the optimizer will request a second gradient
+        self._at_work: tuple[Any, int, Callable[[], None]] | None = None  # batch, index, and how to draw again
         self.split = BatchSplit()
         self._is_lean = False
         self._has_context = True  # around forward passes
 
     def prepare(self, callbacks: Sequence[pl.Callback]) -> None:
-        """Find out, once a fit, whether anything happens between batch and step but forward and backward."""
+        """Check once per fit whether only forward and backward happen between batch and step."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self._module, self._precision = module, trainer.precision_plugin  # properties that take several calls a step
         self.split = split_of(trainer)
@@ -77,18 +77,18 @@ class ClientOptimization(_AutomaticOptimization):
         )
 
     def rest(self) -> None:
-        """Let go, at the end of a fit, of the engine's gradients and of the last batch."""
+        """Release the engine's gradients and the last batch at the end of a fit."""
         self.gradients = self.anchor_grad = self._at_work = None
         self.anchor_point = []
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
-        """Take the anchor gradient on this batch if there is one, then train on it."""
+        """Compute the anchor gradient on this batch, if any, then train on the batch."""
         if self.anchor_grad is not None:
             with preserved_random_state(self.anchor_grad.device):
                 self._add_gradient(self.anchor_point, kwargs["batch"], batch_idx, self.anchor_grad)
         if self.looks_ahead:
             self._at_work = kwargs["batch"], batch_idx, capture_random_state(self.trainer.strategy.root_device)
-        trainer = self.trainer  # a callback may have changed these since
+        trainer = self.trainer  # a callback may have changed these
         if self._is_lean and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
             return self._run_lean(optimizer, kwargs)
         return super().run(optimizer, batch_idx, kwargs)
@@ -96,7 +96,7 @@ class ClientOptimization(_AutomaticOptimization):
     def _run_lean(self, optimizer: Optimizer, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
         module, precision = self._module, self._precision
         with torch.enable_grad():
-            attributes = module.__dict__  # an assignment would go through the slow nn.Module.__setattr__
+            attributes = module.__dict__  # an assignment would use the slow nn.Module.__setattr__
             previous, attributes["_current_fx_name"] = attributes["_current_fx_name"], "training_step"
             with precision.train_step_context() if self._has_context else _NO_CONTEXT:
                 output = module.training_step(*kwargs.values())
@@ -116,7 +116,7 @@ class ClientOptimization(_AutomaticOptimization):
         return {} if loss is None else result.asdict()
 
     def second_gradient(self, point: Vector) -> Vector:
-        """Return the gradient [P] at a point [P] on the batch at work, with the random numbers of its first one."""
+        """Return the gradient [P] at a point [P] on the current batch, with the same random numbers."""
         assert self.gradients is not None
         assert self._at_work is not None
         accumulated = self.trainer.accumulate_grad_batches
@@ -133,7 +133,7 @@ class ClientOptimization(_AutomaticOptimization):
         return out
 
     def _add_gradient(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector) -> None:
-        """Add the gradient at a point on a batch of a step, which begins with its first batch; decay included."""
+        """Add the gradient at a point, weight decay included, on a step's batch; its first batch resets the sum."""
         assert self.gradients is not None
         accumulated = self.trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
@@ -148,7 +148,7 @@ class ClientOptimization(_AutomaticOptimization):
             self.split.sum(out)
 
     def _training_step(self, kwargs: OrderedDict) -> ClosureResult:  # type: ignore[type-arg]
-        """Call ``training_step``, which may also return None where several processes train clients of their own."""
+        """Call ``training_step``; it may also return None if several processes train different clients."""
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         result = self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
         check_loss(result.closure_loss)

@@ -1,4 +1,4 @@
-"""A client's losses, means and norm, which may wait on an accelerator until those of all clients are read at once."""
+"""A client's losses, means and norm; on an accelerator, those of all clients are read at once."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ __all__ = ["ClientNumbers", "Reading", "read"]
 
 @dataclass(slots=True)
 class ClientNumbers:
-    """What a client's batches have left.
+    """The numbers of a client's batches.
 
     Attributes:
         losses: The loss of each batch: numbers, or a tensor on an accelerator.
-        weights: The examples in each.
-        metrics: The means of what was logged, by name: numbers, or tensors on an accelerator.
-        accumulated: Batches in a local step.
-        totals: Of the processes that split batches: the sum of losses times examples, and that of examples.
+        weights: The examples in each batch.
+        metrics: The means of logged values by name: numbers, or tensors on an accelerator.
+        accumulated: The batches per local step.
+        totals: The sums of losses times examples, and of examples, over the processes that split batches.
     """
 
     losses: Sequence[float] | Tensor
@@ -35,18 +35,18 @@ class ClientNumbers:
     totals: tuple[float, float] | None = None
 
     def waiting(self) -> list[Tensor]:
-        """Return what is not yet read."""
+        """Return the tensors that are not yet read."""
         return [value for value in (self.losses, *self.metrics.values()) if isinstance(value, Tensor)]
 
     def read_with(self, norm: Tensor) -> float:
-        """Read all that waits, and a norm, which is returned."""
+        """Read all waiting tensors and a norm, and return the norm."""
         numbers = iter(numbers_of([norm, *self.waiting()]))
         found = next(numbers)
         self.fill(numbers)
         return found
 
     def fill(self, numbers: Iterator[float]) -> None:
-        """Take what was read of :meth:`waiting`."""
+        """Fill in the numbers of :meth:`waiting`."""
         if isinstance(self.losses, Tensor):
             self.losses = [next(numbers) for _ in self.losses]
         self.metrics = {k: next(numbers) if isinstance(v, Tensor) else v for k, v in self.metrics.items()}
@@ -59,7 +59,7 @@ class ClientNumbers:
 
     def sum_of_losses(self) -> float:
         """Return the sum of losses times examples."""
-        total: float = sum(map(mul, self.losses, self.weights))  # type: ignore[arg-type]  # they are read by now
+        total: float = sum(map(mul, self.losses, self.weights))  # type: ignore[arg-type]  # they are numbers by now
         return total * self.accumulated
 
     def step_losses(self) -> list[float]:
@@ -71,12 +71,12 @@ class ClientNumbers:
 
 @dataclass(slots=True)
 class Reading:
-    """A report whose numbers are still to be read.
+    """A report whose numbers are not yet read.
 
     Attributes:
         report: The report.
         norm: The norm of the client's change.
-        numbers: The rest of it.
+        numbers: The other numbers.
         round: The round.
     """
 
@@ -91,14 +91,14 @@ class Reading:
         self.numbers.fill(numbers)
         found: dict[str, Any] = {"loss": self.numbers.loss, "metrics": self.numbers.metrics, "update_norm": norm}
         for name, value in found.items():
-            object.__setattr__(self.report, name, value)  # it is read-only for everybody else
+            object.__setattr__(self.report, name, value)  # it is read-only for others
         if math.isfinite(norm + self.report.loss):
             return None
         return fault_of(self.report, self.numbers.step_losses(), self.round)
 
 
 def read(readings: Sequence[Reading]) -> list[ClientError]:
-    """Complete reports in one go, as each read waits for an accelerator; return the errors of clients."""
+    """Complete reports in one read, since each read waits for an accelerator; return the clients' errors."""
     tensors = [tensor for reading in readings for tensor in (reading.norm, *reading.numbers.waiting())]
     numbers = iter(numbers_of(tensors))
     return [error for reading in readings if (error := reading.fill(numbers)) is not None]

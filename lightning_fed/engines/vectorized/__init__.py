@@ -1,1 +1,1 @@
-"""The vectorized engine: several clients at once, through ``torch.func`` and traces."""
+"""The vectorized engine: several clients at once, with ``torch.func`` and traces."""

@@ -1,4 +1,4 @@
-"""The batches of the clients of a chunk, step by step, those of one shape together; rows of tensors are looked up."""
+"""The batches of a chunk's clients, step by step and grouped by shape; rows of tensors are looked up."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -27,32 +27,32 @@ __all__ = [
     "unflatten",
 ]
 
-_AHEAD = 2**22  # bytes of several steps that are looked up at once
-_JOINED = 2**25  # bytes of the tensors of several clients that are put side by side in the host's memory
+_AHEAD = 2**22  # bytes of several steps that are looked up together
+_JOINED = 2**25  # bytes of several clients' tensors that are concatenated in host memory
 
 Stream: TypeAlias = Callable[..., torch.Generator]
-"""Makes the generator of the batch orders of a client of an index; seeds another one if given ``reuse``."""
+"""A factory of generators for a client's batch orders, by client index; ``reuse`` reseeds a given one."""
 
-_Members: TypeAlias = list[tuple[int, Tensor]]  # clients, with the rows of their batches
+_Members: TypeAlias = list[tuple[int, Tensor]]  # clients, and the rows of their batches
 
 
 class StepGroup(NamedTuple):
     """Adjacent clients of a chunk that take a step together."""
 
-    clients: range  # their rows in the chunk
-    at: Sequence[int]  # the position of the batch that each of them takes
+    clients: range  # rows in the chunk
+    at: Sequence[int]  # the position of each client's batch
 
 
 class BatchGroup(NamedTuple):
     """Clients whose batches have one shape.
 
     Attributes:
-        clients: Their rows in the chunk.
-        leaves: The tensors of their batches, stacked to [n, B, ...]; [B, ...] of a single client.
-        spec: What puts a batch together.
+        clients: The clients' rows in the chunk.
+        leaves: The tensors of their batches, stacked to [n, B, ...]; [B, ...] for a single client.
+        spec: The structure of a batch.
         examples: The examples in each batch.
         batch_idx: The index of the batch in the local epoch.
-        kind: What tells its shapes from those of other groups of the chunk.
+        kind: A key of the shapes, to distinguish groups of the chunk.
     """
 
     clients: Sequence[int]
@@ -64,25 +64,25 @@ class BatchGroup(NamedTuple):
 
     @property
     def first(self) -> Sequence[Tensor]:
-        """The tensors of the batch of the first of the clients."""
+        """The tensors of the first client's batch."""
         return self.leaves if len(self.clients) == 1 else [leaf[0] for leaf in self.leaves]
 
 
 class RowBatches:
-    """Batches that are rows of tensors of one kind: looked up in these tensors, without a loader.
+    """Batches that are rows of tensors of one kind, looked up without a loader.
 
-    ``by_index`` keeps clients apart that are at different batch indices of their local epochs.
+    ``by_index`` separates clients at different batch indices of their local epochs.
     """
 
     def __init__(
         self, lookup: "RowLookup", plans: Sequence[WorkPlan], stream: Stream, shuffle: bool, by_index: bool
     ) -> None:
         self._lookup, self._by_index = lookup, by_index
-        one = torch.Generator()  # seeded again for every client, whose orders are all drawn here
+        one = torch.Generator()  # reseeded for every client, since all orders are drawn here
         self._rows = [_epoch_rows(plan, stream(plan.participant.index, reuse=one), shuffle) for plan in plans]
 
     def in_order(self, steps: Sequence[StepGroup]) -> Iterator[list[BatchGroup]]:
-        """Yield the batches of one step after the other, those of one size together."""
+        """Yield the batches step by step, grouped by size."""
         of_steps: list[dict[tuple[int, int], _Members]] = []
         lookups: list[_Members] = []
         for step in steps:
@@ -104,7 +104,7 @@ class RowBatches:
 
 
 class AnyBatches:
-    """Batches of any kind: each is made by itself, then those of one shape are stacked."""
+    """Batches of any kind: each is built separately, then batches of one shape are stacked."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class AnyBatches:
         self._batches = [_batches(plan, stream(plan.participant.index), shuffle) for plan in plans]
 
     def in_order(self, steps: Sequence[StepGroup]) -> Iterator[list[BatchGroup]]:
-        """Yield the batches of one step after the other, those of one shape together."""
+        """Yield the batches step by step, grouped by shape."""
         for step in steps:
             groups: dict[Any, list[tuple[int, Sequence[Tensor]]]] = {}
             for client in step.clients:
@@ -145,14 +145,14 @@ class AnyBatches:
 
 
 def _batches(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> Iterator[tuple[int, Any, int]]:
-    """Yield (index in its local epoch, batch, examples in it) for all of a client's local epochs."""
+    """Yield (index in its local epoch, batch, examples in it) for all local epochs of a client."""
     for length in plan.epochs:
         for i, (batch, examples) in enumerate(islice(plan.batches.epoch(stream, shuffle), length)):
             yield i, batch, examples
 
 
 def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[tuple[int, Tensor]]:
-    """Return (index in its local epoch, rows [B]) of every batch of a client."""
+    """Return (index in its local epoch, rows [B]) for every batch of a client."""
     batches = plan.batches
     assert isinstance(batches, TensorBatches)
     out: list[tuple[int, Tensor]] = []
@@ -164,26 +164,25 @@ def _epoch_rows(plan: WorkPlan, stream: torch.Generator, shuffle: bool) -> list[
 
 
 def _is_plain(batch: Any) -> bool:
-    """Whether a batch is a list of tensors."""
+    """Return whether a batch is a list of tensors."""
     return type(batch) is list and all(type(part) is Tensor for part in batch)
 
 
 def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
-    """Return the tensors of a batch, and what :func:`unflatten` needs to put them together again."""
-    return (batch, list) if _is_plain(batch) else pytree.tree_flatten(batch)  # the first at a fraction of the cost
+    """Return the tensors of a batch, and the structure for :func:`unflatten`."""
+    return (batch, list) if _is_plain(batch) else pytree.tree_flatten(batch)  # the first is much faster
 
 
 def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
-    """Return the batch that has these tensors."""
+    """Return a batch of these tensors."""
     return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)
 
 
 class RowLookup:
-    """Looks up rows of the tensors of several clients.
+    """Looks up rows of several clients' tensors.
 
-    Clients that are cut out of the same tensors take one lookup. Tensors of clients that have their own are put side by
-    side first if they are small, or on an accelerator whose memory has room for that; each client has a lookup of its
-    own if not.
+    Clients with rows of the same tensors share a lookup. Separate tensors are first concatenated if they are small, or
+    on an accelerator with enough free memory; otherwise each client has its own lookup.
     """
 
     def __init__(self, trainer: pl.Trainer, clients: Sequence[TensorBatches], data: DeviceData) -> None:
@@ -193,7 +192,7 @@ class RowLookup:
         placed = dict(zip(sources, data.of_each(list(sources.values())), strict=True))
         self._clients = [TensorBatches(placed[id(b.tensors)], b.indices, b.settings) for b in clients]
         self._whole: TensorBatches | None = None
-        self._starts = [0] * len(clients)  # where the rows of each begin
+        self._starts = [0] * len(clients)  # the start of each client's rows
         if len(sources) == 1:
             self._whole = self._clients[0]
             return
@@ -210,9 +209,9 @@ class RowLookup:
             self._starts = [starts[id(b.tensors)] for b in clients]
 
     def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
-        """Yield the rows of one step after the other, [n * B, ...], given its clients with rows of their tensors [B].
+        """Yield each step's rows [n * B, ...], given its clients with the rows [B] of their tensors.
 
-        Rows of several steps are looked up at once.
+        One lookup serves several steps.
         """
         if self._whole is None:
             for step in steps:
@@ -253,7 +252,7 @@ def rows_of_one_kind(clients: Iterable[ClientBatches]) -> list[TensorBatches]:
 
 
 def _on_device(trainer: pl.Trainer, tensors: list[Tensor]) -> list[Tensor]:
-    """Convert and move tensors as Lightning does where nobody has transfer hooks."""
+    """Convert and transfer tensors like Lightning if there are no transfer hooks."""
     converted: list[Tensor] = trainer.precision_plugin.convert_input(tensors)
     device = trainer.strategy.root_device
     if device.type == "cpu" and all(t.device.type == "cpu" for t in converted):

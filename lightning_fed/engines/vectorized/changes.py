@@ -1,4 +1,4 @@
-"""The state of a module beside its parameters: compared to notice changes between clients run at once, and put back."""
+"""Detecting and undoing changes of a module's state, other than parameters, between clients run at once."""
 
 import argparse
 import copy
@@ -40,14 +40,14 @@ __all__ = [
     "tensor_marks",
 ]
 
-_WARN_AFTER = 3  # rounds in a row that begin with a changed attribute
+_WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
 
 
 PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
-"""Attributes of modules that Lightning and this package set and take back."""
+"""Module attributes that Lightning and this package set and reset."""
 
 INTERNAL = frozenset(vars(nn.Module()))
-"""Attributes that every module has: parameters, buffers, hooks. Changes to these are refused or undone elsewhere."""
+"""Attributes of every module: parameters, buffers, hooks. Their changes are rejected or undone elsewhere."""
 
 METRICS = (Metric, MetricCollection)
 """Modules whose attributes evaluation resets; their updates are counted instead."""
@@ -56,22 +56,22 @@ _OPAQUE = (type, nn.Module, types.ModuleType, types.FunctionType, types.BuiltinF
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "torchmetrics", "lightning_fed")
 _PLAIN = frozenset({int, str, bool, type(None)})
-_DEPTH = 4  # of collections in collections
-_MOST = 1_000  # values that are looked at in one attribute; larger collections are described by their length
-_SMALL = 2**14  # numbers in a tensor up to which all of them are compared
+_DEPTH = 4  # nesting of collections
+_MOST = 1_000  # values inspected in one attribute; larger collections are described by length
+_SMALL = 2**14  # tensors up to this size are compared in full
 
 
 class Marks(dict[tuple[str, str], Any]):
-    """Descriptions by module and attribute, which differ if a value does."""
+    """Descriptions by module and attribute, which change with the value."""
 
-    held: list[Any]  # the objects that are described by identity: while they live, no other object has it
+    held: list[Any]  # objects described by identity, kept alive so that ids stay unique
 
 
 def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
-    """Return what changes when an attribute is set, a collection grows or a tensor is written, by module and attribute.
+    """Return marks by module and attribute that detect set attributes, grown collections and written tensors.
 
-    Includes the attributes of the method and of its base optimizer, if a method is given. Looks into collections and
-    plain objects; leaves out parameters, buffers and metrics.
+    Includes the attributes of the method and its base optimizer, if given. Looks into collections and plain objects,
+    but omits parameters, buffers and metrics.
     """
     owners: list[tuple[str, Any]] = [*parts_of(module)]
     if algorithm is not None:
@@ -93,7 +93,7 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
 
 
 def tensor_marks(module: nn.Module, with_trained: bool) -> Marks:
-    """Return what changes when a parameter or buffer is assigned or written, or a metric updated, by kind and name.
+    """Return marks by kind and name that detect changed parameters and buffers, and updated metrics.
 
     Trained parameters are included if ``with_trained``.
     """
@@ -113,20 +113,20 @@ def tensor_marks(module: nn.Module, with_trained: bool) -> Marks:
 
 
 def changed(before: Marks, after: Marks) -> str | None:
-    """Return the first name, "module.attribute" or "kind.name", whose description differs, None if none does."""
+    """Return the first name, "module.attribute" or "kind.name", with a changed description, or None."""
     if before == after:
         return None
-    for key in dict.fromkeys((*after, *before)):  # not in the order of a set, which differs from run to run
+    for key in dict.fromkeys((*after, *before)):  # not in the order of a set, which varies between runs
         if after.get(key) != before.get(key):
             return ".".join(filter(None, key))
     return None
 
 
-# ------------------------------------------------------------------ what belongs to a module
+# ------------------------------------------------------------------ parts of a module
 
 
 def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module, its submodules, and modules that only collections or plain objects of these hold, by name."""
+    """Yield by name a module, its submodules, and modules that are only in their collections or plain objects."""
     seen: set[nn.Module] = set()
     waiting = [("", module)]
     while waiting:
@@ -134,7 +134,7 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, part in root.named_modules(memo=seen, prefix=prefix):
             yield name, part
             cls: Any = type(part)
-            # layers of PyTorch hold no others, and looking into their attributes takes most of the time
+            # layers of PyTorch contain no others, and inspecting their attributes takes most of the time
             for key, value in vars(part).items() if _is_own(cls) else ():
                 if type(value) in _PLAIN or key in INTERNAL or key in PASSING:
                     continue
@@ -155,7 +155,7 @@ def own_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[tuple[
 
 
 def attribute_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield the tensors in other attributes of modules by kind ("attribute", or "metric" of metrics) and name."""
+    """Yield the tensors in other attributes of modules by kind ("attribute" or "metric") and name."""
     for prefix, part in parts:
         for name, attribute in vars(part).items():
             if name in INTERNAL or name in PASSING:
@@ -167,28 +167,28 @@ def attribute_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[
 
 
 def own_classes(parts: Iterable[nn.Module]) -> list[type]:
-    """Return the user's classes among those of modules and their bases."""
+    """Return the user-defined classes of modules, including bases."""
     classes = dict.fromkeys(cls for part in parts for cls in type(part).__mro__)
     return [cls for cls in classes if _is_own(cls)]
 
 
 @lru_cache(1024)
 def _is_own(cls: type) -> bool:
-    """Whether a class is the user's."""
+    """Return whether a class is user-defined."""
     return cls.__module__.partition(".")[0] not in (*_FOREIGN, "builtins")
 
 
 def class_data(cls: type) -> dict[str, Any]:
-    """Return the attributes of a class itself, without those that Python sets."""
+    """Return the attributes of a class, without those that Python sets."""
     return {key: value for key, value in vars(cls).items() if not key.startswith("__")}
 
 
-# ------------------------------------------------------------------ what is in a value
+# ------------------------------------------------------------------ parts of a value
 
 
 def values_in(value: Any, left: list[int] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield a value and what is in it, as far as :func:`marks` looks."""
-    left = [_MOST] if left is None else left  # how many values may still be looked at
+    """Yield a value and its contents, to the depth of :func:`marks`."""
+    left = [_MOST] if left is None else left  # number of values that may still be inspected
     inner = _inside(value)
     is_open = inner is not None and depth > 0 and left[0] >= len(inner)
     if inner is None or is_open:
@@ -200,7 +200,7 @@ def values_in(value: Any, left: list[int] | None = None, depth: int = _DEPTH) ->
 
 
 def _inside(value: Any) -> Any:
-    """Return the collection that a value is, or its attributes; None for a value that is not looked into."""
+    """Return a value that is a collection, or else its attributes, or None if it is not inspected."""
     if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
         return value
     if isinstance(value, (*_OPAQUE, random.Random)):
@@ -211,14 +211,14 @@ def _inside(value: Any) -> Any:
 
 
 def describe(value: Any, held: list[Any] | None = None, left: list[int] | None = None, depth: int = _DEPTH) -> Any:
-    """Return what is equal for equal values: the numbers in tensors, the content of collections; else the identity.
+    """Return a description that is equal for equal values: numbers of tensors, contents of collections, else ids.
 
-    With a list of ``held`` objects, which must live as long as the description, return instead what changes when the
-    value is set, grows or is written to: no other object has the same.
+    With a list of ``held`` objects, which must live as long as the description, it is unique to the object, and changes
+    when the value is set, grows or is written.
     """
     if isinstance(value, (int, float, str, bool, type(None))):
         return value if value == value else "nan"
-    left = [_MOST] if left is None else left  # how many values may still be looked at
+    left = [_MOST] if left is None else left  # number of values that may still be inspected
     if held is not None:
         held.append(value)
     if isinstance(value, Tensor):
@@ -253,12 +253,12 @@ def describe(value: Any, held: list[Any] | None = None, left: list[int] | None =
 
 
 def _version_of(value: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 of one that cannot be, made in inference mode."""
+    """Return the number of in-place changes of a tensor; 0 for inference tensors, which do not count them."""
     return 0 if value.is_inference() else value._version
 
 
 def numbers_in(tensor: Tensor) -> Any:
-    """Return what is equal for tensors of the same numbers; of a large one, its identity and some of its numbers."""
+    """Return a key that is equal for tensors of equal numbers; for a large one, its id and some numbers."""
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         return id(tensor), tensor._version
     kind, flat = (tuple(tensor.shape), tensor.dtype, tensor.device), tensor.detach().reshape(-1)
@@ -269,7 +269,7 @@ def numbers_in(tensor: Tensor) -> Any:
 
 
 def _state_of(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Return the state of a generator, and what sets it; None for anything else."""
+    """Return the state of a generator and its setter, or None for any other value."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy(), lambda state: value.set_state(torch.from_numpy(state))
     if type(value) is random.Random:
@@ -281,13 +281,13 @@ def _state_of(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
     return None
 
 
-# ------------------------------------------------------------------ what is put back
+# ------------------------------------------------------------------ restoring
 
 
 class Snapshot:
-    """The attributes of objects, the contents of their collections and the states of their generators, to be put back.
+    """A snapshot of attributes, contents of collections and states of generators, to restore.
 
-    Values are held as they are; the numbers in tensors are not held.
+    Values are not copied, so the numbers in tensors are not restored.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
@@ -303,7 +303,7 @@ class Snapshot:
                     self.hold(value)
 
     def hold(self, value: Any) -> None:
-        """Hold what is in a value."""
+        """Save a value's contents."""
         for part in values_in(value):
             inner, generator = _inside(part), _state_of(part)
             if isinstance(inner, (list, deque, dict, set)):
@@ -312,7 +312,7 @@ class Snapshot:
                 self._generators.append(generator)
 
     def put_back(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for owner, held in self._attributes:
             now = vars(owner)
             for key in now.keys() - held.keys() - set(PASSING):
@@ -325,29 +325,29 @@ class Snapshot:
             set_state(state)
 
 
-# ------------------------------------------------------------------ the watch over a run
+# ------------------------------------------------------------------ checks during a run
 
 
 class ChangeWatch:
-    """Makes sure that nothing changes between clients that are run at once."""
+    """Ensures that nothing changes between clients that run at once."""
 
     def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.module = trainer.lightning_module
         self._marks = Marks()
-        self._hooks_changed = False  # whether hooks of this round's clients have changed an attribute
-        self._has_hooks = False  # whether any callback has hooks of single clients in this round
+        self._hooks_changed = False  # whether client hooks of this round changed an attribute
+        self._has_hooks = False  # whether any callback has client hooks in this round
         self._tensors = Marks()  # see begin_work
-        self._worked = 0  # times that clients have worked in this round
-        self._in_a_row = 0  # rounds before which an attribute has changed
+        self._worked = 0  # times that clients worked in this round
+        self._in_a_row = 0  # consecutive rounds before which an attribute changed
         self._has_warned = False
 
     def remember(self) -> None:
-        """Take note of all attributes."""
+        """Record all attributes."""
         self._marks = marks(self.module, self.algorithm)
 
     def begin_round(self) -> bool:
-        """Take note of all attributes; return whether one has changed since this was last done."""
+        """Record all attributes; return whether one changed since the last record."""
         before, self._marks = self._marks, marks(self.module, self.algorithm)
         self._worked, self._has_hooks = 0, False
         name = changed(before, self._marks)
@@ -359,7 +359,7 @@ class ChangeWatch:
         return name is not None
 
     def _count_change(self, name: str) -> None:
-        """Count the rounds in a row in which an attribute changes, and warn once if there are many."""
+        """Count consecutive rounds in which an attribute changes, and warn once if there are many."""
         self._in_a_row += 1
         if self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
@@ -369,10 +369,10 @@ class ChangeWatch:
             )
 
     def expect_hooks(self) -> None:
-        """Take note of all attributes between chunks, where hooks of clients may have set some.
+        """Record all attributes between chunks, since client hooks may have set some.
 
-        ``ClientSettings`` compares these. The work of every chunk is then compared with this note, not only that of the
-        first.
+        ``ClientSettings`` compares these. The work of every chunk, and not only of the first, is then compared with
+        this record.
         """
         before, is_first = self._marks, not self._has_hooks
         self.remember()
@@ -383,12 +383,12 @@ class ChangeWatch:
             self._count_change(name)
 
     def begin_work(self) -> None:
-        """Take note of buffers, metrics and frozen parameters; before the first clients of a round."""
+        """Record buffers, metrics and frozen parameters before the first clients of a round."""
         if not self._worked:
             self._tensors = tensor_marks(self.module, with_trained=False)
 
     def check_work(self) -> None:
-        """Refuse a ``training_step`` that has begun to leave something behind; after the first clients of a round."""
+        """Raise if ``training_step`` has begun to have side effects; after the first clients of a round."""
         self._worked += 1
         if self._worked > 1:
             return
@@ -404,7 +404,7 @@ class ChangeWatch:
             )
 
     def end_round(self) -> None:
-        """Warn, once, of attributes that changed while clients were working."""
+        """Warn once of attributes that changed during clients' work."""
         if self._has_warned or self._has_hooks or self._worked <= 1:
             return
         name = changed(self._marks, marks(self.module, self.algorithm))

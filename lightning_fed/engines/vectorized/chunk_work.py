@@ -25,15 +25,15 @@ class ChunkWork:
     """Parameters, states and optimizer of the S clients of a chunk; states are stacked: vectors [S, P], numbers [S].
 
     Attributes:
-        y: Their parameters [S, P + Q], personal ones last.
-        shared: The part of them that is exchanged [S, P].
-        local: Their states of this round.
-        full_grad: Their full-batch gradients by point.
+        y: The clients' parameters [S, P + Q], personal ones last.
+        shared: The exchanged part of ``y`` [S, P].
+        local: The clients' states of this round.
+        full_grad: The clients' full-batch gradients by point.
         read: The names of the server's state and of mean gradients that were read.
-        is_bare: Whether a step is one rate times a direction, and leaves nothing behind but parameters.
-        sends_delta: Whether the message "delta" is the changes themselves, once the work is finished.
-        implied: The names of messages that need not travel, then.
-        skips: Whether a parameter that a loss does not depend on stands still, where a gradient of zero would move it.
+        is_bare: Whether a step is one rate times a direction, and only changes parameters.
+        sends_delta: Whether the message "delta" is the tensor of changes, after :meth:`finish`.
+        implied: The names of messages that are not sent, after :meth:`finish`.
+        skips: Whether a parameter that the loss does not depend on stays fixed, while a zero gradient would move it.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class ChunkWork:
 
     @torch.no_grad()
     def move(self, clients: Clients, directions: Sequence[Tensor], unused: frozenset[int]) -> None:
-        """Move clients along directions, which are shaped as their views and include coupled weight decay.
+        """Move clients along directions, which have the shapes of their views and include coupled weight decay.
 
-        If :attr:`skips`, parameters at the positions ``unused``, on which losses do not depend, stand still.
+        If :attr:`skips`, the losses do not depend on parameters at the positions ``unused``, which stay fixed.
         """
         self._track(clients, directions)
         skipped = unused if self.skips else frozenset()
@@ -100,7 +100,7 @@ class ChunkWork:
         torch._foreach_add_(views, [directions[i] for i in moving], alpha=-self.rates[0])
 
     def _track(self, clients: Clients, directions: Sequence[Tensor]) -> None:
-        """Add directions to the path, per coordinate with its group's rate."""
+        """Add directions to the path, with each coordinate's group rate."""
         for path, of_rate_zero in ((self._path, False), (self._still, True)):
             if path is None:
                 continue
@@ -109,7 +109,7 @@ class ChunkWork:
                     part.add_(direction, alpha=1.0 if of_rate_zero else rate)
 
     def keep_local(self, clients: Clients, columns: Sequence[State]) -> None:
-        """Replace states of this round by new ones, given once per parameter; what is no vector is the same in all."""
+        """Replace states of this round with new ones, given per parameter; non-vectors are the same in all."""
         for name, whole in self.local.items():
             if whole.shape == self.shared.shape:
                 clients.put(whole, [column[name] for column in columns])
@@ -117,7 +117,7 @@ class ChunkWork:
                 whole[clients.at] = columns[0][name]
 
     def finish(self) -> tuple[Tensor, State, State]:
-        """Return changes ``y - x`` [S, P], messages and kept states [S, ...]."""
+        """Return changes ``y - x`` [S, P], messages and new client states [S, ...]."""
         inputs, y = self.inputs, self.shared
         inputs.server.read |= self.read["server"]
         inputs.cohort_grad.read |= self.read["cohort_grad"]
@@ -144,7 +144,7 @@ class ChunkWork:
         return delta, send, with_personal(keep, self.clients, self._personal)
 
     def _finish_one(self, y: Vector, change: Vector, own: dict[str, Any], path: State) -> tuple[State, State]:
-        """Return what one client sends and keeps."""
+        """Return one client's messages and new state."""
         rates = set(self._shared_rates)
         run = Run(
             x=self.inputs.x,
@@ -161,7 +161,7 @@ class ChunkWork:
         return update.send, update.keep
 
     def _lr_sum(self) -> Tensor:
-        """The sum of the rates of each client's steps: [S], or [S, P] where groups differ."""
+        """Return the sum of the rates of each client's steps: [S], or [S, P] if groups differ."""
         steps, shared = self._num_steps, self._shared_rates
         if len(set(shared)) == 1:
             return steps * shared[0]
@@ -171,7 +171,7 @@ class ChunkWork:
     def _path_gradient(self, delta: Tensor, lr_sum: Tensor) -> Tensor:
         """Return the mean direction of each client [S, P]."""
         rates = lr_sum if lr_sum.ndim == 2 else lr_sum[:, None]
-        divisor = torch.where(rates == 0, 1.0, rates)  # who took no step has not moved either
+        divisor = torch.where(rates == 0, 1.0, rates)  # clients without steps have not moved either
         path, still = (sums if sums is None else sums[:, : delta.shape[1]] for sums in (self._path, self._still))
         mean = delta / -divisor if path is None else path / divisor
         if still is not None:

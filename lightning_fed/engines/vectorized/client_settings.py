@@ -1,4 +1,4 @@
-"""What hooks of clients set that local work reads: compared from client to client, and put back if a round restarts."""
+"""Settings that client hooks change: compared between clients, and restored if a round restarts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
-from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
@@ -25,9 +24,11 @@ from lightning_fed.engines.vectorized.changes import (
     parts_of,
 )
 
-__all__ = ["ClientSettings", "HeldSettings", "hears_clients"]
+__all__ = ["CLIENT_HOOKS", "ClientSettings", "HeldSettings"]
 
-_HOOKS = ("on_client_start", "on_client_end")
+CLIENT_HOOKS = ("on_client_start", "on_client_end")
+"""The callbacks' hooks for single clients."""
+
 _TRAINER = (
     "accumulate_grad_batches",
     "gradient_clip_algorithm",
@@ -38,45 +39,40 @@ _TRAINER = (
 """Attributes of the trainer that local work reads."""
 
 _DATA = "datamodule."
-_COPIED = 2**22  # numbers in a tensor up to which it can be put back
+_COPIED = 2**22  # tensors up to this size can be restored
 
 Settings: TypeAlias = dict[tuple[str, str], Any]
 """The values of settings by kind ("module", "optimizer" ...) and name. Equal values compare equal."""
 
 
-def hears_clients(trainer: pl.Trainer) -> bool:
-    """Whether any callback has a hook that is called for single clients."""
-    return hears(trainer, "on_client_start") or hears(trainer, "on_client_end")
-
-
 class ClientSettings:
-    """Make sure that clients that are trained together have the settings that each would have alone.
+    """Ensures that clients that train together have the settings that each would have alone.
 
     Hooks may set attributes of the module, options of the optimizer and others for one client. The vectorized engine
-    calls the hooks of several clients before it trains any of them. All of them must therefore leave the same values.
-    Nothing is compared if no callback has such a hook.
+    calls the hooks of several clients before it trains any of them, so all must set the same values. Nothing is
+    compared if no callback has such a hook.
 
-    Settings are what local work reads: attributes of the module and its submodules, including collections, tensors and
-    the training mode; frozen parameters and ``requires_grad``; options of the local optimizer; attributes of the method
-    and its base optimizer; attributes of the trainer such as ``gradient_clip_val``; attributes of the data module.
-    Trained parameters and buffers are not: every client starts from the server's.
+    Settings are the inputs of local work: attributes of the module and its submodules, including collections, tensors
+    and the training mode, frozen parameters and ``requires_grad``, options of the local optimizer, and attributes of
+    the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and the data module. Trained parameters
+    and buffers are not compared: every client starts from the server's.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
         self.trainer: Any = prepared.trainer
         self._prepared, self.module = prepared, prepared.module
         self._trained = set(map(id, prepared.flat.params))
-        self.is_needed = False  # whether any callback has hooks of single clients in this round
-        self._at_start: Settings = {}  # of the round
-        self._buffers: list[int] = []  # the identities of buffers at that time
-        self._first: tuple[ClientId, Settings] | None = None  # of the clients whose hooks have been called
-        self._worked: tuple[ClientId, Settings] | None = None  # of the clients of this round that have been trained
-        self._after: Settings = {}  # when the clients of the last chunk had been trained
-        self._held: list[Any] = []  # what settings of the data module are compared by
+        self.is_needed = False  # whether any callback has client hooks in this round
+        self._at_start: Settings = {}  # at the start of the round
+        self._buffers: list[int] = []  # ids of buffers at that time
+        self._first: tuple[ClientId, Settings] | None = None  # the first client of the chunk whose hooks ran
+        self._worked: tuple[ClientId, Settings] | None = None  # a client of this round that has trained
+        self._after: Settings = {}  # after the last chunk's training
+        self._held: list[Any] = []  # objects that settings of the data module are compared by
 
     def begin_round(self) -> None:
-        """Take note of all settings, if hooks may change them for single clients."""
-        self.is_needed = hears_clients(self.trainer)
+        """Record all settings, if hooks may change them for single clients."""
+        self.is_needed = hears(self.trainer, *CLIENT_HOOKS)
         self._first = self._worked = None
         if self.is_needed:
             self._held.clear()
@@ -84,7 +80,7 @@ class ClientSettings:
             self._at_start, self._buffers = self._now(), self._buffers_now()
 
     def client_started(self, client_id: ClientId) -> None:
-        """Refuse settings that differ, after the hook of a client, from those after the first client's of the chunk."""
+        """Raise if the settings after a client's hook differ from those of the first client of the chunk."""
         if self._first is None:
             self._first = client_id, self._now(with_data=True)
             return
@@ -93,9 +89,9 @@ class ClientSettings:
             raise self._refusal(f"on_client_start changes {self._name(kind, name)} for client {client_id!r}", first)
 
     def check(self, clients: Sequence[ClientId]) -> set[str]:
-        """Return the kinds of settings that have changed since the round began, before a chunk's clients work.
+        """Return the kinds of settings that changed since the round began; called before a chunk's work.
 
-        Refuses settings with which other clients of this round have not worked.
+        Raises if other clients of this round worked with other settings.
         """
         first, self._first = self._first, None
         client_id, now = first or (clients[0], self._now(with_data=True))
@@ -117,12 +113,12 @@ class ClientSettings:
         return kinds if self._buffers == self._buffers_now() else {*kinds, "buffer"}
 
     def worked(self) -> None:
-        """Take note of settings after the clients of a chunk have been trained."""
+        """Record settings after the clients of a chunk trained."""
         if hears(self.trainer, "on_client_end"):
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:
-        """Refuse what the hook of a client has set for the next ones, which have been trained already."""
+        """Raise if a client's hook changed settings, since the next clients have already trained."""
         for kind, name in _differing(self._after, self._now(with_data=True)):
             raise OnlySequentialError(
                 f"engine='vectorized' cannot give each client its own settings: on_client_end changes"
@@ -138,7 +134,7 @@ class ClientSettings:
         )
 
     def _name(self, kind: str, name: str) -> str:
-        """Return what a setting is called in a message."""
+        """Return the name of a setting for messages."""
         if kind == "module":
             return f"the attribute {name!r} of {type(self.module).__name__}"
         if kind == "parameter":
@@ -158,7 +154,7 @@ class ClientSettings:
         return [id(owner.get_buffer(key)) for owner, key in buffer_owners(self.module).values()]
 
     def _now(self, with_data: bool = False) -> Settings:
-        """Return all settings; those of the data module too, or not, as it changes when it makes clients' data."""
+        """Return all settings; those of the data module optionally, as it changes when it builds clients' data."""
         found: Settings = {}
         for name, part in parts_of(self.module):
             if not isinstance(part, METRICS):
@@ -176,17 +172,17 @@ class ClientSettings:
         trainer: Any = self.trainer
         found |= {("trainer", name): describe(getattr(trainer, name)) for name in _TRAINER}
         found["trainer", "fit_loop.corrected_clip"] = describe(trainer.fit_loop.corrected_clip)
-        if with_data and trainer.datamodule is not None:  # by identity: it may hold all the data
+        if with_data and trainer.datamodule is not None:  # by identity, since it may hold all data
             data = vars(trainer.datamodule).items()
             found |= {("trainer", _DATA + key): describe(value, self._held) for key, value in data if key != "trainer"}
         return found
 
 
 class HeldSettings:
-    """Hold all settings, to put them back if a round begins again; and what callbacks with client hooks have noted.
+    """Saves all settings, and attributes of callbacks with client hooks, to restore them if a round restarts.
 
-    Values are held as they are: attributes, the contents of lists, dicts and sets, and the numbers in tensors. What
-    hooks do elsewhere cannot be taken back.
+    These are attributes, the contents of lists, dicts and sets, and the numbers in tensors. Other effects of hooks
+    cannot be undone.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
@@ -196,15 +192,15 @@ class HeldSettings:
             callback
             for callback in trainer.callbacks
             if isinstance(callback, FederatedCallback)
-            and any(uses_hook(callback, h, FederatedCallback) for h in _HOOKS)
+            and any(uses_hook(callback, h, FederatedCallback) for h in CLIENT_HOOKS)
         ]
         parts = [(name, part) for name, part in parts_of(prepared.module) if not isinstance(part, METRICS)]
         methods = [part for _, part in _methods(prepared)]
         self._snapshot = Snapshot([*(part for _, part in parts), *methods, *callbacks])
-        for group in prepared.optimizer.param_groups:  # each by itself, however many parameters there are
+        for group in prepared.optimizer.param_groups:  # each separately, for any number of parameters
             self._snapshot.hold(group)
         datamodule = trainer.datamodule
-        self._data = {} if datamodule is None else dict(vars(datamodule))  # what it has made may stay
+        self._data = {} if datamodule is None else dict(vars(datamodule))  # its new objects may stay
         self._of_trainer = {name: getattr(trainer, name) for name in _TRAINER}
         self._clip = trainer.fit_loop.corrected_clip
         self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
@@ -216,7 +212,7 @@ class HeldSettings:
         self._large = [(name, tensor, numbers_in(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
 
     def put_back(self) -> None:
-        """Put everything back; refuse a large tensor that has been changed, of which there is no copy."""
+        """Restore everything; raise for a changed large tensor, since it has no copy."""
         self._snapshot.put_back()
         if self._data:
             vars(self._trainer.datamodule).clear()
@@ -239,7 +235,7 @@ class HeldSettings:
 
 
 def _methods(prepared: PreparedModule) -> Iterator[tuple[str, Any]]:
-    """Yield the method, its base optimizer and its own solve, with the prefixes of their attributes' names."""
+    """Yield the method, its base optimizer and its inner solve, with the prefixes of their attributes."""
     for name, method in (("", prepared.algorithm), ("own_solve.", prepared.algorithm.own_solve)):
         if method is None:
             continue
@@ -250,13 +246,13 @@ def _methods(prepared: PreparedModule) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the names and contents of a module's attributes, its submodules and its hooks, but no parameters."""
+    """Yield the names and contents of a module's attributes, submodules and hooks, but not parameters."""
     for key, value in vars(part).items():
         if key in PASSING or key in ("_parameters", "_buffers"):
             continue
-        if key == "_modules":  # their attributes are compared separately
+        if key == "_modules":  # submodules' attributes are compared separately
             yield key, tuple((name, type(own)) for name, own in value.items())
-        elif key in INTERNAL and isinstance(value, dict):  # hooks, by numbers that are new each time
+        elif key in INTERNAL and isinstance(value, dict):  # hooks, by numbers that change each time
             if value:
                 yield key, tuple(map(id, value.values()))
         else:
@@ -264,7 +260,7 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _differing(one: Settings, other: Settings) -> list[tuple[str, str]]:
-    """Return the kinds and names of the settings that are not the same."""
+    """Return the kinds and names of the settings that differ."""
     if one == other:
         return []
     missing = object()

@@ -1,4 +1,4 @@
-"""Clients of a chunk as one thing, one or several at once: their tensors, and means of what they log."""
+"""Clients of a chunk as a unit, one or several at once: their tensors, and means of logged values."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,19 +14,19 @@ from lightning_fed.server.client_states.state import Stacked
 
 __all__ = ["ChunkMeans", "ChunkMemory", "Clients", "default_chunk_size", "of_each", "stack_states"]
 
-_Entry: TypeAlias = tuple[Sequence[int], Tensor, float]  # clients, a value of each, and its weight
-_Sums: TypeAlias = tuple[list[float], list[float]]  # by client: of values times weights, and of weights
+_Entry: TypeAlias = tuple[Sequence[int], Tensor, float]  # clients, each one's value, and the weight
+_Sums: TypeAlias = tuple[list[float], list[float]]  # by client: sums of values times weights, and of weights
 
-_SMALL = 2**16  # parameters, up to which a CPU runs several clients at once
+_SMALL = 2**16  # up to this number of parameters, a CPU runs several clients at once
 _MOST = 2**10  # clients that an accelerator runs at once
-_VECTORS = 16  # of P numbers, that a client takes besides its gradient; up to 9 were measured (Mime with Adam)
+_VECTORS = 16  # vectors [P] per client in addition to its gradient; up to 9 were measured (Mime with Adam)
 
 
 class Clients:
-    """Clients of a chunk that step together, those of some rows of the chunk's parameters [S, P].
+    """Clients of a chunk that step together: some rows of the chunk's parameters [S, P].
 
-    Tensors of one client have their own shapes; those of several have one dimension more, the first. Whatever is
-    written for one client is :meth:`each` client's.
+    Tensors of several clients have an extra first dimension. :meth:`each` applies a function of one client to each of
+    them.
     """
 
     def __init__(self, y: Tensor, rows: Sequence[int], layout: Layout) -> None:
@@ -35,36 +35,36 @@ class Clients:
         self.at: int | slice | Tensor = rows[0]  # indexes tensors of the chunk's clients [S, ...]
         if not self.is_one:
             self.at = slice(rows.start, rows.stop) if isinstance(rows, range) else torch.tensor(rows, device=y.device)
-        self.y = y[self.at]  # [n, P], [P] of one; a copy where rows are no range
+        self.y = y[self.at]  # [n, P], or [P] for one; a copy unless rows are a range
         self.views = self._cut(self.y)
 
     def of(self, stacked: Iterable[Tensor]) -> list[Tensor]:
-        """Return these clients' part of tensors of the chunk's clients [S, ...]."""
+        """Return these clients' part of the chunk's tensors [S, ...]."""
         return [value[self.at] for value in stacked]
 
     def cut(self, stacked: Tensor) -> list[Tensor]:
-        """Return these clients' part of vectors of the chunk's clients [S, P], once per parameter."""
+        """Return these clients' part of the chunk's vectors [S, P], one per parameter."""
         return self._cut(stacked[self.at])
 
     def _cut(self, part: Tensor) -> list[Tensor]:
         return self._layout.views(part) if self.is_one else self._layout.stacked_views(part)
 
     def put(self, stacked: Tensor, columns: Sequence[Tensor]) -> None:
-        """Write vectors of these clients, given once per parameter, into those of the chunk's [S, P]."""
+        """Write these clients' vectors, given per parameter, into the chunk's [S, P]."""
         shape = (-1,) if self.is_one else (self.count, -1)
         stacked[self.at] = torch.cat([column.reshape(shape) for column in columns], dim=-1)
 
     def each(self, function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
-        """Return a function of one client's tensors as one of all of theirs: itself for one, mapped for several."""
+        """Return a function of one client's tensors as a function of all clients': mapped if there are several."""
         return function if self.is_one else vmap(function, in_dims=in_dims, randomness="different")
 
 
 def default_chunk_size(y: Vector, step_bytes: int = 0) -> int:
-    """Return how many clients with parameters [P] to run at once.
+    """Return the number of clients with parameters [P] to run at once.
 
-    On a CPU one at a time is fastest unless the model is small: its parameters stay in the cache then. On an
-    accelerator as many as take half of its memory, given what a gradient of one takes: a power of two, and not what
-    happens to be free, since random layers draw other numbers in a chunk of another size.
+    On a CPU, one at a time is fastest unless the model is small, since its parameters stay in the cache. On an
+    accelerator, it is a power of two that fills half of the memory, given the bytes of one gradient. It does not depend
+    on the free memory, since random layers draw different numbers for other chunk sizes.
     """
     if y.device.type == "cpu":
         return min(128, 2**20 // y.numel()) if y.numel() <= _SMALL else 1
@@ -75,7 +75,7 @@ def default_chunk_size(y: Vector, step_bytes: int = 0) -> int:
 
 
 class ChunkMemory:
-    """Memory for the parameters and changes [S, P] of up to S clients of a chunk, the same for every chunk."""
+    """Memory for the parameters and changes [S, P] of up to S clients, reused by every chunk."""
 
     def __init__(self, layout: Layout, count: int, like: Vector) -> None:
         self.layout = layout
@@ -84,14 +84,14 @@ class ChunkMemory:
         self._clients: dict[range, Clients] = {}
 
     def clients(self, rows: range) -> Clients:
-        """Return some clients; making the views of their parameters takes a few microseconds each."""
+        """Return some clients, cached since views of their parameters take a few microseconds each."""
         if rows not in self._clients:
             self._clients[rows] = Clients(self.y, rows, self.layout)
         return self._clients[rows]
 
 
 class ChunkMeans:
-    """Collect the values of a chunk's steps; they are looked at once, at the end."""
+    """Collects the values of a chunk's steps, and reads them once at the end."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -107,9 +107,9 @@ class ChunkMeans:
         values: Mapping[str, Tensor],
         sizes: Mapping[str, float | None],
     ) -> None:
-        """Add the losses and logged values of some clients' step on batches of so many examples.
+        """Add the losses and logged values of some clients' step on batches of ``examples`` examples.
 
-        ``sizes`` are the batch sizes that the values were logged with; None stands for the examples.
+        ``sizes`` are the batch sizes that the values were logged with; None means ``examples``.
         """
         self._losses.append((clients, loss, examples))
         for name, value in values.items():
@@ -117,8 +117,8 @@ class ChunkMeans:
             self._logged.setdefault(name, []).append((clients, value, examples if size is None else size))
 
     def of_clients(self) -> tuple[list[float], list[dict[str, float]]]:
-        """Return each client's mean loss, and its means of what it logged."""
-        read: dict[tuple[int, ...], list[float]] = {}  # a loss that is logged too is the same tensor
+        """Return each client's mean loss, and the means of its logged values."""
+        read: dict[tuple[int, ...], list[float]] = {}  # a loss that is also logged is the same tensor
         totals, weights = self._sum(self._losses, read)
         loss, logged = list[float](), list[dict[str, float]]()
         for total, weight in zip(totals, weights, strict=True):
@@ -149,7 +149,7 @@ class ChunkMeans:
         return [loss for step in steps for client, loss in step if client == row]
 
     def add_to(self, means: dict[str, tuple[float, float]], without: Collection[int] = ()) -> None:
-        """Add what clients logged, but for some rows, to the round's sums of values times examples and of examples."""
+        """Add clients' logged values, except for some rows, to the round's sums of values and of examples."""
         for name, (totals, weights) in self._sums.items():
             for row in without:
                 totals[row], weights[row] = 0.0, 0
@@ -159,7 +159,7 @@ class ChunkMeans:
 
 
 def of_each(function: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> Any:
-    """Call a function of one client's tensors, in dicts and tuples, with those of all clients, stacked [S, ...]."""
+    """Apply a function of one client's tensors, in dicts and tuples, to all clients' stacked ones [S, ...]."""
     if count > 1:
         return vmap(function)(*arguments)
     return _each_tensor(lambda value: value[None], function(*_each_tensor(lambda value: value[0], arguments)))
@@ -178,7 +178,7 @@ def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
     if not isinstance(states, Stacked) and not states[order[0]]:
         return {}
     if len(states) == 1:
-        return {name: value[None] for name, value in states[0].items()}  # a view, as nothing changes it in place
+        return {name: value[None] for name, value in states[0].items()}  # a view, since nothing changes it in place
     if isinstance(states, Stacked):
         is_ordered = list(order) == list(range(len(order)))
         return {name: value if is_ordered else value[list(order)] for name, value in states.together.items()}

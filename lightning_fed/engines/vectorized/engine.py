@@ -1,4 +1,4 @@
-"""The vectorized engine: clients of a cohort at once, through ``torch.func``."""
+"""The vectorized engine: several clients of a cohort at once, with ``torch.func``."""
 
 import math
 import time
@@ -41,13 +41,13 @@ __all__ = ["VectorizedEngine"]
 
 
 class VectorizedEngine(Engine):
-    """Run the clients of a chunk at once, on stacked parameters; docs/architecture.md shows the way of a batch.
+    """Runs the clients of a chunk at once, on stacked parameters; docs/architecture.md shows a batch's path.
 
-    ``chunk_size=None`` chooses by the size of the model, and on an accelerator by what :meth:`try_out` takes of its
-    memory. The sequential engine, which ``make_sequential`` makes, finds out who is to blame for an error.
+    ``chunk_size=None`` chooses by the size of the model, and on an accelerator by the memory that :meth:`try_out` uses.
+    The sequential engine, from ``make_sequential``, finds the client that causes an error.
 
     Attributes:
-        chunk_size: How many clients are run at once.
+        chunk_size: The number of clients that run at once.
     """
 
     name = "vectorized"
@@ -70,9 +70,9 @@ class VectorizedEngine(Engine):
         self._logged: dict[str, tuple[float, float]] = {}  # see ChunkMeans.add_to
 
     def try_out(self, plan: WorkPlan) -> None:
-        """Refuse a module that cannot be run on several clients at once, by a step on a client's first batch.
+        """Raise if the module cannot run several clients at once; tries a step on a client's first batch.
 
-        Chooses the size of a chunk. It is one, whoever has chosen, if a device does not hold the step of two clients.
+        It also chooses the chunk size. If a device does not fit the step of two clients, the size is one, even if set.
         """
         try:
             self._try_out(plan)
@@ -92,7 +92,7 @@ class VectorizedEngine(Engine):
 
     def _try_out(self, plan: WorkPlan) -> None:
         if not any(plan.epochs) and not self.algorithm.full_grad_at:
-            return  # there is nothing to do
+            return  # nothing to try
         plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
         with self.gradients.silent():
             batches = self.schedule.batches([plan], self.schedule.rows([plan]), 0, by_index=True)
@@ -106,12 +106,12 @@ class VectorizedEngine(Engine):
         self.changes.remember()
 
     def use_chunk(self, size: int) -> None:
-        """Run this many clients at once from here on, and release what a larger chunk took."""
+        """Run this many clients at once from now on, and release the memory of larger chunks."""
         self.chunk_size, self._memory, self._row = size, None, None
         self.step.traces.drop()
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
-        """Try the module out again, and forget its traces, if an attribute of it or of the method has changed."""
+        """Retry the module, and drop its traces, if an attribute of it or of the method has changed."""
         if self.trainer.accumulate_grad_batches != 1 or hooked_parameter(self.trainer.lightning_module) is not None:
             check_settings(self)  # a callback has changed it
         self.step.begin_round()
@@ -122,7 +122,7 @@ class VectorizedEngine(Engine):
             self._start_over(plans)
 
     def _start_over(self, plans: Sequence[WorkPlan]) -> None:
-        """Try the module out again, and forget its traces."""
+        """Retry the module, and drop its traces."""
         self.step.traces.drop()
         was_random = self.step.is_random
         try:
@@ -130,24 +130,24 @@ class VectorizedEngine(Engine):
         except Exception as error:
             self.step.is_random = was_random
             if isinstance(error, FederatedError) and not isinstance(error, ClientError):
-                raise  # anything else goes wrong at work too, where the client is named
+                raise  # other errors recur in the work itself, which names the client
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
-        """Yield the clients that are run together."""
+        """Yield the clients that run together."""
         for i in range(0, len(plans), self.chunk_size):
             yield plans[i : i + self.chunk_size]
 
     @property
     def parameters_at_work(self) -> Vector:
-        """The parameters [P] of the client whose hooks are called."""
+        """The parameters [P] of the client whose hooks are running."""
         return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
     def client_started(self, client_id: ClientId) -> None:
-        """Refuse what ``on_client_start`` has set for one client only."""
+        """Raise if ``on_client_start`` set something for one client only."""
         self.settings.client_started(client_id)
 
     def check_hooks(self, plans: Sequence[WorkPlan]) -> None:
-        """Take in what hooks have set for all clients alike, before those of a chunk work; refuse anything else."""
+        """Accept settings that hooks changed alike for all clients, before a chunk works; raise for others."""
         if not self.settings.is_needed:
             return
         kinds = self.settings.check([plan.participant.client_id for plan in plans])
@@ -163,18 +163,18 @@ class VectorizedEngine(Engine):
             raise OnlySequentialError(str(error)) from error
 
     def client_ended(self, client_id: ClientId) -> None:
-        """Refuse what ``on_client_end`` has set for clients that have been trained already."""
+        """Raise if ``on_client_end`` changed settings for clients that have already trained."""
         self.settings.client_ended(client_id)
 
     def point_to(self, result: ChunkResult, row: int) -> None:
-        """Let :attr:`parameters_at_work`, and the module's, be those of one client of a chunk."""
+        """Bind :attr:`parameters_at_work`, and the module's parameters, to one client of a chunk."""
         self._row = (result, row)
         self.flat.point_to(self.flat.cut(result.y[row]))
 
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
     ) -> ChunkResult:
-        """Train the clients of a chunk; blame the engine for an error that they do not have when trained one by one."""
+        """Train the clients of a chunk; an error that they do not have one by one is the engine's."""
         try:
             return self._run(inputs, plans, clients, solvers)
         except ClientError as error:
@@ -243,14 +243,14 @@ class VectorizedEngine(Engine):
         )
 
     def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:
-        """Blame this engine for an error if the sequential one does the same work without it, client by client.
+        """Blame this engine for an error if the sequential one does the same work without it.
 
-        A trial step sees one shape of batch, and others may fail in the work itself.
+        The trial step only covers one shape of batch.
         """
         if cause is None or isinstance(cause, FederatedError):
             return
         undo = self.savepoint()
-        self.flat.restore()  # hooks may have looked at the parameters of another client
+        self.flat.restore()  # hooks may have bound the parameters to another client
         try:
             one_by_one(self._make_sequential())
         except Exception:
@@ -266,7 +266,7 @@ class VectorizedEngine(Engine):
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
-        """Yield the full-batch gradients of clients, at once where all of a chunk have one batch of the same size."""
+        """Yield the clients' full-batch gradients, together if all of a chunk have one batch of equal size."""
         count = self._gradients_together(plans)
         for chunk in (plans[i : i + count] for i in range(0, len(plans), count)):
             found = self._gradients_at_once(inputs, chunk)
@@ -279,7 +279,7 @@ class VectorizedEngine(Engine):
                 yield plan, answer
 
     def _gradients_together(self, plans: Sequence[WorkPlan]) -> int:
-        """Return how many clients may take gradients at once: an accelerator's chunk is for batches of local steps."""
+        """Return how many clients compute gradients at once; accelerators' chunks are for batches of local steps."""
         batch_size = self.schedule.batch_size
         if self.flat.y.device.type == "cpu" or batch_size is None:
             return self.chunk_size
@@ -292,7 +292,7 @@ class VectorizedEngine(Engine):
         self._check_alone(cause, inputs.round, lambda engine: [engine.full_gradients(inputs, plan) for plan in plans])
 
     def _gradients_at_once(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> list[State] | None:
-        """Return the full-batch gradients of clients that have one batch of one size, None if they have not."""
+        """Return the full-batch gradients of clients with one batch of equal size each, else None."""
         batches = self.schedule.rows(plans) if len(plans) > 1 else []
         size, most = (batches[0].size, batches[0].settings.full_batch_size) if batches else (0, 0)
         if size > most or not batches or not all(self._traces_gradients(b) and b.size == size for b in batches):
@@ -307,7 +307,7 @@ class VectorizedEngine(Engine):
                     point = inputs.x if name == "x" else inputs.server[name]
                     found = self.full.of_many(point, leaves)
                     if found is None or not bool(torch.isfinite(found).all()):
-                        return None  # whoever is to blame is found one by one
+                        return None  # the failing client is found one by one
                     grads[name] = add_decay(found, point, self.optimizer)
         except FederatedError:
             raise
@@ -319,8 +319,8 @@ class VectorizedEngine(Engine):
         return [{name: value[row] for name, value in grads.items()} for row in range(len(plans))]
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
-        """Return a client's full-batch gradient [P] at a point [P]; through a trace where there is one."""
-        # a batch of a single example would take a trace of its own
+        """Return a client's full-batch gradient [P] at a point [P]; through a trace if there is one."""
+        # a batch of a single example would need its own trace
         if self._traces_gradients(batches) and batches.size % batches.settings.full_batch_size != 1:
             stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
             prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in self.placed(batches).full(stream))
@@ -335,7 +335,7 @@ class VectorizedEngine(Engine):
         return may_trace and is_rows(batches)
 
     def end_round(self) -> None:
-        """Hand the means of what clients logged to Lightning, each as one value with the weight of its examples."""
+        """Pass the means of clients' logged values to Lightning, each as one value with its weight in examples."""
         module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
         previous, module._current_fx_name = module._current_fx_name, "training_step"
         with results.of_client(module):
@@ -348,11 +348,11 @@ class VectorizedEngine(Engine):
         self._logged, self._row = {}, None
 
     def abandon(self) -> int | None:
-        """End the local work of clients that failed; return the local steps they had taken, None if at none."""
+        """End the local work of failed clients; return their number of local steps, or None if none had begun."""
         return self.schedule.abandon()
 
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that takes back what clients log from here on, and tidies up after one that failed."""
+        """Return a function that undoes later logging of clients, and cleans up after a failed client."""
         undo, logged = super().savepoint(), dict(self._logged)
 
         def undo_all() -> None:

@@ -1,4 +1,4 @@
-"""Full-batch gradients through traces: products are added straight into the sum over a client's batches."""
+"""Full-batch gradients through traces, which add directly to the sum over a client's batches."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,19 +15,19 @@ from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["FullGradients", "add_decay"]
 
-_CLOSE = 1e-2  # how far a gradient may be from the module's own, relatively
-_EXAMPLES = (5, 3, 2)  # in the batches with which a trace is made that takes any number of them
+_CLOSE = 1e-2  # relative tolerance of a gradient against the module's
+_EXAMPLES = (5, 3, 2)  # batch sizes that record a trace for any number of examples
 
 
 class FullGradients:
-    """Sums of gradients over batches at a fixed point, as traces that add to them."""
+    """Sums of gradients over batches at a fixed point, from traces that add to them."""
 
     def __init__(self, module: ModuleStep) -> None:
         self.module = module
         self.layout = module.flat.layout
 
     def of_one(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int) -> Vector | None:
-        """Return the mean gradient [P] over a client's batches of ``size`` examples, None if it cannot be traced.
+        """Return the mean gradient [P] over a client's batches of ``size`` examples, or None if it cannot be traced.
 
         ``batches`` are (batch, examples in it) pairs, on the device.
         """
@@ -41,12 +41,12 @@ class FullGradients:
         return total
 
     def of_many(self, point: Vector, leaves: Sequence[Tensor]) -> Tensor | None:
-        """Return the gradients [S, P] of clients on a batch each, a list of tensors, None if they cannot be traced."""
+        """Return the gradients [S, P] of clients on one batch each, a list of tensors, or None without a trace."""
         total = point.new_zeros(len(leaves[0]), len(point))
         return total if self._add(total, point, leaves, list, 1.0) else None
 
     def _add(self, total: Tensor, point: Vector, leaves: Sequence[Tensor], spec: Any, factor: float) -> bool:
-        """Add gradients on batches to sums [P] or [S, P]; return False if there is no trace that is right."""
+        """Add gradients on batches to sums [P] or [S, P]; return False if no trace is correct."""
         is_one = total.ndim == 1
         views = self.layout.views(total) if is_one else self.layout.stacked_views(total)
         trace = self._trace(views, leaves, spec, point, is_one)
@@ -70,7 +70,7 @@ class FullGradients:
         return self.module.agrees(loss if is_one else loss[0], expected) or self.module.give_up("gives another loss")
 
     def _is_gradient(self, found: Vector, point: Vector, leaves: Sequence[Tensor], spec: Any) -> bool:
-        """Compare a trace's gradient with the module's: hooks of tensors let it be another than the loss's."""
+        """Compare a trace's gradient with the module's, which tensor hooks may change."""
         module = self.module
         grads, _, _ = module.own_gradient(self.layout.views(point), leaves, spec)
         real = torch.zeros_like(point)
@@ -86,7 +86,7 @@ class FullGradients:
     def _trace(
         self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, point: Vector, is_one: bool
     ) -> Trace | None:
-        """Return the trace of one client for any number of examples, or of so many clients for so many examples."""
+        """Return the trace of one client for any number of examples, or of several clients for a fixed number."""
         module, n, num_leaves = self.module, len(views), len(leaves)
 
         def function(*flat: Tensor) -> Found:

@@ -1,4 +1,4 @@
-"""The local step: gradient, second gradient, correction. Written once, for one client."""
+"""The local step of one client: gradient, second gradient, correction."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ __all__ = ["DIMS", "LocalStep", "StepInput", "StepOutput"]
 Gradient: TypeAlias = Callable[
     [Sequence[Tensor], Sequence[Tensor], Any, int], tuple[Sequence[Tensor | None], Tensor, dict[str, Tensor]]
 ]
-"""From a point, the tensors of a batch, what puts it together and its index to gradients, loss and logged values."""
+"""A function from a point, a batch's tensors, its structure and index to gradients, loss and logged values."""
 
 _Clip: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
@@ -29,35 +29,35 @@ _Clip: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 class StepInput(NamedTuple):
     """Inputs of one client's local step; with a leading client dimension if there are several."""
 
-    y: Sequence[Tensor]  # its parameters, one tensor each
-    leaves: Sequence[Tensor]  # the tensors of its batch
-    own: Sequence[Tensor]  # what the method may read that is its own
-    local: State  # its states of this round
-    shared: Sequence[Tensor]  # what the method may read that is the same for all clients
-    point: Sequence[Tensor]  # the parameters at the anchor, the same for all clients; none if the method has no anchor
+    y: Sequence[Tensor]  # the parameters, one tensor each
+    leaves: Sequence[Tensor]  # the tensors of the batch
+    own: Sequence[Tensor]  # the method's inputs of this client
+    local: State  # the client's states of this round
+    shared: Sequence[Tensor]  # the method's inputs that all clients share
+    point: Sequence[Tensor]  # the parameters at the anchor, shared by all clients; empty without anchor
 
 
 DIMS: Any = StepInput(y=0, leaves=0, own=0, local=0, shared=None, point=None)  # type: ignore[arg-type]
-"""Which dimension is that of clients."""
+"""The dimension of clients in each input."""
 
 
 class StepOutput(NamedTuple):
     """Results of a local step, before parameters move."""
 
     directions: list[Tensor]  # one per parameter
-    local: list[State]  # the states of this round after the step, once per parameter; none if they stay as they are
+    local: list[State]  # this round's states after the step, once per parameter; empty if unchanged
     loss: Tensor
-    values: dict[str, Tensor]  # what was logged, by name
+    values: dict[str, Tensor]  # logged values by name
 
 
 class LocalStep:
-    """The local step of the clients of a chunk, who are put where the method lets their work start.
+    """The local step of a chunk's clients; it also sets their starting points.
 
     Attributes:
-        shared: What the method may read in all steps that is the same for all clients; nothing if it reads nothing.
-        own: What it may read that is each client's own, stacked [S, ...].
+        shared: The method's inputs of all steps that all clients share; empty if it reads none.
+        own: The method's inputs of each client, stacked [S, ...].
         local: The clients' states of this round, stacked.
-        key: What decides how these are used, the same for any number of clients.
+        key: A key of their use, equal for any number of clients.
     """
 
     def __init__(self, module: ModuleStep, work: ChunkWork) -> None:
@@ -82,7 +82,7 @@ class LocalStep:
             work.shared.copy_(start)
 
     def _read(self) -> None:
-        """Lay out what the method may read, as tensors in a fixed order."""
+        """Arrange the method's inputs as tensors in a fixed order."""
         work, x = self.work, self.work.inputs.x
         server, cohort_grad = work.inputs.server.untracked(), work.inputs.cohort_grad.untracked()
         mean = torch.tensor(work.inputs.mean_examples, dtype=x.dtype, device=x.device)
@@ -109,7 +109,7 @@ class LocalStep:
     ) -> StepOutput:
         """Take a step of one client, as a function of tensors.
 
-        Before the second gradient, ``draw_again`` lets random layers draw what they drew for the first.
+        Before the second gradient, ``draw_again`` restores the random states of the first.
         """
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
         g = self._completed(found, given.y, self._own_clip)
@@ -131,17 +131,17 @@ class LocalStep:
         return StepOutput(self._corrected_clip(self._moving([*v, *g[len(v) :]])), local, loss, values)
 
     def _completed(self, grads: Sequence[Tensor | None], at: Sequence[Tensor], clip: _Clip) -> list[Tensor]:
-        """Return gradients, zero where the loss does not depend on a parameter, with that of coupled weight decay."""
+        """Return gradients, zero if the loss does not depend on a parameter, plus coupled weight decay."""
         clipped = clip([torch.zeros_like(v) if g is None else g for g, v in zip(grads, at, strict=True)])
         return [g.add(v, alpha=d) if d else g for g, v, d in zip(clipped, at, self._decay, strict=True)]
 
     def _ahead(self, g: Sequence[Tensor], y: Sequence[Tensor], whole: Step) -> list[Tensor]:
-        """Return the point at which the method takes a second gradient, given the first one."""
+        """Return the point of the method's second gradient, given the first one."""
         layout, n = self._layout, self.module.flat.num_shared
         return layout.views(self.algorithm.second_gradient_at(layout.joined(g[:n]), layout.joined(y[:n]), whole))
 
     def _moving(self, directions: list[Tensor]) -> list[Tensor]:
-        """Return directions, zero for parameters that are to stay where they are."""
+        """Return directions, with zeros for parameters that must stay fixed."""
         trains, shared = self.algorithm.trains, self.module.flat.num_shared
         if trains == "all":
             return directions
@@ -150,12 +150,12 @@ class LocalStep:
         return directions
 
     def untraced(self, clients: Clients, group: BatchGroup) -> StepOutput:
-        """Take a step of some clients on their batches, as PyTorch runs it."""
+        """Take a step of some clients on their batches, without a trace."""
         module, point, draw_again, dims = self.module, self.point(self.shared), None, DIMS
         gradient: Gradient = module.own_gradient if clients.is_one else module.gradient
         if (point or self.looks_ahead) and module.is_random:
             draw_again = capture_random_state(self.work.y.device)
-            if point and not clients.is_one:  # as many draws, in the same order, as at the clients' own parameters
+            if point and not clients.is_one:  # the same draws, in the same order, as at the clients' own parameters
                 point, dims = [v.expand(clients.count, *v.shape) for v in point], DIMS._replace(point=0)
         local = dict(zip(self.local, clients.of(self.local.values()), strict=True))
         given = StepInput(clients.views, group.leaves, clients.of(self.own), local, self.shared, point)
@@ -167,17 +167,17 @@ class LocalStep:
             taken: StepOutput = clients.each(take, (dims,))(given)
         return taken
 
-    # ------------------------------------------------------------------ what the method may read
+    # ------------------------------------------------------------------ inputs of the method
 
     def point(self, shared: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters at the anchor, x or an entry of the server's state; nothing if the method has none."""
+        """Return the parameters at the anchor, x or an entry of the server state; empty without anchor."""
         name = self.algorithm.anchor_at
         if name is None or not self._reads:
             return []
         return self._layout.views(shared[0 if name == "x" else 3 + self._shared_names[0].index(name)])
 
     def _whole(self, shared: Sequence[Tensor], own: Sequence[Tensor], local: State) -> Step:
-        """Return what hooks of whole vectors read of one client."""
+        """Return the input of whole-vector hooks for one client."""
         x, mean, lr, *states = shared
         examples, *own_states = own
         server, cohort_grad = _named(self._shared_names, states)
@@ -192,6 +192,6 @@ def _keep(g: list[Tensor]) -> list[Tensor]:
 
 
 def _named(names: Sequence[Sequence[str]], tensors: Sequence[Tensor]) -> list[State]:
-    """Return states, given the names in each, of tensors that come one after the other."""
+    """Return states of consecutive tensors, given the names in each state."""
     rest = iter(tensors)
     return [{name: next(rest) for name in state} for state in names]

@@ -1,4 +1,4 @@
-"""Taking local steps: through a trace where there is one, as PyTorch runs them where there is none."""
+"""Local steps, through a trace if there is one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,23 +20,23 @@ from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["LocalSteps"]
 
-_CLIENTS = (5, 7)  # numbers of clients with which a trace that takes any is made, whoever is at work
+_CLIENTS = (5, 7)  # numbers of clients that record a trace for any number, regardless of the current clients
 
 
 @dataclass(slots=True)
 class _Bound:
-    """A trace for some clients and one kind of batches, with what stays as it is from step to step."""
+    """A trace for some clients and one kind of batch, with the inputs that do not change between steps."""
 
     trace: Trace
-    rest: Sequence[Any]  # what it takes after parameters, batch and states of this round
-    moving: list[Tensor]  # the parameters whose directions have a constant part
-    constant: list[Tensor]  # these parts
-    unused: frozenset[int]  # the parameters that stand still, since the losses do not depend on them
-    sizes: Sizes | None = None  # of what is logged on such batches; None until a step is taken, and compared if due
+    rest: Sequence[Any]  # inputs after parameters, batch and states of this round
+    moving: list[Tensor]  # parameters whose directions have a constant part
+    constant: list[Tensor]  # the constant parts
+    unused: frozenset[int]  # parameters that stay fixed, since the losses do not depend on them
+    sizes: Sizes | None = None  # sizes of logged values on such batches; None before a step, then compared when due
 
 
 class LocalSteps:
-    """Takes the local steps of the clients of a chunk; ``batch_size`` is None where batches have no size in common."""
+    """Takes the local steps of a chunk's clients; ``batch_size`` is None if batches have no common size."""
 
     def __init__(self, module: ModuleStep, work: ChunkWork, batch_size: int | None, means: ChunkMeans) -> None:
         self.module, self.work, self.batch_size, self.means = module, work, batch_size, means
@@ -47,7 +47,7 @@ class LocalSteps:
         self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
-        """Take a step of clients on their batches, whose shapes come often enough for a trace if it may trace."""
+        """Take a step of clients on their batches; ``may_trace`` if their shapes recur often enough for a trace."""
         if len(groups) == 1 and may_trace and self._may_trace and self.module.traces.allowed:
             (group,) = groups
             key = (clients.rows, group.kind)
@@ -59,10 +59,10 @@ class LocalSteps:
             self._bound[key] = None  # not for such batches
         self._run_untraced(clients, groups)
 
-    # ------------------------------------------------------------------ as PyTorch runs them
+    # ------------------------------------------------------------------ without traces
 
     def _run_untraced(self, clients: Clients, groups: Sequence[BatchGroup]) -> None:
-        """Take a step; where batches differ in shape, directions are taken shape by shape before all clients move."""
+        """Take a step; if batches differ in shape, compute directions shape by shape before all clients move."""
         work, directions = self.work, self.work.memory.delta
         unused = self._unused_by_all(groups) if work.skips else frozenset[int]()
         for group in groups:
@@ -79,7 +79,7 @@ class LocalSteps:
             work.move(clients, clients.cut(directions), unused)
 
     def _unused_by_all(self, groups: Sequence[BatchGroup]) -> frozenset[int]:
-        """Return the parameters that the losses do not depend on."""
+        """Return the parameters that no loss depends on."""
         sets = {self.module.unused(group.first, group.spec, group.batch_idx) for group in groups}
         if len(sets) > 1:
             some = frozenset.union(*sets) - frozenset.intersection(*sets)
@@ -90,10 +90,10 @@ class LocalSteps:
             )
         return sets.pop()
 
-    # ------------------------------------------------------------------ through traces
+    # ------------------------------------------------------------------ with traces
 
     def _bind(self, clients: Clients, group: BatchGroup) -> _Bound | None:
-        """Return a trace of such a step with what stays as it is, None if there can be none."""
+        """Return a trace of such a step with its constant inputs, or None if it cannot be traced."""
         work = self.work
         unused = self.module.unused(group.first, group.spec, group.batch_idx) if work.skips else frozenset[int]()
         trace = self._trace(clients, group, work.is_bare and not unused)
@@ -110,19 +110,18 @@ class LocalSteps:
         return bound
 
     def _trace(self, clients: Clients, group: BatchGroup, in_place: bool) -> Trace | None:
-        """Return the trace of such a step, which moves parameters in place or not, if there can be one.
+        """Return the trace of such a step, with or without moving parameters in place, or None.
 
-        What is traced depends on the step alone. Several clients take one that fits any number of them, or all of the
-        chunk together one of their own; on an accelerator only that in small chunks, as larger models would not fit so
-        many times. A single client takes one for its full batches, one for batches of a single example, and one that
-        fits any other size.
+        The trace only depends on the step. Several clients use a trace for any number of clients, or one for all of the
+        chunk. On an accelerator, small chunks only use the latter, since larger models would not fit for other numbers.
+        A single client uses one trace for full batches, one for a single example, and one for any other size.
         """
         step, work, full, examples = self.step, self.work, self.batch_size, group.examples
         if full is None or examples > full:
             return None
-        tries: list[tuple[int, ...]] = []  # the sizes that a trace is made with, to take any; () as the step is
+        tries: list[tuple[int, ...]] = []  # sizes that record a trace for any size; () for the step's size
         if not clients.is_one:
-            # on an accelerator, only where so many clients fit anyway
+            # on an accelerator, only if that number of clients fits anyway
             tries += [_CLIENTS] if work.y.device.type == "cpu" or len(work.y) >= max(_CLIENTS) else []
             tries += [()] if clients.count == len(work.y) else []
         elif examples in (1, full):
@@ -146,14 +145,14 @@ class LocalSteps:
         return None
 
     def _inputs(self, clients: Clients, group: BatchGroup, size: int) -> list[Tensor]:
-        """Return the tensors of a step, as they are or made to be of so many clients, or examples of a single one."""
+        """Return the tensors of a step, unchanged or resized to a number of clients, or of one client's examples."""
         step, views, leaves = self.step, clients.views, group.leaves
         local, own = clients.of(step.local.values()), clients.of(step.own)
         if size and clients.is_one:
             leaves = resized(leaves, size)
         elif size:
             (y,) = resized([clients.y], size)
-            views = self.work.layout.stacked_views(y)  # that lie in memory as those of the clients at work
+            views = self.work.layout.stacked_views(y)  # with the memory layout of the current clients' views
             leaves, local, own = (resized(each, size) for each in (leaves, local, own))
         return [*views, *leaves, *local, *step.shared, *own]
 
@@ -174,9 +173,9 @@ class LocalSteps:
         return [*taken.directions, *new], taken.loss, taken.values
 
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
-        """Return what :meth:`Trace.once` does; where it can be cut, it is worked out for the whole chunk.
+        """Return the result of :meth:`Trace.once`, computed for the whole chunk if it can be split.
 
-        Measured: 10 % of a round of W2 with SCAFFOLD, in which other clients of a chunk step together all the time.
+        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time.
         """
         step, count = self.step, len(self.work.y)
         if clients.is_one:
@@ -205,7 +204,7 @@ class LocalSteps:
             torch._foreach_add_(bound.moving, bound.constant, alpha=self._rate)
         if results:  # directions, and new states of this round
             n, names = len(clients.views), list(self.step.local)
-            if self.step.advances:  # before the move: they may be parameters as they are now
+            if self.step.advances:  # before the move, since they may be views of the current parameters
                 new, count = iter(results[n:]), self.module.flat.num_shared
                 self.work.keep_local(clients, [{name: next(new) for name in names} for _ in range(count)])
             self.work.move(clients, results[:n], bound.unused)
@@ -219,10 +218,10 @@ class LocalSteps:
     # ------------------------------------------------------------------ traces and the module
 
     def _run_checked(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Found | None:
-        """Take the first step with a bound trace; compare it with the module's if the trace was not in this round.
+        """Take a bound trace's first step; compare it with the module's unless that was done in this round.
 
-        A trace for any number of examples is compared on batches of every size, since numbers that Python makes of the
-        size may differ in a way that the sizes it was made with do not show. Such a size runs untraced.
+        A trace for any number of examples is compared on batches of every size, since numbers that Python computes from
+        the size may differ at other sizes than the recorded ones. Such a size runs untraced.
 
         Return None, with nothing changed, if the trace is wrong, or fails.
         """
@@ -242,7 +241,7 @@ class LocalSteps:
             loss, values = _of_first(found, clients)
             what = self._difference(loss, values, expected, trace.checked.get(kind))
             if what is None and (name := module.other_value(values, expected.values)) is not None:
-                # an accuracy may hang on how several clients at once round: the function that was traced tells
+                # an accuracy may depend on rounding of several clients at once: compare with the traced function
                 clients.y.copy_(before)
                 with torch.no_grad():
                     again = self._function(clients, group, *self._inputs(clients, group, 0))
@@ -264,7 +263,7 @@ class LocalSteps:
         if is_new and takes_any_size:
             trace.checked[kind] = None
         elif error is not None:
-            module.traces.forbid_after(error, "at work")  # an error of the batch comes up untraced
+            module.traces.forbid_after(error, "at work")  # an error of the batch recurs untraced
         else:
             module.give_up(str(what))
         return None
@@ -272,9 +271,9 @@ class LocalSteps:
     def _difference(
         self, loss: Tensor, values: dict[str, Tensor], expected: OwnStep, sizes: Sizes | None
     ) -> str | None:
-        """Return what the module does differently from its trace, apart from the values that it logs; None if nothing.
+        """Return how the module differs from its trace, except for logged values; None if it does not.
 
-        ``sizes`` are the batch sizes that the module logged with on such batches before, if there were any.
+        ``sizes`` are the batch sizes that the module logged with on earlier such batches, if any.
         """
         if not self.module.agrees(loss, expected.loss):
             return "gives another loss"
@@ -287,6 +286,6 @@ class LocalSteps:
 
 
 def _of_first(found: Found, clients: Clients) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of the first of some clients, and what it logs."""
+    """Return the loss and logged values of the first of some clients."""
     _, loss, values = found
     return (loss, values) if clients.is_one else (loss[0], {name: value[0] for name, value in values.items()})

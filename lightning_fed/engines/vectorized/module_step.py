@@ -33,23 +33,23 @@ _TOLERANCES: dict[Any, tuple[float, float]] = {
     torch.float32: (1e-4, 1e-6),
     "mixed": (1e-2, 1e-6),
 }
-"""How far a number that a trace gives may be from the module's own, relatively and absolutely."""
+"""Relative and absolute tolerances of a trace's numbers against the module's."""
 
 
 Sizes: TypeAlias = dict[str, float | None]
-"""The ``batch_size`` that each value was logged with, by name; None where none was given."""
+"""The ``batch_size`` of each logged value by name, or None if not given."""
 
 
 class OwnStep(NamedTuple):
-    """What a step of the module itself gives, beside gradients."""
+    """The results of a step of the module, without gradients."""
 
     loss: Tensor
-    values: dict[str, Tensor]  # what it logs, by name
+    values: dict[str, Tensor]  # logged values by name
     sizes: Sizes
 
 
 class _Step(nn.Module):
-    """Hand the module's parameters to ``functional_call``, with ``training_step`` as what is called."""
+    """Passes the module's parameters to ``functional_call``, to call ``training_step``."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class _Step(nn.Module):
 
 
 class ModuleStep:
-    """Gradients of ``training_step`` for one client: as a pure function, to be mapped and traced, and the module's own.
+    """Gradients of one client's ``training_step``: as a pure function to map and trace, and by the module itself.
 
     Attributes:
         traces: The traces of functions that call it.
         is_random: Whether the step draws random numbers.
-        compared: The traces that have been compared with the module in this round.
-        options: What ``self.log`` was given beside name and value, by name.
-        context: Returns what ``training_step`` runs in: the trainer's precision.
-        sizes: The batch sizes of what was logged in the last call.
+        compared: The traces already compared with the module in this round.
+        options: The other arguments of ``self.log`` by value name.
+        context: Returns the context of ``training_step``: the trainer's precision.
+        sizes: The batch sizes of values logged in the last call.
     """
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
@@ -86,12 +86,12 @@ class ModuleStep:
         self.options: dict[str, dict[str, Any]] = {}
         self.context: Callable[[], AbstractContextManager[Any]] = trainer.precision_plugin.train_step_context
         self.sizes: Sizes = {}
-        self._values: dict[str, Tensor] = {}  # logged in the call at work
-        self._unused: dict[Any, frozenset[int]] = {}  # parameters, by what decides the shapes of a step
-        self._has_looked = False  # in this round, at the generators that are not PyTorch's
+        self._values: dict[str, Tensor] = {}  # logged in the current call
+        self._unused: dict[Any, frozenset[int]] = {}  # parameters, by the shapes of a step
+        self._has_looked = False  # at the generators of Python and NumPy, in this round
 
     def begin_round(self) -> None:
-        """Look again at what is looked at once a round."""
+        """Reset the checks that are done once per round."""
         self.compared.clear()
         self._unused.clear()
         self._has_looked = False
@@ -103,8 +103,8 @@ class ModuleStep:
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]:
         """Return gradients, loss and logged values as a pure function of tensors, for ``vmap`` and for traces.
 
-        ``torch.func.grad`` would do the same in a way that could be differentiated again, for which some operations
-        have a formula of many steps instead of a kernel: the backward pass of a group norm takes twenty passes.
+        ``torch.func.grad`` would also allow second derivatives, but then some operations use formulas of many steps
+        instead of a kernel: the backward of a group norm takes twenty passes.
         """
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
@@ -120,17 +120,16 @@ class ModuleStep:
     def own_gradient(
         self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0
     ) -> tuple[list[Tensor | None], Tensor, dict[str, Tensor]]:
-        """Return the same as the module itself computes it, None for a parameter that the loss does not depend on.
+        """Return the same from the module itself, with None for parameters that the loss does not depend on.
 
-        Without ``torch.func`` a step of one client takes two thirds of the time. It is also what traces are compared
-        with.
+        Without ``torch.func``, a step of one client takes two thirds of the time. Traces are compared with this.
         """
         loss, values = self._own_loss(point, leaves, spec, batch_idx)
         grads = torch.autograd.grad(loss, self.flat.params, allow_unused=True)
         return list(grads), loss.detach(), values
 
     def own_step(self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0) -> OwnStep:
-        """Return loss and logged values as the module itself computes them."""
+        """Return the loss and logged values from the module itself."""
         loss, values = self._own_loss(point, leaves, spec, batch_idx)
         return OwnStep(loss.detach(), values, self.sizes)
 
@@ -142,7 +141,7 @@ class ModuleStep:
             return self._loss(leaves, spec, batch_idx)
 
     def unused(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> frozenset[int]:
-        """Return the positions of parameters that the loss does not depend on, found out once a round for a shape."""
+        """Return the positions of parameters that the loss does not depend on, once per round and shape."""
         key = (batch_idx if self.reads_index else 0, spec, kinds(leaves))
         if key not in self._unused:
             with preserved_random_state(self.flat.y.device):
@@ -153,7 +152,7 @@ class ModuleStep:
     def _loss(
         self, leaves: Sequence[Tensor], spec: Any, batch_idx: int, parameters: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one client, and what it logs; with the module's own parameters if none are given."""
+        """Return the loss and logged values of one client, by default with the module's parameters."""
         batch = unflatten(leaves, spec)
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         values = self._values = {}
@@ -162,8 +161,8 @@ class ModuleStep:
             if parameters is None:
                 output = self.module.training_step(*arguments)
             else:
-                # PyTorch would look for ties itself, and swap a module with two names twice: it ends with the tensors
-                # of the call in place of its parameters
+                # PyTorch's search for ties would swap a module with two names twice, which leaves the tensors of
+                # the call in place of its parameters
                 output = functional_call(self._call, parameters, arguments, tie_weights=False)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -177,7 +176,7 @@ class ModuleStep:
     # ------------------------------------------------------------------ traces and the module
 
     def agrees(self, value: Tensor, real: Tensor) -> bool:
-        """Whether two losses [], or two logged values [], are the same up to rounding."""
+        """Return whether two losses or logged values [] are equal up to rounding."""
         rtol, atol = 0.0, 0.0
         if value.is_floating_point():
             rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else value.dtype, (5e-2, 1e-6))
@@ -185,14 +184,14 @@ class ModuleStep:
         return math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
 
     def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:
-        """Return the name of a logged value [] that differs by more than rounding, None if none does."""
+        """Return the name of a logged value [] that differs by more than rounding, or None."""
         for name, value in values.items():
             if not self.agrees(value, real[name]):
                 return name
         return None
 
     def give_up(self, what: str) -> Literal[False]:
-        """Use no trace from here on and warn, as the module does something else than its trace; return False."""
+        """Use no more traces and warn, since the module differs from its trace; return False."""
         return self.traces.forbid(
             f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads something beside"
             " self and the batch that changes. Local steps run untraced from here on, which is slower."
@@ -200,9 +199,9 @@ class ModuleStep:
 
     @contextmanager
     def drawing_nothing(self) -> Iterator[None]:
-        """Refuse a step that draws random numbers and did not when it was tried out: nobody has seeded them.
+        """Raise if a step draws random numbers but did not in its trial, since they are not seeded.
 
-        Python's and NumPy's generators are looked at once a round, PyTorch's every time.
+        Python's and NumPy's generators are checked once per round, PyTorch's every time.
         """
         if self.is_random:
             yield
@@ -218,10 +217,10 @@ class ModuleStep:
                 " generator), or use engine='sequential'."
             )
 
-    # ------------------------------------------------------------------ what it logs
+    # ------------------------------------------------------------------ logging
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
-        """Stand in for ``self.log``: collect the value, and check the other arguments once."""
+        """Replace ``self.log``: collect the value, and check the other arguments once."""
         name, value = args[:2] if len(args) > 1 else (kwargs.get("name", *args[:1]), kwargs["value"])
         if name in self._values:
             raise OnlySequentialError(
@@ -242,14 +241,14 @@ class ModuleStep:
             )
         if not isinstance(value, Tensor):
             _check_logged(name, value, options)
-            self.traces.forbid()  # a trace would repeat this very number for ever
+            self.traces.forbid()  # a trace would repeat this number for ever
             value = torch.tensor(float(value))
-        self._values[name] = value.detach().clone()  # a parameter would go on changing
+        self._values[name] = value.detach().clone()  # a parameter would change later
         self.sizes[name] = size  # type: ignore[assignment]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Collect what ``self.log`` is given inside, instead of handing it to Lightning."""
+        """Collect the arguments of ``self.log`` inside, instead of passing them to Lightning."""
         attributes, loop = self.module.__dict__, self.trainer.fit_loop
         own, several = attributes.pop("log", None), loop.runs_several
         attributes["log"], loop.runs_several = self._log, True
@@ -264,9 +263,9 @@ class ModuleStep:
 
 
 def _places(module: nn.Module, parameters: Sequence[Tensor]) -> list[tuple[str, int]]:
-    """Return the name of every attribute that holds one of some parameters, with the position of that parameter.
+    """Return the names of all attributes that hold one of the parameters, with its position.
 
-    A tied parameter has several names. A module that is reached in several ways has one.
+    A tied parameter has several names, but a module that is reached in several ways has one.
     """
     positions = {id(parameter): i for i, parameter in enumerate(parameters)}
     return [
@@ -289,7 +288,7 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
 
 
 def _reads_index(step: Callable[..., Any]) -> bool:
-    """Whether the own code of ``training_step`` reads the index of the batch; True where that cannot be told."""
+    """Return whether the code of ``training_step`` reads the batch's index; True if unknown."""
     names = list(inspect.signature(step).parameters)
     argument = "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
     code = getattr(inspect.unwrap(step), "__code__", None)

@@ -1,4 +1,4 @@
-"""What moves stacked parameters: the user's local optimizer and gradient clipping, client by client."""
+"""Moving stacked parameters, client by client: the user's local optimizer and gradient clipping."""
 
 import copy
 from collections import defaultdict
@@ -26,20 +26,20 @@ ELEMENTWISE = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
-"""The optimizers whose step of stacked parameters is the step of each client's."""
+"""Optimizers whose step on stacked parameters equals each client's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """How gradients are clipped, client by client."""
+    """Gradient clipping, client by client."""
 
     value: float  # the largest norm, or the largest absolute value
     algorithm: str  # "norm" or "value"
-    corrected: bool  # whether the corrected gradient is clipped, instead of the client's own
+    corrected: bool  # whether to clip the corrected gradient instead of the client's
 
     @staticmethod
     def of(trainer: pl.Trainer) -> "Clipping | None":
-        """Return how a trainer clips gradients, None if it does not."""
+        """Return the trainer's gradient clipping, or None."""
         corrected = trainer.fit_loop.corrected_clip
         value, algorithm = corrected or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm")
         if not value:
@@ -56,7 +56,7 @@ class Clipping:
 
 
 class StackedOptimizer:
-    """The user's local optimizer, stepping the parameters of the clients at work from a fresh state."""
+    """The user's local optimizer, which steps the current clients' parameters from a new state."""
 
     def __init__(self, optimizer: FederatedOptimizer) -> None:
         base = optimizer.base
@@ -74,10 +74,10 @@ class StackedOptimizer:
         solver: Sequence[dict[str, Tensor]] | None,
         skipped: frozenset[int],
     ) -> None:
-        """Move parameters along directions, which include coupled weight decay, as the optimizer does.
+        """Move parameters along directions, which include coupled weight decay, by the optimizer.
 
-        ``views`` are those of the chunk's first clients, no more than in the step before. Statistics of the method's
-        own (``solver``, per parameter) are loaded before and dropped after. Parameters at ``skipped`` positions rest.
+        ``views`` are those of the chunk's first clients, at most as many as in the last step. The method's statistics
+        (``solver``, per parameter) are loaded before and discarded after. Parameters at ``skipped`` stay fixed.
         """
         base = self._base
         if views is not self._views:
@@ -95,26 +95,26 @@ class StackedOptimizer:
             view.grad = None
 
     def _narrow(self, views: Sequence[Tensor]) -> None:
-        """Take the parameters of the clients still at work, and their rows of the state."""
+        """Keep the parameters of the remaining clients, and their rows of the state."""
         base, old = self._base, self._views
         states = [base.state.get(view, {}) for view in old]
         self._views = views
         base.param_groups = [
             {
                 **group,
-                "fused": False,  # fused kernels take parts of a matrix for adjacent memory
+                "fused": False,  # fused kernels mistake parts of a matrix for contiguous memory
                 "params": [views[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions],
             }
             for group in self._groups
         ]
         base.state = defaultdict(dict)
         for view, before, state in zip(views, old, states, strict=False):
-            rows: Any = slice(len(view)) if view.ndim == before.ndim else 0  # one client has no dimension of clients
+            rows: Any = slice(len(view)) if view.ndim == before.ndim else 0  # one client has no client dimension
             base.state[view] = {
                 k: v[rows] if isinstance(v, Tensor) and v.shape == before.shape and k not in STEP_COUNTS else v
                 for k, v in state.items()
             }
-        if not old and isinstance(base, torch.optim.Adagrad):  # it makes its state when it is made
+        if not old and isinstance(base, torch.optim.Adagrad):  # it creates its state in __init__
             for group in base.param_groups:
                 start = group["initial_accumulator_value"]
                 for p in group["params"]:
@@ -122,7 +122,7 @@ class StackedOptimizer:
 
 
 def _spread(name: str, value: Tensor, shape: torch.Size, view: Tensor) -> Tensor:
-    """Return one parameter's statistic for every client; what depends on steps alone is one number for all."""
+    """Return a parameter's statistic for every client; those that only depend on steps are shared."""
     if name in STEP_COUNTS or value.shape != shape:
         return value.clone()
     return value.expand_as(view).clone()

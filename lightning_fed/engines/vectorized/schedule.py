@@ -25,11 +25,11 @@ from lightning_fed.engines.vectorized.module_step import ModuleStep
 
 __all__ = ["RecurringShapes", "Schedule", "batch_sizes", "interleaved"]
 
-_SHARE = 8  # of the steps of a round so far, one in so many has batches of a shape that recurs
+_SHARE = 8  # a shape recurs if one in this many steps of the round so far had it
 
 
 class Schedule:
-    """Lets the clients of a chunk take their local steps."""
+    """Runs the local steps of a chunk's clients."""
 
     def __init__(self, engine: Engine, module: ModuleStep) -> None:
         self.trainer, self.seed, self.shuffle = engine.trainer, engine.seed, engine.shuffle
@@ -44,24 +44,20 @@ class Schedule:
     ) -> tuple[list[int], list[StepGroup]]:
         """Return the client of each row of the chunk, and the clients' steps.
 
-        All clients step whenever one does. They follow the order of :func:`interleaved` if a step leaves nothing behind
-        but parameters (``is_bare``) and batches are ``rows`` of tensors. That is faster if their smaller batches come
-        at different times: the traces are for full batches.
+        All clients step together, or in the order of :func:`interleaved` if a step only changes parameters
+        (``is_bare``) and batches are ``rows`` of tensors. That is faster if their smaller batches come at different
+        times, since traces are for full batches.
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
-        if self.batch_size is not None and is_bare and self._is_interleaved(rows):
-            full = self.batch_size
+        module, size = self.module, self.batch_size
+        may_trace = module.traces.allowed and not module.reads_index and not module.is_random
+        is_alike = len(rows) > 1 and all(own.settings.batch_size == size for own in rows)
+        if size is not None and is_bare and may_trace and is_alike:
+            full = size
             sizes = [batch_sizes(plan, full) for plan in plans]
         lengths = [own.count(full) for own in sizes]
         order = sorted(range(len(plans)), key=lengths.__getitem__, reverse=True)
         return order, list(interleaved([sizes[i] for i in order], full))
-
-    def _is_interleaved(self, rows: Sequence[TensorBatches]) -> bool:
-        module = self.module
-        may_trace = module.traces.allowed and not module.reads_index and not module.is_random
-        if len(rows) < 2 or not may_trace:
-            return False
-        return all(own.settings.batch_size == self.batch_size for own in rows)
 
     def run(
         self,
@@ -72,7 +68,7 @@ class Schedule:
         work: ChunkWork,
         means: ChunkMeans,
     ) -> None:
-        """Take all steps of the clients of a chunk, whose plans and rows of tensors come in the chunk's order."""
+        """Take all steps of a chunk's clients, whose plans and rows of tensors are in the chunk's order."""
         module = self.module
         batches = self.batches(plans, rows, inputs.round, module.reads_index)
         if module.is_random or not rows:
@@ -89,29 +85,29 @@ class Schedule:
         self._taken = None
 
     def rows(self, plans: Sequence[WorkPlan]) -> list[TensorBatches]:
-        """Return the clients' batches if all are rows of tensors of one kind, for which no loader is needed."""
+        """Return the clients' batches if all are rows of tensors of one kind, which need no loader."""
         return [] if self.has_hooks else rows_of_one_kind(map(attrgetter("batches"), plans))
 
     def batches(
         self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], round: int, by_index: bool
     ) -> RowBatches | AnyBatches:
-        """Return the batches of clients; ``by_index`` keeps those at different indices of their epochs apart."""
+        """Return the batches of clients; ``by_index`` separates those at different indices of their epochs."""
         stream = partial(generator, self.seed, Purpose.BATCHES, round)
         if rows:
             return RowBatches(RowLookup(self.trainer, rows, self.data), plans, stream, self.shuffle, by_index)
         return AnyBatches(self.trainer, plans, stream, self.shuffle, by_index, self.has_hooks)
 
     def abandon(self) -> int | None:
-        """Forget the clients at work; return the local steps they had taken, None if nobody is."""
+        """Drop the current clients; return their number of local steps, or None if there are none."""
         taken, self._taken = self._taken, None
         return taken
 
 
 class RecurringShapes:
-    """Counts the shapes of a round's batches, which may differ from batch to batch, as those of padded texts do.
+    """Counts the shapes of a round's batches, which may vary, as with padded texts.
 
-    A trace is made for one shape, in the time of hundreds of steps. Every round counts from zero, whatever has been
-    traced before, so that a resumed run takes the same steps traced.
+    Recording a trace for one shape takes as long as hundreds of steps. Every round counts from zero, regardless of
+    earlier traces, so that a resumed run traces the same steps.
     """
 
     def __init__(self, batch_size: int | None) -> None:
@@ -119,12 +115,12 @@ class RecurringShapes:
         self._steps: Counter[Any] = Counter()
 
     def begin_round(self) -> None:
-        """Forget what was seen."""
+        """Reset the counts."""
         self._steps.clear()
 
     def note(self, groups: Sequence[BatchGroup]) -> bool:
-        """Take note of the batches of a step; return whether they are of shapes that recur."""
-        recur = [self._recurs(group) for group in groups]  # each is counted
+        """Count the batches of a step; return whether their shapes recur."""
+        recur = [self._recurs(group) for group in groups]  # counts each of them
         return all(recur)
 
     def _recurs(self, group: BatchGroup) -> bool:
@@ -137,11 +133,11 @@ class RecurringShapes:
 
 
 def interleaved(sizes: Sequence[Sequence[int]], full: int) -> Iterator[StepGroup]:
-    """Yield the clients' steps: on full batches all at once, on each smaller one its client alone, as it comes to it.
+    """Yield the clients' steps: together on full batches, one client alone on each smaller batch.
 
-    Given are the examples of each batch of every client, those with the most full batches first. Every client takes its
-    steps in order; the order between clients does not affect the result. Clients whose batches are alike all through
-    take the smaller ones at once too.
+    ``sizes`` has the examples of each client's batches, clients with the most full batches first. Every client takes
+    its steps in order; the order between clients does not affect the result. Clients with equal batch sizes throughout
+    also take smaller ones together.
     """
     at = [0] * len(sizes)  # the next batch of each
     active = len(sizes)
@@ -160,7 +156,7 @@ def interleaved(sizes: Sequence[Sequence[int]], full: int) -> Iterator[StepGroup
 
 
 def batch_sizes(plan: WorkPlan, full: int) -> list[int]:
-    """Return the examples of each batch of a client, given those of a full one."""
+    """Return the number of examples in each batch of a client, given that of a full one."""
     sizes = list[int]()
     for length in plan.epochs:
         whole, rest = divmod(plan.batches.num_examples(length), full)

@@ -1,4 +1,4 @@
-"""What is found out before the first round: whether settings and module can be run for several clients at once."""
+"""Checks before the first round: whether settings and module allow several clients at once."""
 
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,13 +38,13 @@ from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 
 __all__ = ["StepState", "Trial", "check_settings", "hooked_parameter"]
 
-_TOLERANCE = 1e-2  # how far two gradients of one step may be apart, relative to the largest
+_TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class StepState:
-    """The state of a module before a step: parameters, buffers, metrics, attributes and classes, of submodules too."""
+    """A module's state before a step: parameters, buffers, metrics, attributes and classes, with submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -61,15 +61,15 @@ class StepState:
             self._snapshot.hold(list(data.values()))
 
     def changed_tensor(self, kind: str) -> str | None:
-        """Return the name of a "buffer", "parameter" or "metric" that was assigned, written to, added or removed."""
+        """Return the name of a "buffer", "parameter" or "metric" that was assigned, written, added or removed."""
         before, after = self._tensors, tensor_marks(self.module, with_trained=True)
         key = next((k for k in (*before, *after) if k[0] == kind and before.get(k) != after.get(k)), None)
-        if key is None:  # `.data` changes values without notice
+        if key is None:  # `.data` changes values unnoticed
             key = next((k for k, value, was in self._values if k[0] == kind and not _same(value, was)), None)
         return None if key is None else key[1]
 
     def changed_attribute(self) -> str | None:
-        """Return the name of an attribute of a module or of its class that has changed."""
+        """Return the name of a changed attribute of a module or of its class."""
         written = (key[1] for key, value, was in self._values if key[0] == "attribute" and not _same(value, was))
         return (
             changed(self._attributes, marks(self.module))
@@ -86,7 +86,7 @@ class StepState:
         return found
 
     def restore(self) -> None:
-        """Give modules the attributes, tensors and metrics that they had, with their values and contents."""
+        """Restore the modules' attributes, tensors and metrics, with their values and contents."""
         self._snapshot.put_back()
         for cls, data in self._class_data.items():
             for name in class_data(cls).keys() - data.keys():
@@ -100,7 +100,7 @@ class StepState:
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Whether a tensor has values that can be compared and written."""
+    """Return whether a tensor's values can be compared and written."""
     is_odd = value.is_inference() or value.is_quantized or value.is_meta or is_lazy(value)
     return value.layout is torch.strided and not is_odd
 
@@ -112,11 +112,11 @@ def _same(value: Tensor, was: Tensor) -> bool:
 
 
 class Trial:
-    """Try a module's ``training_step`` out on one batch, to learn whether it is random and may be traced.
+    """Tries a module's ``training_step`` on one batch, to check whether it is random and may be traced.
 
     Attributes:
-        at_once: The clients that take a step at once: two, or one where a device does not hold two.
-        step_bytes: What a gradient of one of them takes of a device's memory; 0 if the device cannot tell.
+        at_once: The number of clients that take a step at once: two, or one if a device does not fit two.
+        step_bytes: The device memory of one client's gradient; 0 if unknown.
     """
 
     def __init__(self, step: ModuleStep, at_once: int = 2) -> None:
@@ -125,16 +125,16 @@ class Trial:
         self.step_bytes = 0
 
     def run(self, group: BatchGroup) -> None:
-        """Refuse the module if a step of two clients on one batch is not what two separate steps do; then restore it.
+        """Raise if a step of two clients on one batch differs from two separate steps; restore the module.
 
-        A gradient that is not finite raises ``ClientError``, since another client's batch may do.
+        A non-finite gradient raises ``ClientError``, since another client's batch may work.
         """
         step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
-        step.is_random = True  # as long as nobody knows
+        step.is_random = True  # until known
         with preserved_random_state(step.flat.y.device), step.recording():
             before, random = StepState(self.module), random_state(step.flat.y.device)
             try:
-                # alone first: a step under vmap that assigns to the `.data` of a parameter ends the process
+                # alone first: under vmap, a step that assigns to a parameter's `.data` ends the process
                 _, loss, values = step.own_gradient(step.flat.views, *batch)
                 first = OwnStep(loss, values, step.sizes)
                 self._check_state(before)
@@ -153,8 +153,8 @@ class Trial:
                 if is_out_of_memory(error):
                     raise
                 self._check_metrics(before)
-                before.restore()  # what clients at once have left may be of no use to one
-                step.own_gradient(step.flat.views, *batch)  # what fails for one client alone is raised as it is
+                before.restore()  # clients at once may have left state that one cannot use
+                step.own_gradient(step.flat.views, *batch)  # an error of one client alone is raised unchanged
                 self._check_statistics()
                 self._check_recurrent(_layers_of(error), SHARED_STATE in str(error))
                 self._check_state(before)
@@ -163,9 +163,9 @@ class Trial:
                 before.restore()
 
     def _check_values(self, grads: Sequence[Tensor], group: BatchGroup) -> None:
-        """Compare with the gradient of one client, as a guard against operations that ``vmap`` gets wrong.
+        """Compare with the gradient of one client, to detect operations that ``vmap`` gets wrong.
 
-        In half precision both are taken again in float32, as far as the module runs in it.
+        In half precision both are recomputed in float32, if the module runs in it.
         """
         step, views, leaves, batch = self.step, self.step.flat.views, group.leaves, (group.spec, group.batch_idx)
         tolerance = _TOLERANCE
@@ -188,7 +188,7 @@ class Trial:
                 raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")
 
     def _measured(self, *step: Any) -> list[Tensor]:
-        """Return what :meth:`_of_several` does; note what it takes of a device's memory, if the device can tell."""
+        """Return the result of :meth:`_of_several`, and record its device memory, if known."""
         device = self.step.flat.y.device
         if device.type == "cpu" or not reset_peak_memory(device):
             return self._of_several(*step)
@@ -198,7 +198,7 @@ class Trial:
         return grads
 
     def _of_several(self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> list[Tensor]:
-        """Return the gradient of the first of some equal clients, taken at once."""
+        """Return the gradient of the first of several equal clients, computed at once."""
         views, count = [v.detach() for v in views], self.at_once
         if count == 1:
             return list(self.step.gradient(views, leaves, spec, batch_idx)[0])
@@ -207,7 +207,7 @@ class Trial:
         return [g[0] for g in grads]
 
     def _check_repeats(self, first: OwnStep, group: BatchGroup) -> None:
-        """Refuse a step that gives something else when it is taken again: it keeps what cannot be seen from outside."""
+        """Raise if repeating a step gives another result, since it then has hidden state."""
         step = self.step
         again = step.own_step(step.flat.views, group.leaves, group.spec, group.batch_idx)
         what = None
@@ -224,7 +224,7 @@ class Trial:
             )
 
     def _check_state(self, before: StepState) -> None:
-        """Refuse a step that leaves something behind: of clients at once there would be one for all, or none."""
+        """Raise if a step has side effects, since clients at once would share them or lose them."""
         if (buffer := before.changed_tensor("buffer")) is not None:
             self._check_statistics()
             raise self._refusal(f"it changes the buffer {buffer!r}")
@@ -240,10 +240,10 @@ class Trial:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
 
     def _check_recurrent(self, layers: Iterable[nn.Module], shares_state: bool = False) -> None:
-        """Refuse a recurrent layer in which a step went wrong.
+        """Raise if a step failed in a recurrent layer.
 
-        A trained layer caches its weights, which stay those of several clients. A frozen one can be run for several
-        clients, but for its first state, which it makes for one.
+        A trained layer caches its weights, which would stay those of several clients. A frozen layer works for several
+        clients, except for its initial state, which it creates for one.
         """
         names = {layer: name for name, layer in self.module.named_modules()}
         for layer in layers:
@@ -261,7 +261,7 @@ class Trial:
                 )
 
     def _check_statistics(self) -> None:
-        """Refuse a layer that moves running statistics, once a step is known to change or to fail on something."""
+        """Raise for a layer with running statistics, once a step is known to have side effects or to fail."""
         for name, layer in self.module.named_modules():
             if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
                 raise self._refusal(
@@ -276,7 +276,7 @@ class Trial:
             )
 
     def _reads_trainer(self, group: BatchGroup) -> bool:
-        """Whether the step looks at its trainer, and so at things such as the round that change from call to call."""
+        """Return whether the step reads its trainer, whose values such as the round change between calls."""
         watch: Any = _Watch(self.module._trainer)
         self.module._trainer = watch
         try:
@@ -293,7 +293,7 @@ class Trial:
 
 
 def _layers_of(error: Exception) -> Iterator[nn.Module]:
-    """Yield the modules in whose methods an error was raised, the innermost first."""
+    """Yield the modules whose methods raised an error, innermost first."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -302,10 +302,10 @@ def _layers_of(error: Exception) -> Iterator[nn.Module]:
 
 @contextmanager
 def _at_full_precision(step: ModuleStep) -> Iterator[None]:
-    """Run a module's step in float32 inside, with parameters and buffers of the same values; they are put back.
+    """Run a module's step in float32 inside, with the same values of parameters and buffers; restore them.
 
-    Two gradients of the same step, of several clients and of one, differ by rounding. In half precision this is a
-    hundredth, and much more of what cancels out, such as the gradient of a model that fits its data.
+    Gradients of the same step for several clients and for one differ by rounding. In half precision this is a
+    hundredth, and much more after cancellation, such as for a model that fits its data.
     """
     held = [(t, t.data) for t in (*step.module.parameters(), *step.module.buffers()) if t.dtype in _LOW]
     context = step.context
@@ -322,25 +322,25 @@ def _at_full_precision(step: ModuleStep) -> Iterator[None]:
 
 
 def _raised(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors, those of half precision in float32."""
+    """Return tensors, with half precision converted to float32."""
     return [t.float() if t.dtype in _LOW else t for t in tensors]
 
 
 class _Watch:
-    """Stand in for an object, and remember whether anything of it was asked for."""
+    """Wraps an object, and records whether any attribute was read."""
 
     def __init__(self, watched: Any) -> None:
         self.watched = watched
         self.read = False
 
     def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("__"):  # isinstance() looks at __class__
+        if not name.startswith("__"):  # isinstance() reads __class__
             object.__setattr__(self, "read", True)
         return getattr(object.__getattribute__(self, "watched"), name)
 
 
 def hooked_parameter(module: pl.LightningModule) -> str | None:
-    """Return the name of a parameter whose gradient a hook is called with, None if there is none."""
+    """Return the name of a parameter with a gradient hook, or None."""
     for name, p in module.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             return name
@@ -348,7 +348,7 @@ def hooked_parameter(module: pl.LightningModule) -> str | None:
 
 
 def check_settings(engine: Engine) -> None:
-    """Refuse a setting, hook or optimizer with which several clients cannot be run at once."""
+    """Raise for a setting, hook or optimizer that does not support several clients at once."""
     trainer, module = engine.trainer, engine.trainer.lightning_module
     reason = None
     hooks = overridden_hooks(trainer)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import PositiveInt
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.examples import targets_of
@@ -17,9 +16,10 @@ from lightning_fed.lab.diagnosis.self_check import self_check
 from lightning_fed.lab.diagnosis.theory import suggest
 from lightning_fed.lab.diagnosis.trials import PARTS, Trials, read_config
 from lightning_fed.lab.diagnosis.verdicts import Findings, verdicts
+from lightning_fed.lab.options import Count
 from lightning_fed.lab.workers import quietly
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "make_parser"]
 
 _LABELLED = 1000  # clients whose labels are read at most
 _FORMATS = (".md", ".json")
@@ -36,7 +36,7 @@ def diagnose(args: Sequence[str]) -> None:
         SystemExit: If the arguments are not understood.
     """
     own, overrides = _split(args)
-    options = _parser().parse_args(own)
+    options = make_parser().parse_args(own)
     out = None if options.out is None else Path(options.out)
     if out is not None and out.suffix not in _FORMATS:
         raise FederatedError(f"--out {out}: the report is written as Markdown or JSON. Use a name such as report.md.")
@@ -100,7 +100,8 @@ def _write(path: Path, text: str) -> None:
     print(f"\nwritten to {path}")
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed diagnose",
         description="Why does it not converge, and which method and step size suit these clients?",
@@ -112,10 +113,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--config", "-c", type=str, action="append", required=True, help=configuration)
     checkpoint = 'Where to start: a path, "last" or "best" of the newest run; by default the model as it is made.'
     parser.add_argument("--ckpt_path", type=str, help=checkpoint)
-    parser.add_argument("--rounds", type=PositiveInt, default=5, help="The rounds to run at each step size.")
-    parser.add_argument("--clients", type=PositiveInt, default=30, help="How many clients to measure at most.")
+    parser.add_argument("--rounds", type=Count(1), default=5, help="The rounds to run at each step size.")
+    parser.add_argument("--clients", type=Count(1), default=30, help="How many clients to measure at most.")
     few = "How many of them to compare the Hessians of; the work grows with the square."
-    parser.add_argument("--hessian_clients", type=PositiveInt, default=8, help=few)
+    parser.add_argument("--hessian_clients", type=Count(1), default=8, help=few)
     best = "The least loss there can be, f*, for MimeMVR's step size."
     parser.add_argument("--best_loss", type=float, default=0.0, help=best)
     parser.add_argument("--out", type=str, help="Where to write the report too: a name in .md or .json.")

@@ -13,14 +13,14 @@ from lightning_fed import callbacks
 from lightning_fed.callbacks.measures import WeightedMeasure, Weighting
 from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run
 from lightning_fed.cli.configuration import CellParts
-from lightning_fed.cli.parser import refusal_in
 from lightning_fed.compat.package import pl
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule
-from lightning_fed.lab.configurations import Config, Configurations, overlay
+from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.diagnosis.measurement import Measured, mean_gradient, measure, stepping
+from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.workers import quietly
 from lightning_fed.lab.yaml_files import read_yaml, unknown
 from lightning_fed.settings.settings import Settings

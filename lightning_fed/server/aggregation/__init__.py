@@ -1,1 +1,1 @@
-"""Averages and other aggregates of the clients' messages."""
+"""Aggregation of the clients' messages: means, robust rules, privacy and compression."""

@@ -1,4 +1,4 @@
-"""Other ways to put the messages of a cohort together than their weighted mean."""
+"""The base class of aggregators that replace the weighted mean."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,33 +15,34 @@ from lightning_fed.server.sampling import Sampler
 __all__ = ["FULL_GRAD", "Aggregator", "averaged_points"]
 
 FULL_GRAD = "full_grad_"
-"""What the name of a point is put behind to name the full-batch gradients that clients send of it."""
+"""The prefix of a point's name in messages of full-batch gradients at that point."""
 
 
-def averaged_points(algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the points whose full-batch gradients clients of a method send to be averaged."""
-    return () if algorithm.full_grad_for == "client" else algorithm.full_grad_at
+def averaged_points(algorithm: Algorithm, round: int | None = None) -> tuple[str, ...]:
+    """Return the points whose full-batch gradients clients send, in a round, or in any round if None."""
+    readers = algorithm.full_grad_for if round is None else algorithm.full_grad_readers(round)
+    return algorithm.full_grad_at if readers in ("cohort", "both") else ()
 
 
 class Aggregator(ArgumentsRepr, ABC):
-    """A rule that combines the messages of a cohort into one; see ``robust`` and ``privacy`` beside it.
+    """A rule that combines the messages of a cohort into one; see ``robust`` and ``privacy``.
 
     It replaces the mean of every message that :attr:`Algorithm.reduces` declares, and of full-batch gradients.
     """
 
     weighted: bool = True
-    """Whether clients may count unequally."""
+    """Whether clients may have unequal weights."""
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> "Aggregator":
-        """Return the aggregator as a run with these settings uses it.
+        """Return a copy of the aggregator for a run with these settings.
 
         Args:
             algorithm: The method.
-            weighting: The ``weighting`` that the user set, None if none.
-            sampler: Who takes part.
+            weighting: The ``weighting`` that the user set, or None.
+            sampler: The client sampler.
 
         Raises:
-            FederatedError: If they do not go together.
+            FederatedError: If these settings cannot be combined.
         """
         name = type(self).__name__
         if algorithm.population_loss:
@@ -63,18 +64,18 @@ class Aggregator(ArgumentsRepr, ABC):
         return copy.copy(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it keeps from round to round, as checkpoints hold it; nothing by default."""
+        """Return the state that checkpoints save; none by default."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], x: Vector) -> None:
-        """Go on from where a checkpoint's run was.
+        """Restore the state of a checkpoint.
 
         Args:
-            state_dict: What :meth:`state_dict` has returned; nothing to begin.
+            state_dict: The result of :meth:`state_dict`; empty for a new run.
             x: The server parameters [P].
         """
         assert not state_dict
 
     @abstractmethod
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
-        """Return the object that receives the messages of a cohort; the arguments are those of :class:`Aggregation`."""
+        """Return an object that aggregates one cohort's messages; it takes the arguments of :class:`Aggregation`."""

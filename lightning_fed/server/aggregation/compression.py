@@ -1,4 +1,4 @@
-"""Compression of what clients send: the largest entries with error feedback, stochastic quantization."""
+"""Compression of client messages: the largest entries with error feedback, and stochastic quantization."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,27 +15,27 @@ __all__ = ["QSGD", "Compressor", "TopK", "compress"]
 
 
 class Compressor(ArgumentsRepr, ABC):
-    """How a client's messages are compressed.
+    """Compresses a client's messages.
 
-    Every message of more than one number is compressed, each on its own; one that is sent under two names, once. Those
-    in ``Algorithm.uncompressed`` are sent as they are.
+    Each message of more than one number is compressed separately, a tensor sent under two names only once. Messages in
+    ``Algorithm.uncompressed`` are sent unchanged.
     """
 
     error_feedback: bool = False
-    """Whether a client adds to a message what was left out of those before, which it keeps between its rounds."""
+    """Whether a client adds the residuals of earlier messages, which it keeps between its rounds."""
 
     @abstractmethod
     def __call__(self, message: Vector, stream: torch.Generator) -> tuple[Vector, int]:
-        """Return what the server gets of a message [P], and the bytes that travel.
+        """Return the message [P] that the server receives, and the bytes sent.
 
         Args:
             message: The message.
-            stream: The client's random numbers in this round, on the CPU.
+            stream: The client's random generator for this round, on the CPU.
         """
 
 
 class TopK(Compressor):
-    r"""The entries of largest magnitude, with error feedback.
+    r"""Send the entries of largest magnitude, with error feedback.
 
     Stich, Cordonnier and Jaggi, *Sparsified SGD with Memory*, NeurIPS 2018 (https://arxiv.org/abs/1809.07599),
     Algorithm 1, on messages in place of gradients; error feedback is that of Seide et al., Interspeech 2014:
@@ -43,13 +43,13 @@ class TopK(Compressor):
     .. math::
         \hat m_i = \mathrm{top}_k(e_i + m_i), \qquad e_i \leftarrow e_i + m_i - \hat m_i
 
-    The residual :math:`e_i`, zero at first, is client state, one vector per message: what is left out now is sent in
-    one of the client's later rounds, if there are any. Clients that come once gain nothing from it.
+    The residual :math:`e_i`, zero at first, is client state, one vector per message. It adds the omitted entries to the
+    client's later messages, so clients that participate once gain nothing.
 
-    An entry is counted with its value and an index of 4 bytes (8 in messages of more than 2**31 entries).
+    Each entry counts as its value and a 4-byte index (8 bytes in messages of more than 2**31 entries).
 
     Args:
-        share: The share of the entries that are sent, in (0, 1]; at least one is.
+        share: The share of the entries that are sent, in (0, 1]; at least one entry is sent.
 
     Raises:
         FederatedError: If the share is out of range.
@@ -68,7 +68,7 @@ class TopK(Compressor):
             raise FederatedError(f"TopK(share={share!r}): share must lie in (0, 1], such as 0.01.")
 
     def __call__(self, message: Vector, stream: torch.Generator) -> tuple[Vector, int]:
-        """Return the largest entries, and zeros."""
+        """Return the message with all but the largest entries set to zero."""
         count = message.numel()
         k = max(1, round(self.share * count))
         chosen = message.abs().topk(k, sorted=False).indices
@@ -78,7 +78,7 @@ class TopK(Compressor):
 
 
 class QSGD(Compressor):
-    r"""Stochastic quantization, which is unbiased.
+    r"""Unbiased stochastic quantization.
 
     Alistarh et al., *QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding*, NeurIPS 2017
     (https://arxiv.org/abs/1610.02132), Section 3.1, equation 1, in buckets of consecutive entries: with the bucket's
@@ -88,13 +88,13 @@ class QSGD(Compressor):
         \hat m_j = \lVert m \rVert\, \mathrm{sign}(m_j)\, \frac{\ell_j}{s}, \qquad
         \ell_j = \left\lfloor s \frac{\lvert m_j \rvert}{\lVert m \rVert} + u_j \right\rfloor, \quad u_j \sim U[0, 1)
 
-    An entry is counted with :math:`\lceil \log_2(2 s + 1) \rceil` bits for level and sign, a bucket with its norm; the
-    paper's variable-length code would take less. In sums that a method carries on from round to round (SCAFFOLD's c,
-    FedDyn's d) the errors add up.
+    Each entry counts as :math:`\lceil \log_2(2 s + 1) \rceil` bits for level and sign, and each bucket adds its norm.
+    The paper's variable-length code would take less. Errors accumulate in sums that a method carries across rounds
+    (SCAFFOLD's c, FedDyn's d).
 
     Args:
-        levels: s; 127 takes 8 bits per entry, 7 takes 4, 1 takes 2.
-        bucket_size: The entries of a bucket: fewer entries mean less noise and more norms.
+        levels: The levels s: 127 takes 8 bits per entry, 7 takes 4, 1 takes 2.
+        bucket_size: The entries per bucket: smaller buckets mean less noise and more norms.
 
     Raises:
         FederatedError: If a number is not positive.
@@ -119,7 +119,7 @@ class QSGD(Compressor):
         norms = torch.linalg.vector_norm(values, dim=1, keepdim=True)
         units = norms.where(norms > 0, 1.0) / s
         coins = torch.rand(values.shape, generator=stream, dtype=dtype).to(message.device)
-        level = (values.abs() / units + coins).floor().clamp(max=s)  # what is rounded may exceed s
+        level = (values.abs() / units + coins).floor().clamp(max=s)  # rounding may exceed s
         sent = (values.sign() * level * units).view(-1)[:count].to(message.dtype)
         bits = math.ceil(math.log2(2 * s + 1))
         return sent, -(-count * bits // 8) + buckets * values.element_size()
@@ -128,9 +128,9 @@ class QSGD(Compressor):
 def compress(
     compressor: Compressor, send: State, residuals: State, stream: torch.Generator, uncompressed: Collection[str] = ()
 ) -> tuple[State, State, int]:
-    """Return what the server gets of a client's messages, the client's new residuals, and the bytes that travel.
+    """Return the messages that the server receives, the client's new residuals, and the bytes sent.
 
-    Residuals that are missing are zero. Messages of the names ``uncompressed`` are sent as they are.
+    Missing residuals are zero. Messages named in ``uncompressed`` are sent unchanged.
     """
     got: State = {}
     kept: State = {}

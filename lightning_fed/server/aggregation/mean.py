@@ -13,28 +13,28 @@ from lightning_fed.server.participation import Participant, no_weight, raw_weigh
 
 __all__ = ["Aggregation", "Exchange"]
 
-_ROWS = 128  # clients whose messages are converted at once
-_BLOCK = 2**16  # numbers that are converted at once on a CPU
-_BLOCK_ON_DEVICE = 2**24  # the same on another device: 128 MiB of float64
-_ROUNDING = 1e-9  # by which weights that sum to one may miss it
+_ROWS = 128  # clients whose messages are converted in one block
+_BLOCK = 2**16  # numbers converted in one block on a CPU
+_BLOCK_ON_DEVICE = 2**24  # numbers converted in one block on a device: 128 MiB of float64
+_ROUNDING = 1e-9  # tolerance for weights that should sum to one
 
 
 class Exchange(Protocol):
-    """The processes that share the clients of a round."""
+    """Communication between the processes that share the clients of a round."""
 
     rank: int  # this process, from 0
     size: int
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors of one dtype by their sums over all processes."""
+        """Replace tensors of one dtype with their sums over all processes."""
         ...
 
     def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this process's share of the columns of everybody's rows, in the order of processes.
+        """Return this process's share of the columns, with the rows of all processes in order of rank.
 
         Args:
             rows: This process's rows [n, P].
-            counts: How many rows each process has.
+            counts: The number of rows of each process.
         """
         ...
 
@@ -44,23 +44,23 @@ class Aggregation:
 
     Args:
         reduces: How each message is averaged; see ``Algorithm.reduces``.
-        weighting: What "weighting" stands for in this run.
-        cohort: The participants with the steps planned for them. Those with ``steps == 0`` in a method with local
-            work have weight zero.
+        weighting: The rule that "weighting" means in this run.
+        cohort: The participants and their planned steps. With local work, participants with ``steps == 0`` have weight
+            zero.
         population: The number of clients, N.
         local_work: Whether the method has local work.
 
     Attributes:
-        models: The weighted sum [P] of the models y that have been added, None if there are none; after :meth:`compute`
-            that of their changes y - x.
+        models: The weighted sum [P] of the models y added so far, or None; after :meth:`compute`, the sum of their
+            changes y - x.
         models_weight: The sum of their weights.
     """
 
     needs_clients: bool = True
-    """Whether a round in which nobody took part changes nothing."""
+    """Whether a round without clients changes nothing."""
 
     is_one_by_one: bool = False
-    """Whether clients are added one at a time, as it may refuse a client, and without their parameters."""
+    """Whether clients are added one at a time, since one may be rejected, and without their parameters."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class Aggregation:
         self.models: Tensor | None = None
 
     def weights(self, indices: Iterable[int], rule: str) -> list[float]:
-        """Return clients' weights under a rule; zero for those left out. They sum to one by the steps planned."""
+        """Return clients' weights under a rule, zero for clients left out; they sum to one over the planned steps."""
         if rule == "population":
             return [1.0 / self.population for _ in indices]
         raw, total = self._raw[rule], self._totals[rule]
         return [raw[index] / total if index in raw else 0.0 for index in indices]
 
     def _note_steps(self, steps: Mapping[int, int]) -> None:
-        """Let weightings that look at the steps that clients take go by these, where they are others than planned."""
+        """Update weights that depend on steps if clients took other numbers of steps than planned."""
         for index, count in steps.items():
             if self._steps.get(index) == count:
                 continue
@@ -108,13 +108,13 @@ class Aggregation:
                     self._raw[rule][index] = raw_weight(weighs, self._members[index], count)
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Add the messages of clients; how many are added at once changes the sums by rounding in float64 only.
+        """Add the messages of some clients; the grouping affects the sums only by float64 rounding.
 
         Args:
-            steps: The local steps that each client took, by its stored index, in the order of the rows. A weighting
-                that looks at steps uses these.
+            steps: The local steps that each client took, by stored index, in the order of the rows; used by weightings
+                that depend on steps.
             send: Their messages, stacked [S, ...].
-            models: Their parameters y [S, P] where the message "delta" is ``y - x`` itself; they are summed instead.
+            models: Their parameters y [S, P], summed instead of the message "delta" if it equals ``y - x``.
         """
         self._check_names(send)
         self._note_steps(steps)
@@ -138,7 +138,7 @@ class Aggregation:
             )
 
     def partial(self) -> dict[str, Any]:
-        """Return what other processes need before the sums are exchanged: numbers and shapes."""
+        """Return the numbers and shapes that other processes need before the sums are exchanged."""
         return {
             "steps": {index: self._steps[index] for index in self._added},
             "given": dict(self._given),
@@ -148,7 +148,7 @@ class Aggregation:
         }
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Combine the sums of all processes, given each one's :meth:`partial` and the server parameters [P]."""
+        """Combine the sums of all processes, given their :meth:`partial` and the server parameters [P]."""
         for partial in partials:
             self._note_steps(partial["steps"])
         self._given = {rule: sum(partial["given"][rule] for partial in partials) for rule in self._given}
@@ -162,14 +162,14 @@ class Aggregation:
         ranks.sum([self._sums[name] for name in sorted(self._sums)] + models)
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
-        """Return the averages, and the mean of the client models itself where "delta" is their change; once a round.
+        """Return the averages, and the mean client model if "delta" is the models' change; call it once a round.
 
         Args:
             x: The server parameters [P] at the start of the round.
         """
         if self._members and self._given.get("weighting", 1.0) <= 0:
             raise no_weight([member.client_id for member in self._members.values()])
-        # clients that took fewer steps than planned, or none at all, may have left the weights short of one
+        # the weights sum to less than one if clients took fewer steps than planned
         scale = {
             rule: 1.0 if abs(given - 1.0) < _ROUNDING or given == 0 else 1.0 / given
             for rule, given in self._given.items()
@@ -177,14 +177,14 @@ class Aggregation:
         factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}
         means = {name: value if factors[name] == 1.0 else value * factors[name] for name, value in self._sums.items()}
         mean_model = None
-        if self.models is not None:  # in place: for large models new memory costs more than the arithmetic
+        if self.models is not None:  # in place: for large models, allocation costs more than the arithmetic
             is_whole, factor = abs(self.models_weight - 1.0) < _ROUNDING, scale[self.reduces["delta"]]
             if is_whole:
                 mean_model = self.models.to(x.dtype, copy=True).to(x.device)
             moved = _add(self.models, x[None], [-1.0 if is_whole else -self.models_weight])
             if factor != 1.0:
                 moved = moved * factor
-            if "delta" in means:  # of clients that sent another change than that of their model
+            if "delta" in means:  # from clients whose "delta" is not their model's change
                 means["delta"], mean_model = means["delta"] + moved, None
             else:
                 means["delta"] = moved
@@ -200,7 +200,7 @@ def _add(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor
         value, weight = rows[0], weights[0]
         if found.device.type != "cpu" or found.dtype == value.dtype or found.numel() <= _BLOCK:
             return found.add_(value, alpha=weight)
-        # numbers of another type are converted first, all of them, which takes new memory of twice the message's size
+        # add_ first converts a tensor of another type as a whole, which allocates twice the message's size
         for block, part in zip(found.view(-1).split(_BLOCK), value.reshape(-1).split(_BLOCK), strict=True):
             block.add_(part, alpha=weight)
         return found

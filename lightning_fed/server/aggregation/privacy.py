@@ -1,4 +1,4 @@
-"""Client-level differential privacy: clipped messages, noise from the operating system's entropy, and its account."""
+"""Client-level differential privacy: clipping, noise from the operating system's entropy, and accounting."""
 
 import importlib
 import math
@@ -22,7 +22,7 @@ from lightning_fed.server.sampling import BernoulliSampler, Sampler
 
 __all__ = ["DifferentialPrivacy", "gaussian_noise"]
 
-_BLOCK = 2**20  # pairs of numbers that are made at once
+_BLOCK = 2**20  # pairs of numbers per block
 _ORDERS = [1 + i / 10 for i in range(1, 100)] + [*range(12, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
 
 
@@ -31,19 +31,19 @@ class DifferentialPrivacy(Aggregator):
 
     McMahan et al., *Learning Differentially Private Recurrent Language Models*, ICLR 2018
     (https://arxiv.org/abs/1710.06963), Algorithm 1 with the estimator :math:`\tilde f_f` and uniform weights: every
-    client takes part with probability q, independently, and whoever took part,
+    client participates independently with probability q, and for any cohort S
 
     .. math::
         m \leftarrow \frac{1}{q N} \left( \sum_{i \in S} \frac{m_i}{\max(1, \lVert m_i \rVert / C)}
         + \mathcal{N}(0, z^2 C^2 I) \right)
 
     The models are then :math:`(\varepsilon, \delta)`-differentially private with respect to adding or removing a client
-    with all of its data; N is taken to be public. :math:`\varepsilon` after each round is that of Opacus' accountant
-    of the subsampled Gaussian mechanism (Rényi differential privacy), logged as ``privacy/epsilon``. Cohorts and noise
-    are drawn from the operating system's entropy and not from the run's seed: whoever knows the seed would know both.
-    Such a run does not repeat itself, and does not resume exactly.
+    with all of its data; N is assumed to be public. Opacus' accountant of the subsampled Gaussian mechanism (Rényi
+    differential privacy) gives :math:`\varepsilon` after each round, logged as ``privacy/epsilon``. Cohorts and noise
+    come from the operating system's entropy, not from the run's seed, which would reveal both. Such a run is not
+    reproducible and does not resume exactly.
 
-    It needs ``sampler=BernoulliSampler(q)`` and the extra ``privacy``.
+    Requires ``sampler=BernoulliSampler(q)`` and the extra ``privacy``.
 
     Args:
         max_norm: C, the largest norm of a client's message.
@@ -104,10 +104,10 @@ class DifferentialPrivacy(Aggregator):
         return bound
 
     def epsilon(self, rounds: int) -> float:
-        r"""Return :math:`\varepsilon` after so many rounds, of an aggregator that belongs to a run.
+        r"""Return :math:`\varepsilon` after a number of rounds, for the aggregator of a run.
 
         Raises:
-            FederatedError: If it belongs to none, or that is no number of rounds.
+            FederatedError: If the aggregator has no run, or ``rounds`` is not a count.
         """
         if self._rdp is None:
             raise FederatedError(
@@ -117,19 +117,19 @@ class DifferentialPrivacy(Aggregator):
         rounds = check_count(type(self).__name__ + ".epsilon", "rounds", rounds, least=0)
         if rounds == 0:
             return 0.0
-        with warnings.catch_warnings():  # at the first or last order it is a bound all the same
+        with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
             warnings.simplefilter("ignore")
             found, _ = _accountant().get_privacy_spent(orders=_ORDERS, rdp=rounds * self._rdp, delta=self.delta)
         return float(found)
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
-        """Return what clips messages, adds them up and adds noise."""
+        """Return an object that clips a cohort's messages, sums them and adds noise."""
         std = self.noise_multiplier * self.max_norm
         return PrivateAggregation(std, self._probability, self.max_norm, *arguments, **named)
 
 
 class PrivateAggregation(ClippedAggregation):
-    """The sum of clipped messages with noise, by the expected number of clients."""
+    """The noisy sum of clipped messages, divided by the expected number of clients."""
 
     needs_clients = False
 
@@ -140,7 +140,7 @@ class PrivateAggregation(ClippedAggregation):
         self._is_noisy = False
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Add the messages of clients, clipped."""
+        """Clip the messages of some clients and add them."""
         self._check_names(send)
         for value, index in zip(send[self._name], steps, strict=True):
             clipped, total = self._clipped(self._name, value, index), self._sums.get(self._name)
@@ -149,12 +149,12 @@ class PrivateAggregation(ClippedAggregation):
         self._added += steps
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Combine the sums of all processes, with the noise of the first one."""
+        """Sum over all processes; only the first one adds noise."""
         self._noisy_sum(x, ranks.rank)
         super().merge(partials, ranks, x)
 
     def _noisy_sum(self, x: Vector, rank: int) -> Tensor:
-        """Return the sum; in the first process, noise is added once."""
+        """Return the sum; the first process adds noise to it once."""
         total = self._sums.setdefault(self._name, torch.zeros(x.shape, **accumulation(x.device)))
         if rank == 0 and not self._is_noisy:
             total.add_(gaussian_noise(total.numel(), self._std).to(total).view(total.shape))
@@ -162,12 +162,12 @@ class PrivateAggregation(ClippedAggregation):
         return total
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
-        """Return the noisy sum by the expected number of clients, also where nobody took part."""
+        """Return the noisy sum divided by the expected number of clients, also for an empty cohort."""
         return {self._name: narrowed(self._noisy_sum(x, 0) / self._expected, x)}, None
 
 
 def gaussian_noise(count: int, std: float) -> Tensor:
-    """Return independent Gaussian numbers [count] made of the operating system's entropy (Box and Muller, 1958)."""
+    """Return independent Gaussian numbers [count] from the operating system's entropy (Box and Muller, 1958)."""
     parts = []
     for start in range(0, (count + 1) // 2, _BLOCK):
         pairs = min(_BLOCK, (count + 1) // 2 - start)

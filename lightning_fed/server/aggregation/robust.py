@@ -1,4 +1,4 @@
-"""Aggregation that a share of bad clients cannot carry off: norm clipping, medians, the trimmed mean."""
+"""Aggregation that tolerates a share of bad clients: norm clipping, medians, the trimmed mean."""
 
 import math
 from abc import abstractmethod
@@ -20,7 +20,7 @@ from lightning_fed.server.sampling import Sampler
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "NormClipping", "RobustAggregator", "TrimmedMean"]
 
-_BLOCK = 2**14  # columns that are sorted at once: copies of them are all that a coordinate-wise rule needs besides
+_BLOCK = 2**14  # columns sorted in one block, which bounds the extra memory of a coordinate-wise rule
 
 
 class NormClipping(Aggregator):
@@ -31,12 +31,12 @@ class NormClipping(Aggregator):
     .. math::
         m \leftarrow \sum_i p_i \frac{m_i}{\max(1, \lVert m_i \rVert / M)}
 
-    A bad client still moves the mean, by :math:`p_i M` at most. Messages are added up as they arrive, as for the plain
+    A bad client still moves the mean, by at most :math:`p_i M`. Messages are summed as they arrive, as for the plain
     mean.
 
     Args:
-        max_norm: :math:`M > 0`. One number for methods that send a single message; for others a mapping with a number
-            for each: the messages of ``reduces``, and ``full_grad_x`` for full-batch gradients at x.
+        max_norm: :math:`M > 0`. One number for methods that send a single message; for others a number per message:
+            those of ``reduces``, and ``full_grad_x`` for full-batch gradients at x.
 
     Raises:
         FederatedError: If a number is not positive and finite.
@@ -58,7 +58,7 @@ class NormClipping(Aggregator):
             self.max_norm = check_number(owner, "max_norm", max_norm, positive=True)
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
-        """Return the aggregator, which must have a bound for every message of the method and for no other."""
+        """Return the aggregator; raise unless it has a bound for exactly the messages of the method."""
         names = [*algorithm.reduces, *(FULL_GRAD + point for point in averaged_points(algorithm))]
         given = {names[0]: self.max_norm} if not isinstance(self.max_norm, dict) else self.max_norm
         if set(given) != set(names):
@@ -70,12 +70,12 @@ class NormClipping(Aggregator):
         return super().for_run(algorithm, weighting, sampler)
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
-        """Return what clips the messages of a cohort and adds them up."""
+        """Return an object that clips and sums the messages of a cohort."""
         return ClippedAggregation(self.max_norm, *arguments, **named)
 
 
 class ClippedAggregation(Aggregation):
-    """Weighted sums of messages that are clipped to their bounds."""
+    """Weighted sums of messages clipped to their bounds."""
 
     is_one_by_one = True
 
@@ -84,7 +84,7 @@ class ClippedAggregation(Aggregation):
         self.bounds = bounds if isinstance(bounds, Mapping) else dict.fromkeys(self.reduces, bounds)
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Add the messages of clients, clipped; one that is not finite is a :class:`ClientError`."""
+        """Clip and add the messages of clients; a non-finite message is a :class:`ClientError`."""
         self._check_names(send)
         clipped = {
             name: torch.stack([self._clipped(name, value, index) for value, index in zip(values, steps, strict=True)])
@@ -101,7 +101,7 @@ class ClippedAggregation(Aggregation):
 
 
 class CollectedAggregation(Aggregation):
-    """The messages of a cohort, collected until all are there, and what a rule makes of them."""
+    """Collects the messages of a cohort and applies a rule once all have arrived."""
 
     is_one_by_one = True
 
@@ -114,7 +114,7 @@ class CollectedAggregation(Aggregation):
         self._ranks: Exchange | None = None
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Collect the messages of clients; one that is not finite is a :class:`ClientError`."""
+        """Collect the messages of clients; a non-finite message is a :class:`ClientError`."""
         self._check_names(send)
         for row, index in enumerate(steps):
             copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor sent under two names is stored once
@@ -132,12 +132,12 @@ class CollectedAggregation(Aggregation):
         self._note_steps(steps)
 
     def partial(self) -> dict[str, Any]:
-        """Return what other processes need before messages are exchanged."""
+        """Return the steps and shapes that other processes need before messages are exchanged."""
         steps = {index: self._steps[index] for index in sorted(self._collected)}
         return {"steps": steps, "shapes": {name: tuple(shape) for name, shape in self._shapes.items()}}
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
-        """Note which process has which messages; they are exchanged when they are combined."""
+        """Record which process has which messages; :meth:`compute` exchanges them."""
         self._ranks = ranks
         self._by_rank = [list(partial["steps"]) for partial in partials]
         for partial in partials:
@@ -145,7 +145,7 @@ class CollectedAggregation(Aggregation):
             self._shapes.update({name: torch.Size(shape) for name, shape in partial["shapes"].items()})
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
-        """Return what the rule makes of the messages; all processes must call it."""
+        """Apply the rule to the messages; all processes must call it."""
         by_rank = self._by_rank or [sorted(self._collected)]
         there = [index for indices in by_rank for index in indices]
         if not there:
@@ -154,7 +154,7 @@ class CollectedAggregation(Aggregation):
         return {name: self._combined(name, there, counts, x) for name in self.reduces}, None
 
     def _combined(self, name: str, there: Sequence[int], counts: Sequence[int], x: Vector) -> Tensor:
-        """Return the combined message; ``there`` are the clients, process by process, of which each has so many."""
+        """Return the combined message of the clients ``there``, ordered by process, with ``counts`` of each."""
         shape, ranks = self._shapes[name], self._ranks
         mine = [self._collected[index].pop(name).reshape(-1) for index in sorted(self._collected)]
         rows = torch.stack(mine).to(x.dtype) if mine else x.new_empty(0, shape.numel())
@@ -182,11 +182,11 @@ class CollectedAggregation(Aggregation):
         return part
 
     def _weights(self, rule: str, there: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the clients' weights [S], and how often each message counts where weights are equal."""
+        """Return the clients' weights [S], and how often to repeat each message if weights are equal."""
         members = [self._members[index] for index in there]
-        if rule == "population":  # a sum over clients, in which nobody counts twice
+        if rule == "population":  # in a sum over clients, each counts once
             return torch.full((len(there),), 1 / len(there), dtype=torch.float64), [1] * len(there)
-        if not self._rule.weighted:  # a client that was drawn twice is there twice
+        if not self._rule.weighted:  # a client drawn twice counts twice
             repeats = [member.count for member in members]
             return torch.full((sum(repeats),), 1 / sum(repeats), dtype=torch.float64), repeats
         raw = torch.tensor([self._raw[rule][index] for index in there], dtype=torch.float64)
@@ -196,7 +196,7 @@ class CollectedAggregation(Aggregation):
 
 
 def not_finite(member: Participant, name: str) -> ClientError:
-    """Return the error that a client sent a message that is not finite."""
+    """Return the error for a message that is not finite."""
     return ClientError(
         f"Client {member.client_id!r} sent a message {name!r} that is not finite. Lower the learning rate, clip"
         " gradients, or look at its data.",
@@ -205,10 +205,10 @@ def not_finite(member: Participant, name: str) -> ClientError:
 
 
 class RobustAggregator(Aggregator):
-    """An aggregator that looks at all messages of a cohort at once.
+    """An aggregator that needs all messages of a cohort at once.
 
-    A subclass gives :meth:`combine`, and sets :attr:`weighted` if clients may count unequally. All messages are held
-    until the end of the round, whatever the chunk. With several processes, each combines some of the columns.
+    A subclass defines :meth:`combine`, and sets :attr:`weighted` if clients may have unequal weights. All messages stay
+    in memory until the end of the round. With several processes, each combines a part of the columns.
     """
 
     @abstractmethod
@@ -216,13 +216,13 @@ class RobustAggregator(Aggregator):
         """Return one message [P] for those of a cohort.
 
         Args:
-            messages: The clients' messages [S, P] in their stored order; a process may see some of the columns only.
+            messages: The clients' messages [S, P] in their stored order, possibly only some columns.
             weights: The clients' weights [S], which sum to one.
-            sum_: Returns the sum of a tensor over the processes, which see different columns.
+            sum_: Returns the sum of a tensor over the processes, which have different columns.
         """
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
-        """Return what collects the messages of a cohort and combines them."""
+        """Return an object that collects and combines the messages of a cohort."""
         return CollectedAggregation(self, *arguments, **named)
 
 
@@ -230,8 +230,8 @@ class CoordinateMedian(RobustAggregator):
     """The median of every coordinate.
 
     Yin et al., *Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates*, ICML 2018
-    (https://arxiv.org/abs/1803.01498), Definition 1. It tolerates bad clients as long as they are fewer than half of
-    the cohort. Clients count alike. Of an even number of values it is the mean of the two in the middle.
+    (https://arxiv.org/abs/1803.01498), Definition 1. It tolerates bad clients while they are less than half of the
+    cohort. All clients have equal weight. For an even number of values, it is the mean of the two middle ones.
 
     Example:
         >>> import torch
@@ -249,15 +249,15 @@ class CoordinateMedian(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    r"""The mean of every coordinate without its largest and smallest values.
+    r"""The mean of every coordinate after removing its largest and smallest values.
 
-    Yin et al., ICML 2018 (https://arxiv.org/abs/1803.01498), Definition 2. Of S values of a coordinate the
-    :math:`\lfloor \beta S \rfloor` largest and as many of the smallest are left out, so as many bad clients do no harm.
-    Clients count alike.
+    Yin et al., ICML 2018 (https://arxiv.org/abs/1803.01498), Definition 2. Of the S values of a coordinate, the
+    :math:`\lfloor \beta S \rfloor` largest and smallest are removed, which tolerates that number of bad clients. All
+    clients have equal weight.
 
     Args:
-        beta: The share left out at either end, in [0, 1/2). Choose it above the share of bad clients: among those drawn
-            for a round there may be more than in the population. 0 is the mean.
+        beta: The share removed at either end, in [0, 1/2). Choose it above the share of bad clients, since a cohort may
+            contain more of them than the population does. 0 is the mean.
 
     Raises:
         FederatedError: If the share is out of range.
@@ -279,7 +279,7 @@ class TrimmedMean(RobustAggregator):
     def combine(self, messages: Tensor, weights: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the trimmed mean [P]."""
         count = len(messages)
-        out = math.floor(self.beta * count + 1e-9)  # 0.29 * 100 is a little less than 29
+        out = math.floor(self.beta * count + 1e-9)  # floor(0.29 * 100) would be 28
         return _by_columns(messages, lambda ordered: widened(ordered[out : count - out]).mean(dim=0))
 
 
@@ -293,12 +293,12 @@ class GeometricMedian(RobustAggregator):
         \beta_i \leftarrow \frac{p_i}{\max(\nu, \lVert z - m_i \rVert)}, \qquad
         z \leftarrow \frac{\sum_i \beta_i m_i}{\sum_i \beta_i}
 
-    It tolerates bad clients as long as they have less than half of the weight. Clients are weighted by the run's
-    ``weighting``. Clients report their own numbers of examples; ``weighting="uniform"`` does not depend on them.
+    It tolerates bad clients while they have less than half of the weight, under the run's ``weighting``. Clients report
+    their own numbers of examples; ``weighting="uniform"`` ignores these.
 
     Args:
-        iterations: The iterations, 3 in the paper. Each takes a part of the way: where bad messages are thousands of
-            times as long as good ones, take 10 to 20.
+        iterations: The number of iterations, 3 in the paper. Use 10 to 20 if bad messages may be thousands of times
+            longer than good ones.
         nu: The smoothing :math:`\nu > 0`.
 
     Raises:
@@ -328,12 +328,12 @@ class GeometricMedian(RobustAggregator):
 
 
 def _by_columns(messages: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what a function makes of the sorted values [S, p] of every coordinate, for blocks of columns."""
+    """Apply a function to the sorted values [S, p] of every coordinate, in blocks of columns."""
     return torch.cat([reduce(block.sort(dim=0).values) for block in messages.split(_BLOCK, dim=1)])
 
 
 def _weighted_mean(messages: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean [P] of messages [S, P] by weights [S], row by row, so that there is no wider copy of them all."""
+    """Return the weighted mean [P] of messages [S, P], row by row, without a wider copy of all of them."""
     total = torch.zeros_like(messages[0], dtype=weights.dtype)
     for message, weight in zip(messages, weights.tolist(), strict=True):
         total.add_(message, alpha=weight)

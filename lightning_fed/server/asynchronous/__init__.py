@@ -1,1 +1,1 @@
-"""Servers that do not wait for all clients of a round."""
+"""Asynchronous servers, which step before all clients of a round have replied."""

@@ -1,4 +1,4 @@
-"""Servers that do not wait for a cohort: a step is made of whatever answers have arrived."""
+"""The base of asynchronous servers: each step uses the messages that have arrived."""
 
 import heapq
 from abc import abstractmethod
@@ -25,28 +25,27 @@ __all__ = ["Arrival", "Arrivals", "Asynchronous", "Between"]
 
 
 class Arrival(NamedTuple):
-    """An answer."""
+    """A client's message and its origin."""
 
-    round: int  # in which its client began: it had the model after so many steps of the server
-    client: int  # its place in the population
+    round: int  # number of server steps in the model that its client started from
+    client: int  # position in the population
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What happens from one step of the server to the next, in order of time."""
+    """The events between two server steps, in order of time."""
 
-    begin: list[int]  # the places of the clients that begin, none of them twice
-    arrive: list[Arrival]  # the answers of which the step is made
-    left: list[Arrival]  # those that are still on their way after it
-    time: float  # when the last one arrives, in simulated seconds
+    begin: list[int]  # positions of the clients that begin, without repetition
+    arrive: list[Arrival]  # messages used by the server step
+    left: list[Arrival]  # messages still in transit after it
+    time: float  # arrival of the last one, in simulated seconds
 
 
 class Arrivals:
-    """The events of an asynchronous run: a function of the seed, worked out from the start and kept nowhere.
+    """The events of an asynchronous run, recomputed from the seed and never saved.
 
-    So many clients work at any time. One that answers makes room for another, drawn uniformly among those that neither
-    work nor have begun with the same model: what a client would do twice with one model is not worth doing. If there is
-    nobody, its place stays free until the next step of the server.
+    ``concurrency`` clients work at any time. When one replies, another starts, drawn uniformly among the idle clients
+    that have not yet started from the current model. If there is none, the slot stays free until the next server step.
     """
 
     def __init__(
@@ -58,11 +57,11 @@ class Arrivals:
 
     def _restart(self) -> None:
         self._round, self._time, self._begun = -1, 0.0, 0
-        self._at_work: list[tuple[float, int, Arrival]] = []  # a heap by time; the second settles ties
+        self._at_work: list[tuple[float, int, Arrival]] = []  # a heap by time; the second entry breaks ties
         self._between: Between | None = None
 
     def in_round(self, round: int) -> Between:
-        """Return what happens before the server's step in a round."""
+        """Return the events before the server's step of a round."""
         if round < self._round:
             self._restart()
         while self._round < round:
@@ -83,14 +82,14 @@ class Arrivals:
                 self._begun += 1
             self._time, _, arrival = heapq.heappop(self._at_work)
             arrive.append(arrival)
-            if arrival.round < self._round:  # it may begin again, with a newer model
+            if arrival.round < self._round:  # it may start again from a newer model
                 busy.remove(arrival.client)
             if len(arrive) == self.size:
                 break
         return Between(begin, arrive, [arrival for _, _, arrival in sorted(self._at_work)], self._time)
 
     def _draw(self, busy: set[int]) -> int | None:
-        """Return a client that is not busy, None if there is none."""
+        """Return a client that is not busy, or None."""
         if len(busy) == len(self.population):
             return None
         stream = generator(self.seed, Purpose.COHORT, self._begun)
@@ -102,14 +101,14 @@ class Arrivals:
 class Asynchronous(Aggregator):
     """A simulated asynchronous run; see :class:`lightning_fed.server.FedBuff` and ``FedAsync``.
 
-    It is the sampler and the aggregator of the run in one. Clients are trained when they begin, from the model of that
-    time, and their messages are held until the clock says that they arrive. So a round trains the clients that begin
-    between two steps of the server, and its step is made of the messages that arrive between them.
+    It is both the sampler and the aggregator of the run. A client trains when it begins, from the model of that time,
+    and its message is held until its simulated arrival. A round therefore trains the clients that begin between two
+    server steps, and its step uses the messages that arrive between them.
 
     Args:
-        size: The answers of which the server makes a step, M.
-        concurrency: The clients at work at a time.
-        clock: How long they take; all alike by default.
+        size: M, the number of messages per server step.
+        concurrency: The number of clients training at a time.
+        clock: The clients' training times; all equal by default.
 
     Raises:
         FederatedError: If a number is not positive.
@@ -127,26 +126,26 @@ class Asynchronous(Aggregator):
         self._arrivals: Arrivals | None = None
         self._round = -1
         self._messages: dict[tuple[int, ClientId], State] = {}  # by the round in which their client began, and its id
-        self._on_their_way: list[tuple[int, ClientId]] = []  # after the last step; others serve if it is repeated
+        self._on_their_way: list[tuple[int, ClientId]] = []  # after the last step
 
     @abstractmethod
     def weight(self, staleness: int) -> float:
-        """Return how much an answer counts.
+        """Return the weight of a message.
 
         Args:
-            staleness: The steps that the server has taken since its client began.
+            staleness: The server steps since its client began.
         """
 
     def held(self, change: Vector, x: Vector) -> Vector:
-        """Return what is held of a client's change, given where it began [P]; the change itself by default."""
+        """Return the value to store for a client's change, given its starting point [P]; the change by default."""
         return change
 
     def applied(self, held: Vector, x: Vector) -> Vector:
-        """Return the change that the server makes of what was held, given where it stands now [P]; the same."""
+        """Return the change to apply for a stored value, given the current model [P]; the value by default."""
         return held
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
-        """Return what a run of this method uses; refuse a method that needs all clients of a round at once."""
+        """Return a copy for a run of this method; raise if the method needs all clients of a round at once."""
         name, method = type(self).__name__, type(algorithm).__name__
         needs = None
         if averaged_points(algorithm):
@@ -165,10 +164,10 @@ class Asynchronous(Aggregator):
         run._arrivals, run._messages, run._on_their_way = None, {}, []
         return run
 
-    # ------------------------------------------------------------------ who begins
+    # ------------------------------------------------------------------ sampling
 
     def count(self, population: int) -> int:
-        """Return how many clients work at a time, or refuse a population that is too small."""
+        """Return the number of clients training at a time; raise if the population is too small."""
         for name, wanted in (("size", self.size), ("concurrency", self.concurrency)):
             if wanted > population:
                 raise FederatedError(
@@ -186,27 +185,27 @@ class Asynchronous(Aggregator):
         return [population[client] for client in self.between().begin]
 
     def events(self, seed: int, population: Sequence[ClientId]) -> Arrivals:
-        """Return who begins and who arrives when in a run; another class can go by events that were recorded."""
+        """Return the run's starts and arrivals; a subclass may return recorded events."""
         return Arrivals(seed, population, self.clock, self.size, self.concurrency)
 
     def between(self) -> Between:
-        """Return what happens in the round at work, or in the last one."""
+        """Return the events of the current round, or of the last one."""
         assert self._arrivals is not None
         return self._arrivals.in_round(self._round)
 
-    # ------------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------------ aggregation
 
     def of_round(self, reduces: Mapping[str, str], weighting: Weighting, *arguments: Any, **named: Any) -> "_Arriving":
-        """Return what holds the messages of those that begin, and puts together those that arrive."""
+        """Return an object that stores the messages of clients that begin, and combines those that arrive."""
         return _Arriving(self, reduces, "uniform", *arguments, **named)
 
     def key_of(self, arrival: Arrival) -> tuple[int, ClientId]:
-        """Return the round and the id of the client that an arrival is of."""
+        """Return the round and the client id of an arrival."""
         assert self._arrivals is not None
         return arrival.round, self._arrivals.population[arrival.client]
 
     def taken(self, begun: Mapping[ClientId, State]) -> list[tuple[int, State]]:
-        """Take in the messages of those that began in this round, and return those that arrive with their staleness."""
+        """Store the messages of clients that began in this round; return those that arrive, with their staleness."""
         between = self.between()
         self._messages |= {(self._round, client_id): messages for client_id, messages in begun.items()}
         arriving = list[tuple[int, State]]()
@@ -225,11 +224,11 @@ class Asynchronous(Aggregator):
         return arriving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the messages that are on their way after the last completed round."""
+        """Return the messages in transit after the last completed round."""
         return {"messages": [(*key, dict(self._messages[key])) for key in self._on_their_way]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], x: Vector) -> None:
-        """Go on with the messages of a checkpoint; those that cannot be such are a ValueError."""
+        """Restore the messages in transit of a checkpoint; invalid ones are a ValueError."""
         self._arrivals = None
         self._messages = {
             (began, client_id): {name: value.to(x.device) for name, value in messages.items()}
@@ -243,7 +242,7 @@ class Asynchronous(Aggregator):
 
 
 class _Arriving(CollectedAggregation):
-    """The messages of the clients that begin in a round, in return for those that arrive."""
+    """Collects the messages of clients that begin in a round, and combines those that arrive."""
 
     needs_clients = False
 
@@ -256,7 +255,7 @@ class _Arriving(CollectedAggregation):
         super().merge(partials, ranks, x)
         everybody = [index for indices in self._by_rank for index in indices]
         everybodys = {index: State() for index in everybody}
-        for name in sorted(self._shapes):  # processes may have learned the names in different orders
+        for name in sorted(self._shapes):  # processes may have seen the names in different orders
             rows = x.new_zeros(len(everybody), *self._shapes[name])
             for row, index in zip(rows, everybody, strict=True):
                 if index in self._collected:
@@ -267,13 +266,13 @@ class _Arriving(CollectedAggregation):
         self._collected = everybodys
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
-        """Return what the server makes of the messages that arrive; those that begin in this round begin at x."""
+        """Combine the arriving messages; clients that begin in this round begin at x."""
         run = self._run
         begun = {self._members[index].client_id: _with(own, run.held, x) for index, own in self._collected.items()}
         means = dict[str, Tensor]()
         for staleness, held in run.taken(begun):
             for name, value in _with(held, run.applied, x).items():
-                # sums over all clients, such as SCAFFOLD's c, stay what they are, however late a part comes
+                # sums over all clients, such as SCAFFOLD's c, are not discounted for staleness
                 is_sum = self.reduces[name] == "population"
                 weight = 1 / self.population if is_sum else run.weight(staleness) / run.size
                 if name not in means:
@@ -283,5 +282,5 @@ class _Arriving(CollectedAggregation):
 
 
 def _with(messages: State, function: Callable[[Vector, Vector], Vector], x: Vector) -> State:
-    """Return messages with another "delta"."""
+    """Return messages with the function applied to "delta"."""
     return {name: function(value, x) if name == "delta" else value for name, value in messages.items()}

@@ -1,4 +1,4 @@
-"""How long clients take, in simulated seconds."""
+"""Simulated training times of clients, in seconds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,25 +14,25 @@ from lightning_fed.core.types import ClientId
 
 __all__ = ["ClientClock"]
 
-_PER_CLIENT, _SLOW, _JITTER = 1, 2, 3  # what a stream of speeds is for; SystemsHeterogeneity has its own
+_PER_CLIENT, _SLOW, _JITTER = 1, 2, 3  # the purposes of random streams; SystemsHeterogeneity has its own
 
 
 class ClientClock(ArgumentsRepr):
-    r"""The simulated seconds from when a client is given a model until its answer arrives.
+    r"""The simulated seconds between sending a client the model and receiving its message.
 
     .. math::
         t_i = \text{seconds}_i \cdot [n_i] \cdot \text{slow\_factor}^{[i \text{ is slow}]}
               \cdot e^{\text{spread} \cdot u_i + \text{jitter} \cdot u_{i, r}}
 
-    with :math:`u` standard normal, :math:`u_i` the same in every round. Which clients are slow is drawn once: the share
-    of all of them, rounded. Everything is a function of the seed, the client and the round.
+    with :math:`u` standard normal and :math:`u_i` the same in every round. The slow clients are drawn once, a rounded
+    share of all. All times are functions of the seed, the client and the round.
 
     Args:
-        seconds: For all clients; or a mapping from id to seconds, or the path of a JSON object or a CSV file with the
-            columns ``client`` and ``seconds``, such as a trace of real devices.
-        per_example: Whether these are seconds for each of a client's n_i examples.
+        seconds: A number for all clients, a mapping from id to seconds, or the path of a JSON object or a CSV file with
+            the columns ``client`` and ``seconds``, such as a trace of real devices.
+        per_example: Whether ``seconds`` is per example, and so multiplied by n_i.
         slow_share: The share of slow clients, in [0, 1).
-        slow_factor: How many times longer they take, at least 1.
+        slow_factor: The factor of the slow clients' seconds, at least 1.
         spread: The standard deviation over clients of the logarithm of their seconds, at least 0.
         jitter: The same over the rounds of one client.
 
@@ -71,12 +71,12 @@ class ClientClock(ArgumentsRepr):
         self._base: tuple[int, Sequence[ClientId], Tensor] | None = None
 
     def seconds_of(self, seed: int, population: Sequence[ClientId], client: int, round: int) -> float:
-        """Return how long a client takes in a round.
+        """Return the seconds that a client takes in a round.
 
         Args:
             seed: The run's seed.
-            population: The clients there are; if seconds are per example it has their ``sizes``.
-            client: The client's place among them.
+            population: The clients of the run, with their ``sizes`` if seconds are per example.
+            client: The client's position among them.
             round: The round in which it begins.
         """
         if self._base is None or self._base[0] != seed or self._base[1] is not population:
@@ -88,7 +88,7 @@ class ClientClock(ArgumentsRepr):
         return seconds
 
     def _base_of(self, seed: int, population: Sequence[ClientId]) -> Tensor:
-        """Return the seconds [N] of all clients that hold in every round, float64."""
+        """Return the part of the clients' seconds that is equal in every round, float64 [N]."""
         count = len(population)
         base = torch.ones(count, dtype=torch.float64)
         base *= self.seconds.of(population) if isinstance(self.seconds, ClientWeights) else self.seconds

@@ -1,4 +1,4 @@
-"""Asynchronous servers: FedBuff steps for every M answers, FedAsync towards each client's model as it arrives."""
+"""Asynchronous servers: FedBuff steps after every M messages, FedAsync after each message."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ __all__ = ["FedAsync", "FedBuff"]
 
 
 class FedBuff(Asynchronous):
-    r"""A server that steps along the mean of the M answers that arrive next, however old the models they rest on.
+    r"""A server that steps along the mean of the next M messages to arrive, however stale they are.
 
     Nguyen et al., *Federated Learning with Buffered Asynchronous Aggregation*, AISTATS 2022
     (https://arxiv.org/abs/2106.06639), Algorithm 1 and the scaling of its experiments:
@@ -20,14 +20,14 @@ class FedBuff(Asynchronous):
     .. math::
         x^{r+1} = x^r + \eta_s \frac1M \sum_{m=1}^M (1 + \tau_m)^{-a} \Delta_m
 
-    with :math:`\Delta_m = y_m - x^{r - \tau_m}` and :math:`\tau_m` the steps that the server has taken since the client
-    began. The rate :math:`\eta_s` is the server optimizer's.
+    with :math:`\Delta_m = y_m - x^{r - \tau_m}` and :math:`\tau_m` the server steps since the client began. The rate
+    :math:`\eta_s` is the server optimizer's.
 
     Args:
-        size: The answers of which the server makes a step, M.
-        concurrency: The clients at work at a time.
-        staleness_exponent: :math:`a \ge 0`; with 0 all answers count alike.
-        clock: How long clients take; all alike by default.
+        size: M, the number of messages per server step.
+        concurrency: The number of clients training at a time.
+        staleness_exponent: :math:`a \ge 0`. With 0, all messages have equal weight.
+        clock: The clients' training times; all equal by default.
 
     Raises:
         FederatedError: If a value is out of range.
@@ -57,18 +57,18 @@ class FedAsync(Asynchronous):
     .. math::
         x^{r+1} = (1 - \alpha_r) x^r + \alpha_r y, \qquad \alpha_r = \alpha \, s(\tau)
 
-    with :math:`\tau` the steps that the server has taken since the client began, and s(tau) = 1 ("constant"),
-    :math:`(1 + \tau)^{-a}` ("polynomial"), or 1 up to b and then :math:`1 / (a (\tau - b) + 1)` ("hinge"). The paper's
-    clients have a proximal term: use :class:`lightning_fed.algorithms.FedProx`. Leave the server's optimizer at SGD
-    with rate 1, or it is applied to :math:`\alpha_r (y - x^r)`.
+    with :math:`\tau` the server steps since the client began, and s(tau) = 1 ("constant"), :math:`(1 + \tau)^{-a}`
+    ("polynomial"), or 1 up to b and then :math:`1 / (a (\tau - b) + 1)` ("hinge"). The paper's clients have a proximal
+    term: use :class:`lightning_fed.algorithms.FedProx`. Leave the server's optimizer at SGD with rate 1; another one is
+    applied to :math:`\alpha_r (y - x^r)`.
 
     Args:
-        concurrency: The clients at work at a time.
-        alpha: The weight of a model that is up to date, in (0, 1].
+        concurrency: The number of clients training at a time.
+        alpha: The weight of a model without staleness, in (0, 1].
         staleness: The name of s.
-        a: Its parameter, at least 0.
-        b: Its other parameter, for the hinge alone, at least 0.
-        clock: How long clients take; all alike by default.
+        a: The parameter of "polynomial" and "hinge", at least 0.
+        b: The other parameter of "hinge", at least 0.
+        clock: The clients' training times; all equal by default.
 
     Raises:
         FederatedError: If a value is out of range.
@@ -110,5 +110,5 @@ class FedAsync(Asynchronous):
         return x + change
 
     def applied(self, held: Vector, x: Vector) -> Vector:
-        """Return the way from where the server stands to the client's model."""
+        """Return the difference between the client's model and the current one."""
         return held - x

@@ -1,1 +1,1 @@
-"""What clients keep between rounds: the state, and its stores in memory and on disk."""
+"""Client states, and their stores in memory and on disk."""

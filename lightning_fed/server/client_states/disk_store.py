@@ -1,8 +1,8 @@
-"""Client states on disk: a SQLite index for each process, over one immutable file of states a round.
+"""Client states on disk: a SQLite index per process, over one immutable file of states per round.
 
 Each fit and process has a *shard*: a folder with ``index.sqlite`` and the files ``1.states``, ``2.states``, ... A shard
-is complete by itself: a run that resumes links the files that it needs into its own shards. A checkpoint names the
-shards of its version. What it needs of them stays as long as it exists.
+is self-contained: a resumed run links the files that it needs into its own shards. A checkpoint lists the shards of its
+version. The files that it needs are kept as long as it exists.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from lightning_fed.server.client_states.store import ClientStore, MemoryClientSt
 
 __all__ = ["INDICES", "DiskClientStore", "Index", "Shard", "read_version"]
 
-_SMALL_FILES = 256  # so many are merged
+_SMALL_FILES = 256  # number of small files that are merged
 
 _NEWEST = "CREATE UNIQUE INDEX newest ON states (client) WHERE until IS NULL;"
 # Commit n writes file n. A state belongs to the versions from the number of its file until just before `until`, which
@@ -63,7 +63,7 @@ _DELETE_SUPERSEDED = """DELETE FROM states WHERE until >= ? AND NOT EXISTS (
     SELECT 1 FROM versions WHERE number >= file AND number < until)
 """
 _DELETE_NEWEST = "DELETE FROM states WHERE until IS NULL AND file > (SELECT COALESCE(MAX(number), -1) FROM versions)"
-# the newest states in files that are mostly out of date, and in small ones if there are many, up to a number of bytes
+# the newest states in files that are mostly out of date, and in small files if there are many, up to a byte limit
 _TO_REWRITE = """SELECT * FROM current WHERE file IN (
     SELECT id FROM (SELECT id, SUM(live) OVER (ORDER BY live, id) AS sum FROM files WHERE live > 0 AND (
         2 * live <= bytes OR bytes < :small
@@ -78,21 +78,21 @@ class Shard(NamedTuple):
     name: str  # of its folder
     number: int  # of the last commit
     clients: int  # with a state
-    total: int  # of client indices and checksums
+    total: int  # sum of client indices and checksums
 
 
 class Index:
-    """The SQLite file of a shard, which is opened when it is used, and the files of states beside it.
+    """The SQLite file of a shard, opened on first use, and the shard's files of states.
 
-    With the write-ahead log, a commit appends once, and a kill leaves whole transactions. The connection locks the file
-    for itself, so SQLite needs no memory that is shared between processes, which network file systems do not have.
+    With the write-ahead log, a commit appends once, and a kill leaves complete transactions. The connection locks the
+    file exclusively, so SQLite needs no shared memory, which network file systems lack.
     """
 
-    patience = 5.0  # seconds to wait for a process that has it open
+    patience = 5.0  # seconds to wait while another process has it open
 
     def __init__(self, folder: Path, is_used: bool = False) -> None:
         self.folder, self.path = folder, folder / "index.sqlite"
-        self.is_used = is_used  # by a store of this process, so that the newest states stay
+        self.is_used = is_used  # by a store of this process, which needs the newest states
         self._db: sqlite3.Connection | None = None
 
     def connect(self) -> sqlite3.Connection:
@@ -114,7 +114,7 @@ class Index:
 
     @contextmanager
     def opened(self) -> Iterator[sqlite3.Connection]:
-        """Yield the connection; one that is opened for this is closed again."""
+        """Yield the connection; close it afterwards if this opened it."""
         was_open = self._db is not None
         try:
             yield self.connect()
@@ -133,22 +133,22 @@ class Index:
         return self.folder / f"{number}.states"
 
     def read(self, number: int, client: int, offset: int, length: int, checksum: int) -> bytes:
-        """Return the bytes of a client's state; a damaged one is refused by name."""
-        path = self.file(number)  # not mapped into memory: the process would end if somebody truncated the file
+        """Return the bytes of a client's state; the error for a damaged one names its file."""
+        path = self.file(number)  # not mapped into memory: truncation by another process would end this one
         with _named(path, reads=True), open(path, "rb") as file, suppress(TypeError, OverflowError):
-            file.seek(offset)  # in a changed index, this may not be a number
+            file.seek(offset)  # in a modified index, this may not be a number
             data = file.read(min(length, os.fstat(file.fileno()).st_size))
             if (len(data), zlib.crc32(data, client)) == (length, checksum):
                 return data
         raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
 
     def states(self, rows: Iterable[tuple[int, int, int, int, int]]) -> dict[int, State]:
-        """Return the states to which rows of the index point, by client."""
+        """Return the states that rows of the index refer to, by client."""
         states = {}
         for number, client, *place in rows:
             data = self.read(number, client, *place)
             try:
-                tensors = sorted(load(data).items())  # which come in any order
+                tensors = sorted(load(data).items())  # in any order
             except (SafetensorError, ValueError, KeyError, TypeError) as error:
                 path = self.file(number)
                 raise FederatedError(f"{path} holds no tensors for the client with index {client}: {error}.") from error
@@ -156,11 +156,11 @@ class Index:
         return states
 
     def versions(self) -> set[tuple[str, str]]:
-        """Return the names of versions, each with a checkpoint that refers to it."""
+        """Return the names of all versions, each with the checkpoint that refers to it."""
         return set(self.connect().execute("SELECT name, checkpoint FROM versions WHERE name <> ''"))
 
     def trim(self, wanted: set[str]) -> None:
-        """Delete all that neither wanted versions nor a store of this process need."""
+        """Delete everything except the wanted versions and the states of this process's stores."""
         kept = {*wanted, ""} if self.is_used else wanted
         gone = [row for row in self.connect().execute("SELECT DISTINCT name FROM versions") if row[0] not in kept]
         if gone:
@@ -172,12 +172,12 @@ class Index:
             self.sweep()
 
     def sweep(self) -> None:
-        """Delete the files without a state."""
+        """Delete files that contain no needed state."""
         db = self.connect()
         unused = db.execute("SELECT id FROM files WHERE NOT EXISTS (SELECT 1 FROM states WHERE file = id)").fetchall()
         db.executemany("DELETE FROM files WHERE id = ?", unused)
         paths = {self.file(number) for (number,) in unused}
-        if not self.is_used:  # also those that a killed process left
+        if not self.is_used:  # including those left by a killed process
             paths = {*self.folder.glob("*.states")} - {self.file(n) for (n,) in db.execute("SELECT id FROM files")}
         for path in paths:
             with suppress(OSError):
@@ -189,7 +189,7 @@ INDICES: "weakref.WeakValueDictionary[Path, Index]" = weakref.WeakValueDictionar
 
 
 def _leave_connections_to_parent() -> None:
-    """Do not use connections in a forked process, nor close them: that would write to the parent's files."""
+    """Drop connections in a forked process without closing them, which would write to the parent's files."""
     for index in list(INDICES.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(index._db))
         index._db = None
@@ -202,30 +202,29 @@ if hasattr(os, "register_at_fork"):
 class DiskClientStore(ClientStore):
     """Client states in the files of a new shard, in the safetensors format; reading runs no code.
 
-    The states of a round are appended to a new file as they are staged. Files of which more than half is out of date,
-    and small ones when there are many, are copied into the file of a later round, little by little: the newest states
-    take at most about twice their size.
+    Staged states are appended to a new file per round. Later rounds gradually copy files that are more than half out of
+    date, and small files if there are many. So the disk use is at most about twice the size of the newest states.
     """
 
-    rewrite_bytes = 2**26  # that a round copies, or as many as it writes if these are more
+    rewrite_bytes = 2**26  # bytes that a round copies, or as many as it writes if that is more
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.index = INDICES[folder / name] = Index(folder / name, is_used=True)
-        self._number = self._flushed = 0  # of the last commit, and of the last one whose file is on the disk
+        self._number = self._flushed = 0  # the last commit, and the last one that is on the disk
         self._staged: dict[int, tuple[int, int, int]] = {}  # offset, length and checksum
         with _named(self.index.path):
             self.index.folder.mkdir()
         self.load_version(folder, [])
 
     def __reduce__(self) -> Any:
-        """A copy holds the states in memory: it outlives the files, which are this store's alone."""
+        """Pickle as a store in memory, which outlives this store's files."""
         store = MemoryClientStore()
         store.load_state_dict(self.state_dict())
         return copy, (store,)
 
     def __len__(self) -> int:
-        """The number of clients with a kept state."""
+        """The number of clients with a state."""
         with self._open() as db:
             return int(db.execute("SELECT COUNT(*) FROM current").fetchone()[0])
 
@@ -235,18 +234,18 @@ class DiskClientStore(ClientStore):
             yield db
 
     def get(self, index: int) -> State | None:
-        """Read a client's committed state, None if it has none yet; it is refused by name if it is damaged."""
+        """Return a client's committed state, or None; the error for a damaged one names its file."""
         with self._open() as db:
             row = db.execute("SELECT * FROM current WHERE client = ?", (index,))
             return self.index.states(row).get(index)
 
     def state_dict(self) -> dict[int, State]:
-        """Return all committed states, in memory."""
+        """Read all committed states into memory."""
         with self._open() as db:
             return self.index.states(db.execute("SELECT * FROM current ORDER BY client"))
 
     def stage(self, index: int, state: State) -> None:
-        """Write a client's new state, which is not to be seen until the round is complete."""
+        """Write a client's new state, which becomes visible when the round is complete."""
         if state:
             self._append([(index, _to_bytes(state))])
 
@@ -257,10 +256,10 @@ class DiskClientStore(ClientStore):
             self._append((i, _to_bytes({name: rows[name][at] for name in rows})) for at, i in enumerate(indices))
 
     def _append(self, states: Iterable[tuple[int, bytes]]) -> None:
-        """Write to the round's file, after what a write that failed may have left there."""
+        """Append to the round's file, after any bytes left by a failed write."""
         path, places = self.index.file(self._number + 1), {}
         with _named(path):
-            self.index.connect()  # until the fit ends: whatever reads it then closes it again
+            self.index.connect()  # stays open until the fit ends; later readers close it again
             with open(path, "ab") as file:
                 for index, data in states:
                     places[index] = (file.tell(), len(data), zlib.crc32(data, index))
@@ -294,12 +293,12 @@ class DiskClientStore(ClientStore):
             self.index.file(self._number + 1).unlink()
 
     def load_state_dict(self, states: Mapping[int, Any], is_mine: Callable[[int], bool] = lambda index: True) -> None:
-        """Take the states of the clients that are this process's own. The store must be new."""
+        """Load the states of this process's clients. The store must be new."""
         self._append((int(i), _to_bytes(state)) for i, state in states.items() if state and is_mine(int(i)))
         self.commit()
 
     def record(self, name: str, checkpoint: str) -> Shard:
-        """Keep the newest states as a version, when they are safely on the disk; return what a checkpoint must hold."""
+        """Save the newest states as a version once they are on the disk; return the checkpoint's entry."""
         with self._open() as db:
             new = db.execute("SELECT id FROM files WHERE id > ?", (self._flushed,)).fetchall()
             with ThreadPoolExecutor() as pool:
@@ -313,7 +312,7 @@ class DiskClientStore(ClientStore):
         return Shard(self.name, self._number, *sums)
 
     def load_version(self, folder: Path, shards: Sequence[Shard], rank: int = 0, processes: int = 1) -> None:
-        """Take this process's part of a version; of its files only the size is looked at. The store must be new."""
+        """Load this process's part of a version, checking only the sizes of its files. The store must be new."""
         new = self.index.folder / "index.new"  # a shard without an index was never used
         with _named(self.index.path), closing(sqlite3.connect(new, isolation_level=None)) as db:
             db.executescript(_SCHEMA)
@@ -345,7 +344,7 @@ def read_version(folder: Path, shards: Sequence[Shard], rank: int = 0, processes
 
 @contextmanager
 def _attached(db: sqlite3.Connection, path: Path, shard: Shard) -> Iterator[None]:
-    """Attach a copy of an index, which a store may use, with only a version's states; they must be those recorded."""
+    """Attach a copy of an index, which a store may be using, with one version's states; check them."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         taken = Path(folder, path.name)
         with _named(path, reads=True):
@@ -362,7 +361,7 @@ def _attached(db: sqlite3.Connection, path: Path, shard: Shard) -> Iterator[None
 
 
 def _link(source: Path, target: Path, size: int) -> None:
-    """Give a file of another shard a second name in this one, or copy it if the file system has no such links."""
+    """Hard-link a file of another shard into this one, or copy it if the file system has no hard links."""
     with _named(source, reads=True):
         if (found := source.stat().st_size) != size:
             raise FederatedError(f"{source} is damaged: it has {found:,} bytes, and {size:,} were written.")
@@ -386,7 +385,7 @@ def _to_bytes(state: State) -> bytes:
 
 @contextmanager
 def _named(path: Path, reads: bool = False) -> Iterator[None]:
-    """Raise errors of the disk and of SQLite as errors that name the file."""
+    """Convert errors of the disk and of SQLite into errors that name the file."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:

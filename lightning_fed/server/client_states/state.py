@@ -1,4 +1,4 @@
-"""What a client keeps, sorted by what it is for; states that cannot be this run's are refused."""
+"""One client's state by purpose, and checks that a stored state belongs to this run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,18 +25,18 @@ _CPU = torch.device("cpu")
 _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 PERSONAL = "personal.parameters"
-"""The name of a client's own part of the parameters [Q], beside what its method keeps."""
+"""The name of a client's personal parameters [Q], next to the method's state."""
 
 
 @dataclass
 class ClientState:
-    """What one client keeps, by name.
+    """One client's state, by name.
 
     Attributes:
-        own: The method's state, and the client's own part of the parameters.
-        buffers: The module's buffers, where every client has its own.
-        solver: The local optimizer's state, as ``solver.<parameter>.<name>``, where clients keep it.
-        residuals: What compression left out, by message.
+        own: The method's state and the personal parameters.
+        buffers: The module's buffers, if every client has its own.
+        solver: The local optimizer's state, as ``solver.<parameter>.<name>``, if clients keep it.
+        residuals: The residuals of compression, by message.
     """
 
     own: State
@@ -45,7 +45,7 @@ class ClientState:
     residuals: State = field(default_factory=dict)
 
     def joined(self) -> State:
-        """Return all of it, as a store keeps it."""
+        """Return all parts in one mapping, as a store saves it."""
         state = {**self.own, **self.solver}
         for prefix, part in ((_BUFFER, self.buffers), (_RESIDUAL, self.residuals)):
             for name, value in part.items():
@@ -54,12 +54,12 @@ class ClientState:
 
 
 def method_part(client: State) -> State:
-    """Return what a client keeps without its personal parameters, which are of no concern to the method."""
+    """Return a client's state without its personal parameters, which methods do not use."""
     return {name: value for name, value in client.items() if name != PERSONAL}
 
 
 def with_personal(keep: State, client: State, personal: Tensor) -> State:
-    """Return what clients keep with their personal parameters [Q], or [S, Q]; an empty ``keep`` leaves it as it was."""
+    """Return clients' states with personal parameters [Q] or [S, Q]; an empty ``keep`` means unchanged."""
     return {**(keep or client), PERSONAL: personal} if personal.shape[-1] else keep
 
 
@@ -85,15 +85,15 @@ class Stacked(Sequence[State]):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedState:
-    """What clients of a run keep, as far as it is known without them: names, shapes and types.
+    """The names, shapes and types that a run expects in a client's state.
 
     Attributes:
         method: The method's name.
-        own: The same of a new client.
+        own: The state of a new client.
         buffers: The module's buffers that clients keep.
         num_parameters: The number of trained tensors, personal ones included.
         ids: The client ids in their stored order.
-        device: Where clients are trained.
+        device: The device of the training.
     """
 
     method: str
@@ -104,14 +104,14 @@ class ExpectedState:
     device: torch.device = _CPU
 
     def placed(self, state: State) -> State:
-        """Return a state where clients are trained."""
+        """Return a state on the device of the training."""
         return state if self.device.type == "cpu" else {name: value.to(self.device) for name, value in state.items()}
 
     def sorted(self, index: int, state: State) -> ClientState:
-        """Return what a client keeps, checked against the method, the model and its buffers, where it is trained.
+        """Check a client's state against method, model and buffers; return it on the device of the training.
 
         The local optimizer's state stays in host memory, from where :class:`FederatedOptimizer` loads it. Checksums
-        tell damaged files, but not sound ones of another run.
+        detect damaged files, but not intact files of another run.
         """
         parts = ClientState({})
         if not state and not self.own:
@@ -136,7 +136,7 @@ class ExpectedState:
         return parts
 
     def strange(self, index: int, fault: str) -> FederatedError:
-        """Return the error that a client keeps what is not of this run."""
+        """Return the error for a client's state that is not from this run."""
         return FederatedError(
             f"What client {self.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
             f" states that it refers to, are another run's: resume from one of this run's own. Or {self.method}.finish"
@@ -145,17 +145,17 @@ class ExpectedState:
 
 
 class ClientStates:
-    """What the clients of a round keep from their last one, and what they will keep from this one."""
+    """The states of a round's clients: read from the last rounds, and collected for the next."""
 
     def __init__(self, new: Callable[[], State], store: ClientStore, expected: ExpectedState) -> None:
         self.new, self.store, self.expected = new, store, expected
 
     def of(self, index: int) -> State | None:
-        """Return what one client keeps, as it is stored, in host memory; None if it has not taken part yet."""
+        """Return one client's stored state in host memory, or None if it has not participated yet."""
         return self.store.get(index)
 
     def of_each(self, indices: Sequence[int]) -> list[ClientState]:
-        """Return what several clients keep, checked; new ones share what they begin with."""
+        """Return the checked states of several clients; new clients share their initial values."""
         new: ClientState | None = None
         states = []
         for index in indices:
@@ -167,14 +167,14 @@ class ClientStates:
         return states
 
     def of_all(self, indices: Sequence[int]) -> Stacked | None:
-        """Return the method's states of several clients at once, None where :meth:`of_each` has to be asked."""
+        """Return the method's states of several clients at once; None if :meth:`of_each` is needed."""
         if len(indices) == 1 or not self.expected.own:
             return None
         together = self.store.stacked(indices, self.new())
         return None if together is None else Stacked(self.expected.placed(together))
 
     def residuals(self, index: int, send: State) -> State:
-        """Return what compression left out of a client's messages before; it must go with the new ones."""
+        """Return a client's compression residuals, which must match its messages."""
         if (state := self.of(index)) is None:
             return {}
         residuals = self.expected.sorted(index, state).residuals
@@ -183,16 +183,16 @@ class ClientStates:
         return residuals
 
     def keep(self, index: int, state: State) -> None:
-        """Hold what a client keeps until the round is complete."""
+        """Stage a client's new state until the round is complete."""
         self.store.stage(index, state)
 
     def keep_all(self, indices: Sequence[int], states: State) -> None:
-        """Do the same for several clients' states [S, ...], which are copied."""
+        """Stage copies of several clients' states [S, ...]."""
         self.store.stage_all(indices, states)
 
 
 def _difference(state: State, wanted: State) -> str:
-    """Return in which name, shape or type kept values differ from what they should be; nothing if in none."""
+    """Return the first name, shape or type that differs from the expected one, or an empty text."""
     for name, like in wanted.items():
         value = state.get(name)
         if value is None:
@@ -204,7 +204,7 @@ def _difference(state: State, wanted: State) -> str:
 
 
 def _solver_fault(state: State, num_params: int) -> str:
-    """Return which state is of no parameter of the model; nothing if none is. Shapes are the optimizer's own affair."""
+    """Return which entry belongs to no parameter of the model, or an empty text. Shapes are not checked."""
     for name in state:
         number = name.split(".")[1]
         if not number.isdecimal() or int(number) >= num_params:

@@ -1,4 +1,4 @@
-"""What clients keep between their rounds, by stored index."""
+"""Client states between rounds, by stored index."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,26 +13,26 @@ from lightning_fed.core.types import State
 __all__ = ["ClientStore", "MemoryClientStore", "StateRows", "clone_rows", "clone_tensor", "fit_rows"]
 
 _FIRST = 64  # rows at the start
-_NEW = 0  # the row that new clients' state is read from
+_NEW = 0  # the row that a new client's state is read from
 
 
 class StateRows:
-    """States of one kind, each a row of one tensor per name.
+    """States with equal names, shapes and types, each a row of one tensor per name.
 
-    Where states are small, those of a cohort come and go in less time so than client by client.
+    Reading and writing the small states of a cohort is faster in rows than client by client.
     """
 
     def __init__(self, like: State, count: int = 0) -> None:
         self._tensors = {name: _new_rows(value[None], max(_FIRST, count + 1)) for name, value in like.items()}
         self._at: dict[int, int] = {}  # each client's row
-        self._free: list[int] = []  # rows of clients that have left
+        self._free: list[int] = []  # rows of removed clients
 
     def __len__(self) -> int:
         """The number of clients."""
         return len(self._at)
 
     def fit(self, like: State, dims: int = 0) -> bool:
-        """Whether a state is of the kind; stacked ones are with ``dims=1``."""
+        """Return whether a state, or stacked states with ``dims=1``, has the names, shapes and types of the rows."""
         return fit_rows(like, self._tensors, dims)
 
     def put(self, indices: Sequence[int], states: State) -> None:
@@ -47,7 +47,7 @@ class StateRows:
             self._tensors[name].index_copy_(0, rows, value)
 
     def get(self, index: int) -> State | None:
-        """Return a copy of a client's state, None if it has none here."""
+        """Return a copy of a client's state, or None."""
         row = self._at.get(index)
         return None if row is None else {name: own[row].clone() for name, own in self._tensors.items()}
 
@@ -61,34 +61,34 @@ class StateRows:
         return {name: own.index_select(0, rows) for name, own in self._tensors.items()}
 
     def remove(self, index: int) -> None:
-        """Forget a client, if it is here."""
+        """Remove a client, if present."""
         if index in self._at:
             self._free.append(self._at.pop(index))
 
     def states(self) -> dict[int, State]:
-        """Return copies of all states, none of which holds on to the others."""
+        """Return copies of all states, each in its own memory."""
         return {
             index: {name: own[row].clone() for name, own in self._tensors.items()} for index, row in self._at.items()
         }
 
     def _grow(self, count: int) -> None:
-        """Make room for so many rows, before anything refers to them: there may be no memory for them."""
+        """Allocate at least ``count`` rows before any index refers to them, since allocation may fail."""
         for name, own in self._tensors.items():
             if len(own) < count:
                 self._tensors[name] = _new_rows(own, max(count, 2 * len(own)))
 
 
 def fit_rows(state: State, rows: State, dims: int = 0) -> bool:
-    """Whether a state has the names, shapes and types of the rows [S, ...] of others."""
+    """Return whether a state has the names, shapes and types of rows [S, ...]."""
     return state.keys() == rows.keys() and all(
         (value.shape[dims:], value.dtype) == (rows[name].shape[1:], rows[name].dtype) for name, value in state.items()
     )
 
 
 def _new_rows(old: Tensor, count: int) -> Tensor:
-    """Return so many rows, the first ones copied.
+    """Return ``count`` rows that begin with the old ones.
 
-    NumPy asks for large pages: first writes to small ones take longer than what is written.
+    NumPy requests large pages; page faults on small ones would take longer than the copy.
     """
     memory = torch.from_numpy(np.empty(count * old[0].nbytes, np.uint8))
     rows = memory.view(old.dtype).view(count, *old.shape[1:])
@@ -96,16 +96,16 @@ def _new_rows(old: Tensor, count: int) -> Tensor:
     return rows
 
 
-_PAGES = 2**15  # bytes from which on a tensor's memory is worth being used again
-_AT_ONCE = 2**10  # states that are put side by side on their way into rows
+_PAGES = 2**15  # smallest size in bytes of tensors whose memory is worth reusing
+_AT_ONCE = 2**10  # states stacked at a time before they are copied into rows
 
 
 def clone_tensor(value: Tensor) -> Tensor:
-    """Return a copy of a tensor that a client keeps.
+    """Return a copy of a tensor of a client's state.
 
-    Kept states come and go in one size. PyTorch asks for aligned memory, of which glibc cannot use again what was given
-    back in the very same size: every state would be on new pages, each of which costs about as much as copying it. What
-    NumPy asks for is used again.
+    Client states are allocated and freed in one size. PyTorch requests aligned memory, and glibc cannot reuse freed
+    blocks of exactly that size. Every state would use new pages, which cost about as much as the copy. NumPy's memory
+    is reused.
     """
     if value.device.type != "cpu" or value.nbytes < _PAGES:
         return value.clone()
@@ -118,20 +118,20 @@ def clone_rows(rows: Tensor) -> Sequence[Tensor]:
     if rows.device.type == "cpu" and rows[0].nbytes >= _PAGES:
         return [clone_tensor(row) for row in rows]
     copies: Sequence[Tensor] = torch.unbind_copy(rows)  # type: ignore[func-returns-value, assignment]
-    return copies  # at once, which takes half the time where they are small
+    return copies  # at once, which takes half the time for small rows
 
 
 class ClientStore(ABC):
-    """Kept client states; only clients that took part have one.
+    """Client states; only clients that have participated have one.
 
-    States written during a round are staged and become visible with :meth:`commit`, together with the server's step:
-    a checkpoint taken in the middle of a round then holds the state after the last completed one. Staged states may be
-    on any device; committed ones are returned in host memory.
+    States written during a round are staged. :meth:`commit` makes them visible together with the server's step, so a
+    checkpoint saved in the middle of a round has the state after the last completed one. Staged states may be on any
+    device; committed ones are returned in host memory.
     """
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of clients with a kept state."""
+        """The number of clients with a state."""
 
     @abstractmethod
     def get(self, index: int) -> State | None:
@@ -139,25 +139,25 @@ class ClientStore(ABC):
 
     @abstractmethod
     def stage(self, index: int, state: State) -> None:
-        """Hold a client's new state until the round is complete; an empty one is not held."""
+        """Stage a client's new state until the round is complete; an empty state is ignored."""
 
     def stacked(self, indices: Sequence[int], new: State) -> State | None:
-        """Return copies of committed states [S, ...], None where one by one they are to be had at less cost."""
+        """Return copies of committed states [S, ...]; None if reading them one by one is cheaper."""
         return None
 
     def stage_all(self, indices: Sequence[int], states: State) -> None:
-        """Hold several clients' new states [S, ...] until the round is complete; they are copied."""
+        """Stage copies of several clients' new states [S, ...] until the round is complete."""
         columns = zip(*map(clone_rows, states.values()), strict=True)
         for index, row in zip(indices, columns, strict=True):
             self.stage(index, dict(zip(states, row, strict=True)))
 
     @abstractmethod
     def commit(self) -> None:
-        """Make the staged states the kept ones."""
+        """Replace committed states with the staged ones."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget the staged states."""
+        """Discard the staged states."""
 
     @abstractmethod
     def state_dict(self) -> dict[int, State]:
@@ -165,14 +165,14 @@ class ClientStore(ABC):
 
     @abstractmethod
     def load_state_dict(self, states: Mapping[int, Any], is_mine: Callable[[int], bool] = lambda index: True) -> None:
-        """Take the states of the clients that are this process's own; the store must be new."""
+        """Load the states of this process's clients; the store must be new."""
 
 
 class MemoryClientStore(ClientStore):
-    """Kept client states in host memory: small ones of one kind in rows, others by themselves.
+    """Client states in host memory: small states of one kind in rows, others separately.
 
-    Staged states stay where they were made until the round is complete. Then they cross from a device together, and
-    clients at work do not wait for it.
+    Staged states stay on their device until the round is complete, and then are copied to the host together, so that
+    training does not wait for copies.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class MemoryClientStore(ClientStore):
         self._staged_rows: list[tuple[Sequence[int], State]] = []
 
     def __len__(self) -> int:
-        """The number of clients with a kept state."""
+        """The number of clients with a state."""
         return len(self._states) + (0 if self._rows is None else len(self._rows))
 
     def get(self, index: int) -> State | None:
@@ -191,25 +191,25 @@ class MemoryClientStore(ClientStore):
         return self._rows.get(index) if found is None and self._rows is not None else found
 
     def stacked(self, indices: Sequence[int], new: State) -> State | None:
-        """Return copies of clients' committed states [S, ...], None if any of them is not of the kind of ``new``."""
+        """Return copies of committed states [S, ...]; None if any of them differs in kind from ``new``."""
         if self._rows is None or not self._rows.fit(new) or not self._states.keys().isdisjoint(indices):
             return None
         return self._rows.stacked(indices, new)
 
     def stage(self, index: int, state: State) -> None:
-        """Hold a client's new state until the round is complete; an empty one is not held."""
+        """Stage a client's new state until the round is complete; an empty state is ignored."""
         if state:
             self._staged[index] = {name: v.detach() if v.requires_grad else v for name, v in state.items()}
 
     def stage_all(self, indices: Sequence[int], states: State) -> None:
-        """Hold several clients' new states [S, ...] until the round is complete; they are copied."""
+        """Stage copies of several clients' new states [S, ...] until the round is complete."""
         if _is_on_host(states) and not _is_small({name: value[0] for name, value in states.items()}):
             super().stage_all(indices, states)
         else:
             self._staged_rows.append((indices, {name: value.detach().clone() for name, value in states.items()}))
 
     def commit(self) -> None:
-        """Make the staged states the kept ones."""
+        """Replace committed states with the staged ones."""
         for indices, stacked in self._staged_rows:
             states = _on_host(stacked)
             if _is_small({name: value[0] for name, value in states.items()}):
@@ -217,9 +217,9 @@ class MemoryClientStore(ClientStore):
             else:
                 super().stage_all(indices, states)
         rows = self._rows
-        crossing = (state for state in self._staged.values() if _is_small(state) and not _is_on_host(state))
-        if rows is None and (like := next(crossing, None)) is not None:
-            rows = self._rows = StateRows(like)
+        for state in self._staged.values():
+            if rows is None and _is_small(state) and not _is_on_host(state):
+                rows = self._rows = StateRows(state)
         alike = [] if rows is None else [index for index, state in self._staged.items() if rows.fit(state)]
         for start in range(0, len(alike), _AT_ONCE):
             indices = alike[start : start + _AT_ONCE]
@@ -232,7 +232,7 @@ class MemoryClientStore(ClientStore):
         self.discard()
 
     def discard(self) -> None:
-        """Forget the staged states."""
+        """Discard the staged states."""
         self._staged, self._staged_rows = {}, []
 
     def state_dict(self) -> dict[int, State]:
@@ -240,7 +240,7 @@ class MemoryClientStore(ClientStore):
         return {**self._states, **({} if self._rows is None else self._rows.states())}
 
     def load_state_dict(self, states: Mapping[int, Any], is_mine: Callable[[int], bool] = lambda index: True) -> None:
-        """Replace all states by those of the clients that are this process's own."""
+        """Replace all states with those of this process's clients."""
         self.discard()
         self._states, self._rows = {}, None
         for i, saved in states.items():
@@ -253,7 +253,7 @@ class MemoryClientStore(ClientStore):
         self.commit()
 
     def _put(self, indices: Sequence[int], states: State) -> None:
-        """Write stacked states [S, ...] into rows, those of another kind than there is by themselves."""
+        """Write stacked states [S, ...] into rows, or separately if their kind differs from the rows."""
         if self._rows is None:
             self._rows = StateRows({name: value[0] for name, value in states.items()})
         if self._rows.fit(states, dims=1):
@@ -267,7 +267,7 @@ class MemoryClientStore(ClientStore):
 
 
 def _is_small(state: State) -> bool:
-    """Whether a state is better off in a row than in memory of its own."""
+    """Return whether a state is small enough to be stored in a row."""
     return bool(state) and sum(value.nbytes for value in state.values()) < _PAGES
 
 
@@ -280,7 +280,7 @@ def _on_host(state: State) -> State:
 
 
 def _stack(values: Sequence[Tensor]) -> Tensor:
-    """Return tensors [n, ...], of which those of clients that other processes trained have arrived on the host."""
+    """Stack tensors [n, ...]; some, received from other processes, may already be on the host."""
     if any(value.device != values[0].device for value in values):
         values = [value.cpu() for value in values]
     return torch.stack(list(values))

@@ -95,8 +95,9 @@ def test_beta_moves_the_inputs_together():
     assert torch.allclose(variance - at_zero, 2 * shift, rtol=0, atol=1e-5)
 
 
-def test_alpha_moves_all_logits_alike_and_so_changes_no_label():
-    for (x, y), (x0, y0) in zip(whole(Synthetic(alpha=1.0)), whole(Synthetic()), strict=True):
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (0.5, 0.5), (1.0, 1.0), (100.0, 1.0)])
+def test_alpha_moves_all_logits_alike_and_so_changes_no_label(alpha, beta):
+    for (x, y), (x0, y0) in zip(whole(Synthetic(alpha, beta)), whole(Synthetic(0.0, beta)), strict=True):
         assert torch.equal(x, x0)
         assert torch.equal(y, y0)
 

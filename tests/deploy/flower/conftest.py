@@ -13,7 +13,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from lightning_fed.deploy.flower import client, client_app, transport
     from tests.deploy.flower.grid import NodesHere, SitesHere
-    from tests.deploy.flower.task import DATA, NAMES
+    from tests.deploy.task import DATA, NAMES
 
     monkeypatch.setenv("METHOD", "Scaffold ii")
     for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):

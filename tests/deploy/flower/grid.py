@@ -1,6 +1,7 @@
 """Flower's grid in one process: nodes that answer when they are asked for, and that can lose what they were asked."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,8 @@ from flwr.serverapp import Grid
 
 from lightning_fed.deploy import RemoteClients
 from lightning_fed.deploy.flower import server
-from lightning_fed.deploy.flower.resident import Resident
 from lightning_fed.deploy.flower.transport import FlowerTransport
+from lightning_fed.deploy.resident import Resident
 from tests.deploy.site_models import model
 from tests.deploy.wire import make_trainer, parameters, simulated
 
@@ -107,9 +108,17 @@ class SitesHere:
         cls.open = {}
 
 
-def run(grid: NodesHere, checkpoint: Path, timeout: float = 600.0, ask_again: float = 0.0, **trainer: Any) -> Any:
-    module, clients = model(), RemoteClients(FlowerTransport(grid, range(4), timeout, ask_again), range(4))
-    server.fit(make_trainer("Scaffold ii", **trainer), module, clients, checkpoint)
+def run(
+    grid: NodesHere,
+    checkpoint: Path,
+    timeout: float = 600.0,
+    ask_again: float = 0.0,
+    owners: Mapping[Any, Path] | None = None,
+    **trainer: Any,
+) -> Any:
+    transport = FlowerTransport(grid, range(4), timeout, ask_again, owners)
+    module, clients = model(), RemoteClients(transport, range(4))
+    server.fit(make_trainer("Scaffold ii", **trainer), module, clients, checkpoint, logging.getLogger("flwr"), "")
     return module
 
 

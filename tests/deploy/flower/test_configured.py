@@ -20,6 +20,8 @@ from flwr.cli.config_utils import load_and_validate
 from lightning_fed.cli.main import main
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
+from lightning_fed.deploy.command import deploy
+from lightning_fed.deploy.configured import share_clients
 from lightning_fed.deploy.flower import configured
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +85,7 @@ def test_a_signal_ends_all_that_was_started(number: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(Started, "ended", [])
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as end:
-        configured.deploy(["flower", "--config", QUICKSTART, "--out", str(tmp_path / "app")])
+        deploy(["flower", "--config", QUICKSTART, "--out", str(tmp_path / "app")])
     assert end.value.code == 128 + number
     assert Started.ended == ["all"]
     assert signal.getsignal(number) is before
@@ -105,11 +107,11 @@ def test_a_run_on_this_machine_has_five_rounds_unless_told_otherwise(
         file, out = tmp_path / f"{number}.yaml", tmp_path / str(number)
         file.write_text(yaml.safe_dump(config))
         with suppress(SystemExit):
-            configured.deploy(["flower", "--config", str(file), "--out", str(out), *words])
+            deploy(["flower", "--config", str(file), "--out", str(out), *words])
         trainer = yaml.safe_load((out / "federated_app" / "config.yaml").read_text())["trainer"]
         assert [trainer[name] for name in ("max_rounds", "max_epochs") if name in trainer] == [rounds], number
     with pytest.raises(FederatedError, match="--rounds"):
-        configured.deploy(["flower", "--config", QUICKSTART, "--out", str(tmp_path / "no"), "--rounds", "0"])
+        deploy(["flower", "--config", QUICKSTART, "--out", str(tmp_path / "no"), "--rounds", "0"])
 
 
 def sent(app: Path) -> set[str]:
@@ -119,7 +121,7 @@ def sent(app: Path) -> set[str]:
 
 
 def test_clients_are_dealt_out_to_the_sites(tmp_path: Path) -> None:
-    assert configured.share_clients([0, 1, 2, 3, "x"], 2) == [[0, 2, "x"], [1, 3]]
+    assert share_clients("deploy", [0, 1, 2, 3, "x"], 2) == [[0, 2, "x"], [1, 3]]
     words = ["deploy", "flower", "--config", QUICKSTART, "--run", "false", "--out"]
     for sites, said in (("31", "is more than the 30 clients"), ("0", "sites")):
         with pytest.raises(SystemExit, match=said):

@@ -2,18 +2,29 @@
 
 import importlib
 import io
+import re
+import shlex
+import shutil
 import stat
+import subprocess
+import sys
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
+from flwr.common.config import parse_config_args
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from lightning_fed.deploy import FederatedSite
 from tests.docs.test_examples import load
@@ -61,3 +72,86 @@ def test_the_examples_app_takes_its_tables(tmp_path: Path, monkeypatch: pytest.M
         *code,
         "pyproject.toml",
     }, "neither data nor keys are sent to the sites"
+
+
+FOLDER = ROOT / "examples" / "deploy"
+UNITS = sorted((FOLDER / "systemd").glob("*.service"))
+ENVIRONMENT = {"SUPERLINK": "server.example:8000", "CLIENT": "bank", "TABLE": "/srv/bank.csv"}
+PARSERS = {"flower-superlink": _parse_args_run_superlink, "flower-supernode": _parse_args_run_supernode}
+
+
+def commands() -> dict[str, list[str]]:
+    """Return the commands of the units and of the compose file, as words."""
+    found = {}
+    for unit in UNITS:
+        (line,) = re.findall(r"^ExecStart=(.*?[^\\])$", unit.read_text(), re.MULTILINE | re.DOTALL)
+        found[unit.stem] = shlex.split(line.replace("\\\n", " "))
+    for name, service in yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"].items():
+        command = service["command"]
+        found[f"compose {name}"] = shlex.split(command) if isinstance(command, str) else command
+    return {name: [replaced(word) for word in words] for name, words in found.items()}
+
+
+def replaced(word: str) -> str:
+    return re.sub(r"\$\{(\w+)[^}]*\}", lambda found: ENVIRONMENT[found[1]], word)
+
+
+@pytest.mark.parametrize("name", ["lenders-superlink", "lenders-site", "compose superlink", "compose site"])
+def test_flower_takes_the_commands_of_the_units_and_of_the_compose_file(name: str) -> None:
+    program, *words = commands()[name]
+    said = PARSERS[Path(program).name]().parse_args(words)
+    if "site" in name:
+        config = parse_config_args([said.node_config])
+        assert config.keys() == {"client-id", "table", "state-dir"}
+        assert config["client-id"] == "bank"
+        assert said.root_certificates.endswith("ca.crt")
+    else:
+        assert said.enable_supernode_auth
+        assert (said.host, said.port, said.database) == ("0.0.0.0", 8000, "link.db")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze, which checks units")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
+    here = str(Path(sys.executable).parent)
+    (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/lenders/bin", here))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / unit.name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert unit.name not in done.stderr
+    assert "Restart=always" in unit.read_text()
+    assert "StartLimitIntervalSec=0" in unit.read_text(), "systemd gives up after five starts in ten seconds otherwise"
+
+
+def test_the_containers_are_started_again_their_health_is_asked_and_their_logs_rotate() -> None:
+    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    image = (FOLDER / "Dockerfile").read_text()
+    assert set(services) == {"superlink", "site"}
+    for service in services.values():
+        assert service["restart"] == "always"
+        assert service["logging"]["options"]["max-file"]
+        _, python, script, url, *_ = service["healthcheck"]["test"]
+        assert (python, f"COPY healthcheck.py {script}" in image) == ("python", True)
+        assert url.endswith("/health")
+    copied = re.findall(r"^COPY (\S+)", image, re.MULTILINE)
+    assert all((FOLDER / name).is_file() for name in copied)
+
+
+def test_the_health_check_asks_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+    check = example("healthcheck").is_healthy
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = f"http://127.0.0.1:{server.server_port}"
+        assert check(f"{where}/health")
+        assert not check(f"{where}/other")
+        server.shutdown()
+    assert not check(f"{where}/health")
+    assert "refused" in capsys.readouterr().err

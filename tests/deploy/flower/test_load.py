@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
-from tests.deploy.flower.processes import needs_linux
+from tests.deploy.processes import needs_linux
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 pytestmark = [

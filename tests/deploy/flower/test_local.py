@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
 from lightning_fed.deploy.flower.local import LocalFlower
-from lightning_fed.deploy.flower.resident import socket_of
-from tests.deploy.flower import processes
-from tests.deploy.flower.processes import is_alive, needs_linux, pid_of
+from lightning_fed.deploy.resident import socket_of
+from tests.deploy import processes
+from tests.deploy.processes import is_alive, needs_linux, pid_of
 from tests.deploy.wire import make_trainer, simulated
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ clientapp = "hospital.client_app:app"
 [tool.flwr.app.config]
 ask-again = 20
 """
-MAKERS = '"tests.deploy.flower.task:make_trainer", "tests.deploy.flower.task:make_model"'
+MAKERS = '"tests.deploy.task:make_trainer", "tests.deploy.task:make_model"'
 APPS = {
     "__init__": "",
     "server_app": f"""
@@ -45,7 +45,7 @@ app = server_app({MAKERS}, range(4), "last.ckpt")
 """,
     "client_app": f"""
 from lightning_fed.deploy.flower import client_app
-app = client_app({MAKERS}, "tests.deploy.flower.task:make_data")
+app = client_app({MAKERS}, "tests.deploy.task:make_data")
 """,
 }
 

@@ -10,6 +10,7 @@ pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower
 from filelock import FileLock
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import saved_run
 from lightning_fed.deploy.flower import server
 from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
@@ -37,7 +38,7 @@ def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(server, "_PATIENCE", 0.1)
+    monkeypatch.setattr(saved_run, "_PATIENCE", 0.1)
     checkpoint = tmp_path / "last.ckpt"
     with (
         FileLock(f"{checkpoint}.lock"),

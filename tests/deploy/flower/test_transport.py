@@ -9,6 +9,11 @@ import torch
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.flower.transport import FlowerTransport
 from tests.deploy.flower.grid import SitesHere, expected, run
@@ -25,22 +30,81 @@ def test_a_run_through_lost_messages_and_crashes_has_the_bits_of_the_simulation(
     assert torch.equal(parameters(module), expected())
 
 
-def test_a_node_that_comes_back_under_another_id_is_asked_again(nodes: Any, tmp_path: Path) -> None:
+def test_a_node_that_comes_back_under_another_id_has_its_clients_once_the_old_one_is_gone(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     answer, moved = nodes._replies, []
 
     def replies(key: str) -> list[Any]:
         message = nodes.waiting[key]
-        if message.metadata.dst_node_id == 101 and message.metadata.message_type == "train" and not moved:
+        node = message.metadata.dst_node_id
+        if node == 101 and message.metadata.message_type == "train" and not moved:
             moved.append(key)  # the node ends with the task; for a while both ids seem to be there
             nodes.nodes[201] = nodes.nodes[101]
             return []
+        if node == 101 and moved:
+            return []
+        if node == 201 and message.metadata.message_type == "query":
+            looks = iter(range(5))
+            nodes.get_node_ids = lambda: list(nodes.nodes) if next(looks, None) is not None else gone()
         return answer(key)
 
+    def gone() -> list[int]:
+        assert (201, "train") not in nodes.asked, "the old node is still there"
+        nodes.nodes.pop(101)
+        del nodes.get_node_ids
+        return list(nodes.nodes)
+
     nodes._replies = replies
-    module = run(nodes, tmp_path / "last.ckpt", 600.0, 600.0)
+    with caplog.at_level("INFO", logger="flwr"):
+        module = run(nodes, tmp_path / "last.ckpt", 600.0, 600.0)
     assert moved
     assert (201, "train") in nodes.asked
+    assert caplog.text.count("Node 201 is not asked for client 1, which belongs to node 101 for as long as") == 1
+    assert "Node 201 has the clients [1]." in caplog.text
     assert torch.equal(parameters(module), expected())
+
+
+def test_a_second_claim_neither_takes_a_client_over_nor_ends_the_run(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.nodes[300] = {"client-id": "3,0", "state-dir": str(tmp_path / "thief"), "method": "another"}
+    with caplog.at_level("WARNING", logger="flwr"):
+        module = run(nodes, tmp_path / "last.ckpt", 20.0)
+    assert {kind for node, kind in nodes.asked if node == 300} == {"query"}
+    assert torch.equal(parameters(module), expected())
+    for client, owner in ((3, 102), (0, 100)):
+        assert caplog.text.count(f"Node 300 is not asked for client {client}, which belongs to node {owner} for") == 1
+
+
+def public_key(file: Path) -> bytes:
+    """Write a new public key as ssh-keygen writes it, and return it as Flower keeps it."""
+    key = ec.generate_private_key(ec.SECP384R1()).public_key()
+    file.write_bytes(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b" bank\n")
+    return public_key_to_bytes(key)
+
+
+def test_an_owned_client_is_asked_of_the_node_with_its_key_alone(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {100: public_key(tmp_path / "bank.pub"), 101: public_key(tmp_path / "clinic.pub")}
+    nodes.nodes = {99: {**nodes.nodes[100], "state-dir": str(tmp_path / "thief")}, **nodes.nodes}  # it comes first
+    nodes.get_nodes = lambda: [NodeInfo(node_id=node, public_key=keys.get(node, b"other")) for node in nodes.nodes]
+    with caplog.at_level("WARNING", logger="flwr"):
+        module = run(nodes, tmp_path / "last.ckpt", 20.0, owners={0: tmp_path / "bank.pub", 1: tmp_path / "clinic.pub"})
+    assert {kind for node, kind in nodes.asked if node == 99} == {"query"}
+    assert torch.equal(parameters(module), expected())
+    file = tmp_path / "bank.pub"
+    assert f"Node 99 is not asked for client 0, whose owner has the key {file}, and the node has another" in caplog.text
+
+
+def test_owners_must_be_clients_with_public_keys(tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match=r"owners names client 'bnk', which is not one of client_ids"):
+        FlowerTransport(None, ["bank"], 1.0, 1.0, {"bnk": "bank.pub"})  # type: ignore[arg-type]
+    (tmp_path / "bank.key").write_text("secret")
+    for file in (tmp_path / "bank.key", tmp_path / "bank.pub"):
+        with pytest.raises(FederatedError, match=rf"owners\['bank'\] = '{file}' is not the file of a public key"):
+            FlowerTransport(None, ["bank"], 1.0, 1.0, {"bank": file})  # type: ignore[arg-type]
 
 
 def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,8 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.cli.main import main
 from lightning_fed.data import Quadratics
-from lightning_fed.lab.configurations import overlay
 from lightning_fed.lab.diagnosis.trials import Trial
+from lightning_fed.lab.overlays import overlay
 from lightning_fed.models import Quadratic
 from tests.helpers.diagnosis import BASE, diagnose
 

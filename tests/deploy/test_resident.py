@@ -2,21 +2,23 @@
 
 import os
 import socket
+import stat
+import subprocess
+import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
-from functools import partial
-
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.flower.resident import (
+from lightning_fed.deploy.resident import (
     Resident,
     called,
     clients_of,
     named,
+    open_log,
     socket_of,
     spec_of,
     state_dir_of,
@@ -68,6 +70,28 @@ def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, m
         assert kind == b"E"
         assert f"OSError: no such disk (the site's log is {tmp_path}/site/site.log)" in why.decode()
     assert "Traceback" in capsys.readouterr().err
+
+
+WRITES = """
+import os, sys
+from pathlib import Path
+from lightning_fed.deploy import resident
+resident._LOG_SIZE = 1000
+site = resident.Resident({"node_config": {"client-id": 0, "state-dir": sys.argv[1]}})
+for number in range(6):
+    os.write(2, b"%d" % number * 400)
+    site._renew_log()
+"""
+
+
+def test_the_log_of_a_site_does_not_grow_without_end(tmp_path: Path) -> None:
+    with open(open_log(tmp_path), "wb") as log:
+        subprocess.run([sys.executable, "-c", WRITES, str(tmp_path)], stdout=log, stderr=log, check=True)
+        subprocess.run([sys.executable, "-c", WRITES, str(tmp_path / "other")], stdout=log, stderr=log, check=True)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found["site.log.1"] == "3" * 400 + "4" * 400 + "5" * 400
+    assert found["site.log"] == ""
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
 def test_a_node_names_its_clients() -> None:

@@ -4,12 +4,12 @@ import os
 from typing import Any
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
-from lightning_fed.deploy.flower.resident import clients_of
+from lightning_fed.deploy.resident import clients_of
 from tests.deploy import wire
 from tests.deploy.site_models import Net, model
 
-NAMES = ["tests.deploy.flower.task:make_trainer", "tests.deploy.flower.task:make_model"]
-DATA = "tests.deploy.flower.task:make_data"
+NAMES = ["tests.deploy.task:make_trainer", "tests.deploy.task:make_model"]
+DATA = "tests.deploy.task:make_data"
 
 
 def make_trainer() -> FederatedTrainer:

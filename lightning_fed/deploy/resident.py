@@ -37,6 +37,7 @@ __all__ = [
     "log_of",
     "main",
     "named",
+    "open_log",
     "socket_of",
     "spec_of",
     "state_dir_of",
@@ -44,6 +45,7 @@ __all__ = [
 
 _IDLE = 3600.0  # seconds without a task after which it ends
 _PATIENCE = 60.0  # seconds in which a predecessor is to end
+_LOG_SIZE = 10 * 2**20  # bytes
 
 STARTED_BY = os.getppid()
 """The process that has started this one; of an orphan, the system's first one, if it was one already."""
@@ -68,8 +70,7 @@ class Resident:
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        self.spec = spec
-        self.state_dir = state_dir_of(spec["node_config"])
+        self.spec, self.state_dir = spec, state_dir_of(spec["node_config"])
         self.socket = socket_of(self.state_dir)
         self._site: Any = None
 
@@ -87,7 +88,7 @@ class Resident:
                 listener.settimeout(_IDLE)
                 print(f"Process {os.getpid()} answers for {self.spec['node_config']['client-id']}.", flush=True)
                 while self._serve_one(listener):
-                    pass
+                    self._renew_log()
                 self.socket.unlink(missing_ok=True)
             self._leave()
 
@@ -127,13 +128,21 @@ class Resident:
 
     def _made(self) -> Any:
         if self._site is None:
-            trainer, model, data = (called(self.spec["makers"][what]) for what in ("trainer", "model", "data"))
-            node_config = dict(self.spec["node_config"])
-            made = trainer(), model(), data(dict(node_config))
+            makers, node_config = self.spec["makers"], self.spec["node_config"]
+            made = called(makers["trainer"])(), called(makers["model"])(), called(makers["data"])(dict(node_config))
             from lightning_fed.deploy.site import FederatedSite
 
             self._site = FederatedSite(*made, clients_of(node_config), self.state_dir)
         return self._site
+
+    def _renew_log(self) -> None:
+        """Begin a new log if this process writes to one that has become long."""
+        path, now = log_of(self.state_dir), os.fstat(1)
+        if now.st_size > _LOG_SIZE and path.is_file() and os.path.samestat(now, path.stat()):
+            log = open_log(self.state_dir)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
 
     def _leave(self) -> None:
         site, self._site = self._site, None
@@ -145,13 +154,21 @@ class Resident:
 
 
 def spec_of(values: Mapping[str, Any]) -> bytes:
-    """Return a specification as bytes, which are the same for the same values."""
+    """Return a specification as bytes."""
     return json.dumps(values, sort_keys=True).encode()  # Flower hands out configurations in any order
 
 
 def log_of(state_dir: Path) -> Path:
     """Return the file that takes what a site's process prints."""
     return state_dir / "site.log"
+
+
+def open_log(state_dir: Path) -> int:
+    """Open a new log, which is for this user alone; the one before stays as ``site.log.1``."""
+    log = log_of(state_dir)
+    if log.is_file():
+        os.replace(log, log.with_suffix(".log.1"))
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def main() -> None:
@@ -245,17 +262,15 @@ def end_with(other: int) -> None:
 
     Nothing that is kept is harmed: states of clients and checkpoints are on the disk as a whole or not at all.
     """
-    threading.Thread(target=_wait_and_end, args=(other,), daemon=True).start()
 
+    def wait_and_end() -> None:
+        with suppress(ProcessLookupError):
+            if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
+                select.select([os.pidfd_open(other)], [], [])
+            else:
+                while True:
+                    os.kill(other, 0)
+                    time.sleep(_LOOK)
+        os._exit(0)
 
-def _wait_and_end(other: int) -> None:
-    try:
-        if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
-            select.select([os.pidfd_open(other)], [], [])
-        else:
-            while True:
-                os.kill(other, 0)
-                time.sleep(_LOOK)
-    except ProcessLookupError:
-        pass
-    os._exit(0)
+    threading.Thread(target=wait_and_end, daemon=True).start()

@@ -1,0 +1,120 @@
+"""Run the cells that an experiment lacks, and keep them where the next machine finds them.
+
+    python docs/papers_fill.py NAME SCALE STORE [--jobs K] [--data_root DIR] [--first "METHOD; METHOD"]...
+
+Cells that STORE, ``docs/papers/started`` or ``docs/papers`` has are not run again. One line of the experiment is run
+after the other, its tuned values first and then its other seeds. After each, everything that was found or run is
+written to ``docs/papers/started``, in the files of a published experiment. The same command continues from there. When
+nothing is missing, move the files to ``docs/papers``, and make the page with ``lightning-fed reproduce NAME --scale
+SCALE --published docs/papers --out docs/papers``.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.configurations import Configurations
+from lightning_fed.lab.experiment import METHOD
+from lightning_fed.lab.grid import Cell, Grid, Point
+from lightning_fed.lab.published import PublishedCells, publish
+from lightning_fed.lab.reading import find_experiment, read_experiment
+from lightning_fed.lab.records import Record
+from lightning_fed.lab.results import Cells, Results
+from lightning_fed.lab.run_grid import StoredCells
+from lightning_fed.lab.runner import Job, check_jobs, make_jobs, run_jobs
+from lightning_fed.lab.store import Store
+from lightning_fed.lab.workers import TaskRunner, make_workers
+
+PUBLISHED = Path(__file__).parent / "papers"
+STARTED = PUBLISHED / "started"
+
+
+class Together:
+    """Cells of several places, of which the first that has one counts."""
+
+    def __init__(self, *places: Cells) -> None:
+        self.places = places
+
+    def record(self, cell: Cell) -> Record | None:
+        """Return a cell's record; None if no place has it."""
+        return next((found for place in self.places if (found := place.record(cell)) is not None), None)
+
+    def failure(self, cell: Cell) -> str | None:
+        """Return why a cell failed; None if it did not, or was not run."""
+        return next((cause for place in self.places if (cause := place.failure(cell)) is not None), None)
+
+
+def published(grid: Grid, folder: Path) -> list[PublishedCells]:
+    """Return the cells that a folder has of an experiment, nothing if it has none."""
+    try:
+        return [PublishedCells(grid, folder)]
+    except FederatedError:
+        return []
+
+
+def lines(grid: Grid, results: Results, first: Sequence[Sequence[str]]) -> Iterator[list[Cell]]:
+    """Yield what a line needs: the cells that choose its values, then those of all seeds. Some methods come first."""
+
+    def turn(point: Point) -> int:
+        return next((n for n, methods in enumerate(first) if point.by_axis[METHOD] in methods), len(first))
+
+    for point in sorted(grid.points, key=turn):
+        yield [cell for tuned in grid.tuned(point) for cell in grid.cells(point, tuned, range(grid.choice_seeds))]
+        yield results.cells(point)
+
+
+def fill(
+    grid: Grid, store: Store, workers: TaskRunner, started: Path, first: Sequence[Sequence[str]], root: str | None
+) -> Results:
+    """Run what is missing, line by line, and publish after each.
+
+    Args:
+        grid: The experiment at a scale.
+        store: Where cells are kept that are run here.
+        workers: What runs them.
+        started: Where they are published.
+        first: The methods that come first, by turns.
+        root: The folder of data sets.
+    """
+    configurations, jobs = Configurations(), dict[Cell, Job]()
+    places = [*published(grid, started), *published(grid, started.parent)]
+    results = Results(grid, Together(StoredCells(store, jobs), *places))
+    started.mkdir(parents=True, exist_ok=True)
+    for cells in lines(grid, results, first):
+        lacking = {str(cell): cell for cell in cells if results.record(cell) is None}
+        if not lacking:
+            continue
+        made = make_jobs({name: grid.config(cell) for name, cell in lacking.items()}, configurations)
+        jobs.update({lacking[name]: job for name, job in made.items()})
+        todo = [job for job in made.values() if not store.has(job.key)]
+        check_jobs(todo, configurations)
+        run_jobs(todo, store, workers, root)
+        publish(Results(grid, Together(StoredCells(store, jobs), *places)), started)
+    return results
+
+
+def main() -> None:
+    """Read the command line, run, and say what is missing still."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="an experiment, or the path of its file")
+    parser.add_argument("scale")
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--data_root")
+    parser.add_argument("--first", action="append", default=[])
+    options = parser.parse_args()
+    grid = Grid(read_experiment(find_experiment(options.name)), options.scale)
+    first = [[method.strip() for method in some.split(";")] for some in options.first]
+    with Store(options.store) as store:
+        workers = make_workers(options.jobs)
+        try:
+            results = fill(grid, store, workers, STARTED, first, options.data_root)
+        finally:
+            workers.close()
+        missing = [cell for cell in results.asked() if results.record(cell) is None]
+    print(f"{len(missing)} cells are missing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Lightning's commands: ``fit``, ``validate``, ``test`` and ``predict``."""
+
+import logging
+from argparse import SUPPRESS, Action
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+from lightning_fed.callbacks import RunSummary
+from lightning_fed.callbacks.progress import shows_information
+from lightning_fed.checkpoints.search import last_of_newest_run, roots
+from lightning_fed.cli.main import STAGES
+from lightning_fed.cli.parser import LightningArgumentParser, LightningCLI, Parser, arrange
+from lightning_fed.compat.package import NAMES, USED, pl
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.settings.environment import arguments_of_environment
+from lightning_fed.trainer.trainer import FederatedTrainer
+
+__all__ = ["FederatedCLI", "run"]
+
+_INITIAL = "initial"  # as a checkpoint: none, by intention
+_EVALUATED = (
+    f'The checkpoint to run, which must be given: a path, "last" or "best" of the newest run, or "{_INITIAL}" for the'
+    " model as it is made."
+)
+
+_SHOWN = (pl.callbacks.ProgressBar, pl.callbacks.ModelSummary)
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI with a :class:`FederatedTrainer`, and model and data chosen by class.
+
+    ``seed_everything`` also seeds cohorts, batch orders and random layers.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        from_environment = arguments_of_environment(signature(FederatedTrainer.__init__).parameters)
+        defaults = {
+            "trainer_class": FederatedTrainer,
+            "subclass_mode_model": True,
+            "subclass_mode_data": True,
+            "save_config_kwargs": {"overwrite": True},
+            # the parser gives the trainer every argument: what the environment says must be the parser's default
+            "trainer_defaults": {**from_environment, **(kwargs.pop("trainer_defaults", None) or {})},
+            "parser_class": Parser,
+            # an option that is only the beginning of another one's name is a mistake, not an abbreviation
+            "parser_kwargs": {
+                "prog": "lightning-fed",
+                "allow_abbrev": False,
+                **{
+                    name: {"allow_abbrev": False, **({"description": STAGES[name]} if name in STAGES else {})}
+                    for name in self.subcommands()
+                },
+            },
+        }
+        super().__init__(**{**defaults, **kwargs})
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Return the parser of a command, whose help is in the order of use."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.add_argument("-q", "--quiet", action=_Quiet)
+        arrange(parser, klass)
+        if subcommand in STAGES and subcommand != "fit":
+            next(action for action in parser._actions if action.dest == "ckpt_path").help = _EVALUATED
+        return parser
+
+    def _parse_ckpt_path(self) -> None:
+        """Let the configuration alone say which model is made.
+
+        Lightning puts a checkpoint's hyper-parameters over those of the configuration, class paths included: a file
+        from elsewhere could then have any module imported, and any class made.
+        """
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Return the arguments of a stage; which model is evaluated must be said."""
+        arguments: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand != "fit":
+            if arguments.get("ckpt_path") is None:
+                raise _no_checkpoint(subcommand, self.trainer)
+            if arguments["ckpt_path"] == _INITIAL:
+                arguments["ckpt_path"] = None
+        return arguments
+
+    def instantiate_classes(self) -> None:
+        """Make trainer, model and data; the summary shows the command that resumes, and ``-q`` hides bar and table."""
+        super().instantiate_classes()
+        command = "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
+        if self.trainer.max_steps != -1:  # which would end the run at once
+            command += " --trainer.max_steps -1"
+        for callback in list(self.trainer.callbacks):
+            if isinstance(callback, RunSummary):
+                callback.resume_with = command
+            elif isinstance(callback, _SHOWN) and not shows_information():
+                self.trainer.callbacks.remove(callback)
+
+
+def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
+    """Return the error that an evaluation would be that of a model nobody has trained."""
+    latest = last_of_newest_run(trainer)
+    found = (
+        f"Add --ckpt_path last for the newest one, {latest}, --ckpt_path best for the best one of its run"
+        if latest is not None
+        else f"None lies under {' or '.join(map(str, roots(trainer)))}: add --ckpt_path PATH"
+    )
+    return FederatedError(
+        f"`{stage}` needs a checkpoint, or it would run a model that nobody has trained. {found}, or --ckpt_path"
+        f" {_INITIAL} for the model as it is made."
+    )
+
+
+class _Quiet(Action):
+    """``-q``: show warnings and errors alone. It is not part of a configuration."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        about = "Print warnings and errors alone: no bar, no lines, no summary."
+        super().__init__(option_strings, SUPPRESS, nargs=0, default=SUPPRESS, help=about)
+
+    def __call__(self, *_: Any) -> None:
+        for name in NAMES[USED]:
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def run(args: list[str] | dict[str, Any] | None, first: str) -> None:
+    """Run one of Lightning's commands; ``first`` is the first word."""
+    kind = FederatedCLI
+    if first in STAGES:  # to describe all four takes a second
+        one = {first: FederatedCLI.subcommands()[first]}
+        kind = type("_OneCommand", (FederatedCLI,), {"subcommands": staticmethod(lambda: one)})
+    kind(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)

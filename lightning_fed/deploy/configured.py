@@ -1,0 +1,105 @@
+"""An app of a configuration: ``lightning-fed deploy`` writes it, and it makes trainer, model and data."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from lightning_fed.cli.configuration import CellParts
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError, refusal_in
+from lightning_fed.core.types import ClientId
+
+__all__ = ["NAME", "Configured", "share_clients", "write_app"]
+
+NAME = "federated_app"
+"""The package in an app that has the configuration, and the functions that server and sites call."""
+
+_TASK = Path(__file__).with_name("task.py.in")
+
+
+class Configured:
+    """What a configuration describes, made again at every call.
+
+    Server and sites make all of it: each site uses the data of its own clients, the server the validation set alone.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def _parts(self) -> CellParts:
+        try:
+            quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+            return CellParts(yaml.safe_load(self._file.read_text(encoding="utf-8")), outputs=quiet)
+        except Exception as error:
+            raise FederatedError(f"{self._file}: {refusal_in(error) or error}") from error
+
+    def trainer(self) -> pl.Trainer:
+        """Return the trainer, without a progress bar."""
+        trainer: pl.Trainer = self._parts().trainer
+        return trainer
+
+    def model(self) -> pl.LightningModule:
+        """Return the model, which ``seed_everything`` makes the same everywhere."""
+        model: pl.LightningModule = self._parts().model
+        return model
+
+    def data(self, node_config: Mapping[str, Any] | None = None) -> Any:
+        """Return the data module."""
+        return self._parts().datamodule
+
+    def client_ids(self) -> list[int | str]:
+        """Return the ids of all clients."""
+        return list(self._data_set_up().client_ids)
+
+    def val(self) -> Any:
+        """Return the validation set of the server, None if there is none."""
+        return self._data_set_up().val
+
+    def _data_set_up(self) -> Any:
+        data = self.data()
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+
+def write_app(
+    who: str, config: Path, templates: Path, out: Path, package: Path, rounds: int | None, values: Mapping[str, str]
+) -> None:
+    """Write the files of a folder of templates into ``out``, and a package with the configuration.
+
+    ``who`` writes, ``package`` is the package's folder, ``rounds`` the largest number of rounds, and ``values`` stand
+    for names in the templates.
+    """
+    try:
+        package.mkdir(parents=True)
+        sources = {out / file.relative_to(templates): file for file in templates.rglob("*.in")}
+        for path, source in {**sources, package / _TASK.name: _TASK}.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = Template(source.read_text(encoding="utf-8")).substitute(values)
+            path.with_name(path.name.removesuffix(".in")).write_text(text, encoding="utf-8")
+        (package / "__init__.py").touch()
+        kept = yaml.safe_load(config.read_text(encoding="utf-8"))
+        if rounds is not None:
+            trainer = kept.setdefault("trainer", {})
+            name = "max_epochs" if trainer.get("max_rounds") is None and "max_epochs" in trainer else "max_rounds"
+            given = trainer.get(name)
+            trainer[name] = rounds if given is None or given == -1 else min(rounds, given)
+        (package / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+    except FileExistsError as error:
+        raise FederatedError(f"{who}: {out} has an app already. Give another folder by --out.") from error
+    except OSError as error:
+        shutil.rmtree(package, ignore_errors=True)
+        raise FederatedError(f"{who}: {out} cannot be written: {error.strerror}.") from error
+
+
+def share_clients(who: str, clients: list[ClientId], sites: int) -> list[list[ClientId]]:
+    """Return the clients of each site, which differ in number by one at most."""
+    if wrong := [client for client in clients if {*str(client)} & {",", '"'}]:
+        raise FederatedError(f"{who}: the id of client {wrong[0]!r} has a comma or a quotation mark.")
+    if sites > len(clients):
+        raise FederatedError(f"{who}: --sites {sites} is more than the {len(clients)} clients there are.")
+    return [clients[number::sites] for number in range(sites)]

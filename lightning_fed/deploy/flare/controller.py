@@ -1,0 +1,117 @@
+"""The server's half of a job: a controller that fits with clients through FLARE, and saves after every round."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.controller_spec import Task, TaskCompletionStatus
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.signal import Signal
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
+from lightning_fed.deploy.remote import RemoteClients
+from lightning_fed.deploy.resident import called
+from lightning_fed.deploy.saved_run import fit
+
+__all__ = ["RoundsController"]
+
+_OTHER = "`nvflare job list` shows its job, and `nvflare job abort` ends it"
+_log = logging.getLogger("lightning_fed.deploy")
+
+
+class RoundsController(Controller):
+    """Run all rounds of a fit, from the checkpoint if it is there. ``config_fed_server.json`` of a job names it.
+
+    An abort of the job ends the fit where it waits, and the checkpoint of the last round stays: the same job, submitted
+    again, goes on from there.
+
+    Args:
+        make_trainer: The name of a function that makes the trainer, ``"module:function"``; so are the others.
+        make_model: Makes the module.
+        client_ids: The clients' ids, in the order of their stored indices, or a function that returns them.
+        checkpoint: Where the checkpoint is written after every round, and read from if it is there. The one of the
+            round before stays beside it, with ``.previous`` in its name. A relative path begins at the workspace of the
+            FLARE server.
+        sites: The clients of each site, by its name in FLARE. By default each client is the site of its name.
+        make_val: Makes the server's own validation set.
+        max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
+        phase_timeout: The seconds after which a phase is closed without the clients that have not answered.
+    """
+
+    def __init__(
+        self,
+        make_trainer: str,
+        make_model: str,
+        client_ids: Sequence[ClientId] | str,
+        checkpoint: str,
+        sites: Mapping[str, Sequence[ClientId]] | None = None,
+        make_val: str | None = None,
+        max_examples: int | None = None,
+        phase_timeout: float = 3600.0,
+    ) -> None:
+        super().__init__()
+        if isinstance(phase_timeout, bool) or not isinstance(phase_timeout, (int, float)) or not phase_timeout > 0:
+            raise FederatedError(f"phase_timeout={phase_timeout!r} must be a positive number of seconds.")
+        self.make_trainer, self.make_model, self.make_val = make_trainer, make_model, make_val
+        self.client_ids, self.sites, self.checkpoint = client_ids, sites, checkpoint
+        self.max_examples, self.phase_timeout = max_examples, phase_timeout
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Fit; FLARE calls this in a thread of the job's process."""
+        ids: Any = called(self.client_ids)() if isinstance(self.client_ids, str) else self.client_ids
+        sites = {str(client): [client] for client in ids} if self.sites is None else self.sites
+        if strangers := {*ids} ^ {client for clients in sites.values() for client in clients}:
+            raise FederatedError(f"client_ids and sites do not name the same clients: {sorted(map(repr, strangers))}.")
+        transport = FlareTransport(
+            lambda site, arrays, done: self._ask(site, arrays, done, fl_ctx),
+            self.cancel_task,
+            sites,
+            self.phase_timeout,
+            lambda: bool(abort_signal.triggered),
+        )
+        val = None if self.make_val is None else called(self.make_val)()
+        clients = RemoteClients(transport, ids, val=val, max_examples=self.max_examples)
+        trainer, module = called(self.make_trainer)(), called(self.make_model)()
+        try:
+            fit(trainer, module, clients, Path(self.checkpoint).absolute(), _log, _OTHER)
+        except AbortedError:
+            _log.warning("The job was aborted. Submitted again, it goes on from %s.", self.checkpoint)
+
+    def _ask(
+        self, site: str, arrays: dict[str, Any], done: Callable[[dict[str, Any] | str], None], fl_ctx: FLContext
+    ) -> Task:
+        data, timeout = DXO(DataKind.WEIGHTS, data=arrays).to_shareable(), math.ceil(self.phase_timeout)
+        task = Task("train", data, timeout=timeout, task_done_cb=lambda task, fl_ctx: done(_result_of(task)))
+        self.send(task, fl_ctx, targets=[site])
+        return task
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        """Do nothing: all is done by the fit."""
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        """Do nothing."""
+
+    def process_result_of_unknown_task(self, *args: Any, **kwargs: Any) -> None:
+        """Leave a result that comes after its task was taken back."""
+
+
+def _result_of(task: Task) -> dict[str, Any] | str:
+    """Return what a site has sent for a task, or why there is nothing."""
+    result = task.client_tasks[-1].result if task.client_tasks else None
+    if task.completion_status == TaskCompletionStatus.CLIENT_DEAD:
+        return "FLARE says that its job process has ended"
+    if task.completion_status != TaskCompletionStatus.OK or result is None:
+        return f"its task has ended as {task.completion_status}"
+    if (code := result.get_return_code(ReturnCode.OK)) != ReturnCode.OK:
+        return f"{code}; the log of the job on that site has the reason"
+    try:
+        return dict(from_shareable(result).data)
+    except Exception as error:  # whatever a site may have sent
+        return f"its result is no model: {error}"

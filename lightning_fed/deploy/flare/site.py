@@ -1,0 +1,56 @@
+"""The half of a site: a loop of the Client API, which hands FLARE's tasks to the site's resident process."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import nvflare.client as flare
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+
+from lightning_fed.deploy.flare.arrays import packed, unpacked
+from lightning_fed.deploy.resident import Maker, named
+from lightning_fed.deploy.site_process import SiteProcess
+
+__all__ = ["serve_site"]
+
+
+def serve_site(
+    make_trainer: Maker,
+    make_model: Maker,
+    make_data: Maker,
+    sites: Mapping[str, Sequence[int | str]] | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Answer the tasks of a job until it ends. The client script of the job calls it.
+
+    The functions are called in a process that stays on the site from task to task, and is started again if it ends. So
+    this works with both ways in which FLARE runs a script, inside its own process and outside.
+
+    Args:
+        make_trainer: Makes the trainer that the server has: ``"module:function"``, or a function; so are the others.
+        make_model: Makes the module that the server has.
+        make_data: Takes a mapping with ``site``, the site's name in FLARE, and ``client-id``, its clients; makes a
+            :class:`lightning_fed.FederatedDataModule` with these clients.
+        sites: The clients of each site, as the server has them. By default each client is the site of its name.
+        state_dir: A folder for what clients keep; each site has a folder in it. By default
+            ``~/.lightning_fed/sites``.
+
+    Raises:
+        FederatedError: If one of the functions has no name by which another process could find it.
+
+    Example::
+
+        serve_site("hospital.task:make_trainer", "hospital.task:make_model", "hospital.task:make_data")
+    """
+    given = {"trainer": make_trainer, "model": make_model, "data": make_data}
+    makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}
+    flare.init()
+    name = flare.get_site_name()
+    config = {"site": name, "client-id": ",".join(map(str, sites[name] if sites is not None else [name]))}
+    if state_dir is not None:
+        config["state-dir"] = str(Path(state_dir) / name)
+    process = SiteProcess(makers, config, os.getpid())
+    while flare.is_running():
+        if (task := flare.receive()) is not None:
+            answers = packed(*process.answer(unpacked(task.params or {})[0]))
+            flare.send(FLModel(params_type=ParamsType.FULL, params=answers))

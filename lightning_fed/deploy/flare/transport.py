@@ -1,0 +1,133 @@
+"""The transport through FLARE: a task for each site, asked again if it is lost, until a deadline or an abort."""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.flare.arrays import packed, unpacked
+from lightning_fed.deploy.message import Message, printable
+from lightning_fed.deploy.transport import Refusal, reply_from
+
+__all__ = ["AbortedError", "FlareTransport"]
+
+_MOST = 64 * 2**20  # bytes in one task of FLARE's, which all on the way hold as a whole; one message at least
+_LOOK = 0.2  # seconds between two looks for an abort
+_TRIES = 3  # how often a site is asked again in a phase after an error of its side of FLARE
+_BACK_OFF = 5.0  # seconds before that
+_log = logging.getLogger("lightning_fed.deploy")
+
+
+class AbortedError(Exception):
+    """The job was aborted. The checkpoint of the last round stays."""
+
+
+@dataclass
+class _Site:
+    """A site in a phase: what it works at, and how often its side of FLARE has failed."""
+
+    clients: tuple[ClientId, ...] = ()
+    task: Any = None
+    asked: int = 0
+    errors: int = 0
+    not_before: float = 0.0
+
+
+class FlareTransport:
+    """A :class:`lightning_fed.deploy.Transport` through FLARE. A site has one task at a time, for several clients.
+
+    FLARE itself hands a task out again to a site whose connection was lost.
+
+    Args:
+        send: Sends arrays to a site and returns the task. Calls the third argument once, from any thread, with the
+            arrays that come back, or with a text that says why there are none.
+        cancel: Takes a task back.
+        sites: The clients of each site, by its name, which its certificate proves.
+        timeout: The seconds after which a phase ends without the clients that have not answered.
+        is_aborted: Returns whether the job was aborted.
+
+    Raises:
+        FederatedError: If a client is on two sites.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[str, dict[str, Any], Callable[[dict[str, Any] | str], None]], Any],
+        cancel: Callable[[Any], None],
+        sites: Mapping[str, Sequence[ClientId]],
+        timeout: float,
+        is_aborted: Callable[[], bool],
+    ) -> None:
+        self._give, self._cancel, self._timeout, self._is_aborted = send, cancel, timeout, is_aborted
+        self._site_of = {client: site for site, clients in sites.items() for client in clients}
+        if len(self._site_of) < sum(map(len, sites.values())):
+            raise FederatedError(f"sites={dict(sites)!r} names a client twice.")
+
+    def exchange(
+        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+    ) -> Iterator[Message | Refusal]:
+        """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
+        missing, end = {**greetings, **tasks}, time.monotonic() + self._timeout
+        sites = {self._site_of[client]: _Site() for client in missing}
+        come: queue.SimpleQueue[tuple[str, int, dict[str, Any] | str]] = queue.SimpleQueue()
+        try:
+            while missing.keys() & tasks.keys():
+                if self._is_aborted():
+                    raise AbortedError
+                for name, site in sites.items():
+                    if site.task is None and site.not_before <= time.monotonic():
+                        self._send(name, site, missing, come)
+                for answer in self._come(sites, come):
+                    missing.pop(answer.client, None)
+                    yield answer
+                if come.empty() and time.monotonic() > end:
+                    for client in missing.keys() & tasks.keys():
+                        yield Refusal(client, f"no reply has come for {self._timeout:g} s")
+                    return
+        finally:
+            for site in sites.values():
+                if site.task is not None:
+                    self._cancel(site.task)
+
+    def _send(self, name: str, site: _Site, missing: Mapping[ClientId, Message], come: Any) -> None:
+        """Ask a site for as many of its missing clients as one task of FLARE's takes."""
+        contents: dict[ClientId, bytes] = {}
+        for client in missing:
+            if self._site_of[client] == name:
+                content = missing[client].to_bytes()
+                if contents and sum(map(len, contents.values())) + len(content) > _MOST:
+                    break
+                contents[client] = content
+        if contents:
+            site.clients, site.asked, asked = tuple(contents), site.asked + 1, site.asked + 1
+            arrays = packed({str(number): content for number, content in enumerate(contents.values())})
+            site.task = self._give(name, arrays, lambda found: come.put((name, asked, found)))
+
+    def _come(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
+        """Yield what the next task that ends has brought, if one does soon."""
+        try:
+            name, asked, found = come.get(timeout=_LOOK)
+        except queue.Empty:
+            return
+        site = sites[name]
+        if site.task is None or asked != site.asked:
+            return
+        clients, site.clients, site.task = site.clients, (), None
+        if isinstance(found, str):
+            site.errors += 1
+            site.not_before = time.monotonic() + _BACK_OFF
+            _log.warning("Site %s, asked for %s: %s", name, list(clients), printable(found))
+            if site.errors > _TRIES:
+                yield from (Refusal(client, f"its site {name!r}: {found}") for client in clients)
+            return
+        messages, refused = unpacked(found)
+        for number, client in enumerate(clients):
+            key = str(number)
+            if key in messages:
+                yield reply_from(client, messages[key])
+            else:
+                yield Refusal(client, refused.get(key, "There is none in what its site has sent."))

@@ -1,0 +1,75 @@
+"""A fit with remote clients that goes on from its checkpoint, and saves one after every round."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import RoundReport
+from lightning_fed.deploy.remote import RemoteClients
+
+__all__ = ["fit"]
+
+_PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
+
+
+def fit(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    clients: RemoteClients,
+    checkpoint: Path,
+    log: logging.Logger,
+    other: str,
+) -> None:
+    """Run all rounds, from the checkpoint if it is there; no other run may use it meanwhile.
+
+    ``log`` takes what there is to tell, ``other`` is how another run is found and ended.
+    """
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    try:  # the system frees the lock, however the process ends
+        held = FileLock(f"{checkpoint}.lock", timeout=_PATIENCE).acquire()
+    except Timeout as error:
+        raise FederatedError(
+            f"Another run works with the checkpoint {checkpoint}. {other}; or give this one another checkpoint."
+        ) from error
+    with held:
+        if is_begun := checkpoint.is_file():
+            log.info("The run goes on from %s.", checkpoint)
+        trainer.callbacks.append(_SaveRounds(checkpoint, log))  # type: ignore[attr-defined]
+        trainer.fit(module, clients, ckpt_path=checkpoint if is_begun else None)
+    log.info("All rounds are done. The model is in %s.", checkpoint)
+
+
+class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
+    """Save every round, after all other callbacks, and keep the checkpoint of the round before."""
+
+    def __init__(self, checkpoint: Path, log: logging.Logger) -> None:
+        self._checkpoint, self._log, self._report = checkpoint, log, ""
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Note what there is to log once the round is saved."""
+        done = round_report
+        self._report = f"Round {done.round}: clients {list(done.clients)}, loss {done.loss:.6g}."
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the round."""
+        if self._checkpoint.is_file():
+            _keep(self._checkpoint, self._checkpoint.with_suffix(f".previous{self._checkpoint.suffix}"))
+        trainer.save_checkpoint(self._checkpoint)
+        self._log.info("%s", self._report)
+
+
+def _keep(file: Path, other: Path) -> None:
+    """Give a file another name as well; at no moment is there less under either name than before."""
+    work = other.with_name(f".{other.name}.new")
+    work.unlink(missing_ok=True)
+    try:
+        os.link(file, work)
+    except OSError:  # some network disks have no such links
+        shutil.copyfile(file, work)
+    os.replace(work, other)

@@ -1,0 +1,69 @@
+"""The controller of a job: its arguments, and what it makes of FLARE's results."""
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import flare
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [f"lightning_fed.deploy.flare.{name}" for name in ("controller", "site")]
+    for name in [name for name in sys.modules if name.startswith("nvflare.") or name in own]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "nvflare", None)
+    for name in ("RoundsController", "serve_site"):
+        with pytest.raises(ModuleNotFoundError, match='NVFlare 2.9 is missing: pip install "lightning_fed'):
+            getattr(flare, name)
+    assert flare.FlareTransport.__name__ == "FlareTransport"
+
+
+@pytest.fixture
+def controller() -> Any:
+    pytest.importorskip("nvflare", reason='no NVFlare: pip install "lightning_fed[nvflare]"')
+    return importlib.import_module("lightning_fed.deploy.flare.controller")
+
+
+MAKERS = ("tests.deploy.task:make_trainer", "tests.deploy.task:make_model")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "5", True, float("nan")])
+def test_a_deadline_is_a_number_of_seconds(controller: Any, timeout: Any) -> None:
+    with pytest.raises(FederatedError, match="phase_timeout=.* must be a positive number of seconds"):
+        controller.RoundsController(*MAKERS, [1], "last.ckpt", phase_timeout=timeout)
+
+
+def test_every_client_has_a_site(controller: Any) -> None:
+    made = controller.RoundsController(*MAKERS, ["north", "south"], "last.ckpt", sites={"site-1": ["north", "east"]})
+    with pytest.raises(FederatedError, match="do not name the same clients: .*'east'.*'south'"):
+        made.control_flow(None, None)
+
+
+def test_what_flare_tells_of_a_task_is_its_arrays_or_why_there_are_none(controller: Any) -> None:
+    from nvflare.apis.client import Client
+    from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
+    from nvflare.apis.shareable import Shareable, make_reply
+    from nvflare.app_common.abstract.fl_model import FLModel
+    from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+
+    arrays = {"0": np.arange(3, dtype=np.uint8)}
+
+    def result(status: Any, *results: Any) -> Any:
+        task = Task(name="train", data=Shareable())
+        task.completion_status = status
+        for one in results:
+            task.client_tasks.append(ClientTask(Client("site-1", "token"), task))
+            task.client_tasks[-1].result = one
+        return controller._result_of(task)
+
+    good = FLModelUtils.to_shareable(FLModel(params=arrays))
+    assert np.array_equal(result(TaskCompletionStatus.OK, good)["0"], arrays["0"])
+    assert result(TaskCompletionStatus.CLIENT_DEAD) == "FLARE says that its job process has ended"
+    assert "has ended as" in result(TaskCompletionStatus.TIMEOUT)
+    assert "has ended as" in result(TaskCompletionStatus.OK, None)
+    assert result(TaskCompletionStatus.OK, make_reply("EXECUTION_EXCEPTION")).startswith("EXECUTION_EXCEPTION; the log")
+    assert "is no model" in result(TaskCompletionStatus.OK, Shareable())

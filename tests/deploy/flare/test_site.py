@@ -1,0 +1,46 @@
+"""The loop of the Client API on a site."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nvflare", reason='no NVFlare: pip install "lightning_fed[nvflare]"')
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy.flare import site
+from lightning_fed.deploy.flare.arrays import packed, unpacked
+from tests.deploy.task import DATA, NAMES
+
+
+def test_tasks_go_to_the_sites_process_with_its_clients_and_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, sent, made = [packed({"0": b"a", "1": b"b"}), None, packed({"0": b"c"})], [], []
+
+    class Process:
+        def __init__(self, makers: Any, config: Any, parent: int) -> None:
+            made.append(config)
+
+        def answer(self, tasks: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
+            return {"0": tasks["0"].upper()}, dict.fromkeys(tasks.keys() - {"0"}, "no")
+
+    def received() -> Any:
+        arrays = tasks.pop(0)
+        return arrays and SimpleNamespace(params=arrays)
+
+    api = SimpleNamespace(
+        init=lambda: None,
+        get_site_name=lambda: "site-2",
+        is_running=lambda: bool(tasks),
+        receive=received,
+        send=lambda model: sent.append(unpacked(model.params)),
+    )
+    monkeypatch.setattr(site, "flare", api)
+    monkeypatch.setattr(site, "SiteProcess", Process)
+    site.serve_site(*NAMES, DATA, {"site-2": [3, "north"]}, "/data/states")
+    assert sent == [({"0": b"A"}, {"1": "no"}), ({"0": b"C"}, {})]
+    assert made == [{"site": "site-2", "client-id": "3,north", "state-dir": "/data/states/site-2"}]
+    tasks.append(None)
+    site.serve_site(*NAMES, DATA)
+    assert made[1] == {"site": "site-2", "client-id": "site-2"}
+    with pytest.raises(FederatedError, match="make_data"):
+        site.serve_site(*NAMES, lambda config: None)

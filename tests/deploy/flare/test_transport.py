@@ -1,0 +1,133 @@
+"""Tasks reach their sites and replies the server, whatever FLARE loses, and not one site is trusted."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import Message, Refusal
+from lightning_fed.deploy.flare import transport
+from lightning_fed.deploy.flare.arrays import packed, unpacked
+from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
+from tests.deploy.flare.fake import Flare, expected
+from tests.deploy.wire import parameters
+
+
+def test_a_run_has_the_bits_of_the_simulation_and_asks_a_site_once_for_all_its_clients(flare: Flare) -> None:
+    assert torch.equal(parameters(flare.run()), expected())
+    assert flare.asked[:3] == [("site-1", "hello", [0]), ("site-2", "hello", [1]), ("site-3", "hello", [2, 3])]
+    assert not flare.given_back, "nothing is left to take back"
+
+
+def test_what_flare_loses_is_asked_for_again(flare: Flare) -> None:
+    losses = iter(["EXECUTION_EXCEPTION", None, "its task has ended as timeout", None, None, "EXECUTION_EXCEPTION"])
+    flare.spoils = lambda site, result: next(losses, None) or result
+    assert torch.equal(parameters(flare.run()), expected())
+    assert next(losses, "all") == "all"
+
+
+def test_results_from_other_threads_are_taken_in(flare: Flare) -> None:
+    send, threads = flare.send, []
+
+    def later(site: str, arrays: Any, done: Any) -> int:
+        threads.append(threading.Timer(0.01, send, (site, arrays, done)))
+        threads[-1].start()
+        return len(threads)
+
+    flare.send = later  # type: ignore[method-assign]
+    assert torch.equal(parameters(flare.run(clients_per_round=1)), expected(clients_per_round=1))
+    for thread in threads:
+        thread.join()
+
+
+def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> None:
+    flare.spoils = lambda site, result: "EXECUTION_EXCEPTION; see its log" if site == "site-3" else result
+    with pytest.raises(FederatedError, match=r"'hello': 2, 3.*Client 2: its site 'site-3': EXECUTION_EXCEPTION"):
+        flare.run()
+    assert [site for site, _, _ in flare.asked].count("site-3") == 4
+    drops = {"on_client_error": "drop", "max_failed_share": 0.9}
+    assert torch.isfinite(parameters(flare.run(**drops))).all()
+
+
+def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare) -> None:
+    flare.spoils = lambda site, result: None if site == "site-2" else result
+    with pytest.raises(FederatedError, match=r"'hello': 1\..*Client 1: no reply has come for 0.2 s"):
+        flare.run(0.2)
+    assert len(flare.given_back) == 1, "its task is taken back"
+    heard: list[str] = []
+
+    def silent_for_a_while(site: str, result: Any) -> Any:
+        heard.append(site)
+        return None if site == "site-2" and len(heard) < 12 else result
+
+    flare.spoils = silent_for_a_while
+    flare.asked.clear()
+    module = flare.run(0.2, on_client_error="drop", max_failed_share=0.9, clients_per_round=1.0)
+    assert torch.isfinite(parameters(module)).all()
+    assert ("site-2", "train", [1]) in flare.asked[-3:], "it takes part again"
+
+
+def test_an_abort_ends_the_fit_where_it_waits(flare: Flare) -> None:
+    def aborted(site: str, result: Any) -> None:
+        flare.is_aborted = True
+
+    flare.spoils = aborted
+    with pytest.raises(AbortedError):
+        flare.run()
+    assert len(flare.given_back) == 3
+
+
+def test_large_messages_go_one_by_one(flare: Flare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_MOST", 1)
+    assert torch.equal(parameters(flare.run()), expected())
+    assert max(len(clients) for _, _, clients in flare.asked) == 1
+
+
+def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
+    """Site 3 sends what site 1 would: its own clients have no reply, and client 0 keeps its site."""
+    seen: dict[str, Any] = {}
+
+    def forged(site: str, result: Any) -> Any:
+        seen[site] = result
+        return dict.fromkeys(result, seen["site-1"]["0"]) if site == "site-3" else result
+
+    flare.spoils = forged
+    with pytest.raises(FederatedError, match="'hello': 2, 3.*A reply has come of client 0"):
+        flare.run()
+
+
+@pytest.mark.parametrize(
+    "result",
+    [{}, {"0": None}, {"0": [1, 2]}, {"0": np.zeros(3)}, {"0": np.zeros(3, np.uint8)}, {7: np.array(["x"])}],
+    ids=["empty", "none", "list", "floats", "no message", "texts"],
+)
+def test_a_result_that_is_none_is_a_refusal(flare: Flare, result: Any) -> None:
+    flare.spoils = lambda site, good: result if site == "site-1" else good
+    with pytest.raises(FederatedError, match="'hello': 0"):
+        flare.run()
+
+
+def test_a_late_result_of_a_lost_task_is_left(flare: Flare) -> None:
+    kept: list[Any] = []
+
+    def send(site: str, arrays: Any, done: Any) -> int:
+        kept.append(done)
+        done("lost" if len(kept) == 1 else packed({}, {"0": f"answer {len(kept)}"}))
+        if len(kept) == 2:
+            kept[0](packed({}, {"0": "late"}))
+        return len(kept)
+
+    made = FlareTransport(send, kept.remove, {"a": ["x"]}, 5.0, lambda: False)
+    assert list(made.exchange({"x": Message({"client": "x"})}, {})) == [Refusal("x", "answer 2")]
+
+
+def test_a_client_of_two_sites_is_refused() -> None:
+    with pytest.raises(FederatedError, match="names a client twice"):
+        FlareTransport(None, None, {"a": [1], "b": [1]}, 1.0, None)  # type: ignore[arg-type]
+
+
+def test_messages_and_refusals_come_through_arrays_as_they_are() -> None:
+    assert unpacked(packed({"0": b"\0\xff", "1": b""}, {"2": "käse"})) == ({"0": b"\0\xff", "1": b""}, {"2": "käse"})

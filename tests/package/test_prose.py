@@ -1,0 +1,79 @@
+"""The script that counts hard constructions in the pages, and its list of them."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+SCRIPT = Path(__file__).parents[2] / ".ci" / "prose.py"
+if not SCRIPT.exists():
+    pytest.skip("outside a checkout there is no .ci/prose.py", allow_module_level=True)
+SETTINGS = yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text())
+RULES: dict[str, Any] = SETTINGS["constructions"]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prose", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def names(text: str) -> list[str]:
+    return [name for name, _ in load().hits(text, RULES)[1]]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_construction_is_found_in_its_examples_and_nothing_in_the_better_versions(name: str) -> None:
+    for example, better in RULES[name]["examples"].items():
+        assert name in names(example), example
+        assert names(better) == [], better
+
+
+def test_a_long_sentence_is_found() -> None:
+    assert names(" ".join(["word"] * 45) + ".") == []
+    assert names(" ".join(["word"] * 46) + ".") == ["long-sentence"]
+
+
+def test_code_tables_headings_and_generated_parts_do_not_count() -> None:
+    page = (
+        "# What is read\n\n```python\n# What is read\n```\n\n| What is read |\n\n    what is read, what is sent\n\n"
+        "<!-- figures:start -->\nWhat is read.\n<!-- figures:end -->\n\nRead `what is sent, what is read` twice.\n"
+    )
+    assert names(page) == []
+
+
+def test_items_of_a_list_are_sentences_of_their_own() -> None:
+    count, found = load().hits("- Take a mean.\n- What is sent is a sum\n- Take a median\n", RULES)
+    assert (count, [name for name, _ in found]) == (3, ["what-clause"])
+
+
+def test_a_page_above_its_limit_fails_with_the_sentence_and_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, page = load(), tmp_path / "page.md"
+    page.write_text("What is sent is a sum.\n")
+    assert script.main([str(page)]) == 0  # one is allowed
+    page.write_text("What is sent is a sum. It starts anew every time.\n")
+    assert script.main([str(page)]) == 1
+    shown = capsys.readouterr()
+    assert "old-word: It starts anew every time." in shown.out
+    assert RULES["old-word"]["why"] in shown.out
+    assert "above the limit" in shown.err
+
+
+def test_limits_are_of_pages_that_exist() -> None:
+    script = load()
+    assert set(SETTINGS["pages"]) <= {path.relative_to(script.ROOT).as_posix() for path in script.pages()}
+
+
+def test_every_construction_has_a_reason_and_a_valid_expression() -> None:
+    for name, rule in RULES.items():
+        assert rule["why"], name
+        re.compile(rule["find"])
