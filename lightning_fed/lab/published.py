@@ -55,16 +55,17 @@ def publish(results: Results, folder: Path) -> None:
     _write_cells(folder / f"{experiment.name}_cells.csv", cells)
     _write_rounds(folder / f"{experiment.name}_rounds.csv.gz", curves)
     records = [record for _, record in cells.values()]
-    write_configurations(folder / f"{experiment.name}_configurations.json.gz", [record.config for record in records])
+    configs = {settings: record.config for settings, (_, record) in cells.items() if record.config}
+    write_configurations(folder / f"{experiment.name}_configurations.json.gz", configs)
     sums = sorted({(path, value) for record in records for path, value in record.data.items()})
     if sums:
         text = "".join(f"{value}  {path}\n" for path, value in sums)  # as sha256sum -c reads it
         (folder / f"{experiment.name}_data.sha256").write_text(text, encoding="utf-8")
 
 
-def write_configurations(path: Path, configs: Sequence[Config]) -> None:
-    """Write the complete configuration of each row of the table of cells, without the folder of data sets."""
-    text = json.dumps([with_root(config, "") for config in configs], default=str)
+def write_configurations(path: Path, configs: Mapping[str, Config]) -> None:
+    """Write the complete configuration of each cell by its settings, without the folder of data sets."""
+    text = json.dumps({settings: with_root(config, "") for settings, config in configs.items()}, default=str)
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
@@ -134,7 +135,7 @@ class PublishedCells:
                 f"Nothing of {name} is published in {folder}: {error.strerror or error}. Name the folder of"
                 f" {name}_cells.csv and {name}_rounds.csv.gz."
             ) from error
-        except (ValueError, KeyError, IndexError, EOFError) as error:
+        except (ValueError, KeyError, EOFError) as error:
             raise FederatedError(f"What is published of {name} in {folder} is damaged: {error}.") from error
 
     def record(self, cell: Cell) -> Record | None:
@@ -188,11 +189,11 @@ def _read_rounds(path: Path) -> dict[str, dict[str, dict[int, float]]]:
     return curves
 
 
-def _read_configurations(path: Path) -> list[Config]:
-    """Return the configurations of the cells, none if there is no such file."""
+def _read_configurations(path: Path) -> dict[str, Config]:
+    """Return the configurations of the cells by their settings, none if there is no such file."""
     if not path.is_file():
-        return []
-    found: list[Config] = json.loads(gzip.decompress(path.read_bytes()))
+        return {}
+    found: dict[str, Config] = json.loads(gzip.decompress(path.read_bytes()))
     return found
 
 
@@ -202,7 +203,7 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 
 def _read_cells(
-    path: Path, curves: Mapping[str, Series], configs: Sequence[Config], data: Mapping[str, str]
+    path: Path, curves: Mapping[str, Series], configs: Mapping[str, Config], data: Mapping[str, str]
 ) -> dict[str, Record]:
     """Return the record of each cell by its settings."""
     records = {}
@@ -214,7 +215,7 @@ def _read_cells(
                 raise ValueError(f"the status {status!r} of cell {number}")
             known: Any = status
             records[settings] = Record(
-                config=configs[int(number)] if configs else {},
+                config=configs.get(settings, {}),
                 status=known,
                 cause=cause,
                 seconds=float(seconds),

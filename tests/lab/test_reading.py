@@ -69,7 +69,7 @@ def test_files_stack_as_a_base(write: Write, tmp_path: Path) -> None:
 
 def test_the_files_that_the_documentation_shows_are_understood(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text()
-    mine, whole, paths, *_ = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.M | re.S)
+    whole, paths, mine, *_ = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.M | re.S)
     (tmp_path / "shown.yaml").write_text(whole)
     experiment = read_experiment(tmp_path / "shown.yaml")
     figures = read_yaml_text(tmp_path, paths)["figures"]

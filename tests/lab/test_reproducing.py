@@ -63,9 +63,10 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
     assert rows[0] == "cell,round,val_distance"
     assert sum(row.split(",")[1] == "10" for row in rows) == 4
     configs = json.loads(gzip.decompress((out / "tiny_configurations.json.gz").read_bytes()))
-    assert [config["trainer"]["max_rounds"] for config in configs] == [10] * 8
-    assert {config["seed_everything"] for config in configs} == {0}
+    assert [config["trainer"]["max_rounds"] for config in configs.values()] == [10] * 8
+    assert {config["seed_everything"] for config in configs.values()} == {0}
     cells = (out / "tiny_cells.csv").read_text().splitlines()
+    assert [row.split('"')[2].split(",")[1] for row in cells[1:]] == list(configs)  # by the column settings
     assert cells[0].startswith("cell,name,settings,status,cause,")
     assert sum(",finished," in row for row in cells) == sum(",diverged," in row for row in cells) == 4
     choices = (out / "tiny_choices.csv").read_text().splitlines()
