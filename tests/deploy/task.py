@@ -8,7 +8,7 @@ from lightning_fed.deploy.resident import clients_of
 from tests.deploy import wire
 from tests.deploy.site_models import Net, model
 
-NAMES = ["tests.deploy.task:make_trainer", "tests.deploy.flower.task:make_model"]
+NAMES = ["tests.deploy.task:make_trainer", "tests.deploy.task:make_model"]
 DATA = "tests.deploy.task:make_data"
 
 

@@ -36,7 +36,7 @@ clientapp = "hospital.client_app:app"
 [tool.flwr.app.config]
 ask-again = 20
 """
-MAKERS = '"tests.deploy.task:make_trainer", "tests.deploy.flower.task:make_model"'
+MAKERS = '"tests.deploy.task:make_trainer", "tests.deploy.task:make_model"'
 APPS = {
     "__init__": "",
     "server_app": f"""
