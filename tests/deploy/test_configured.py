@@ -1,0 +1,36 @@
+"""The app of a configuration, whatever carries its messages."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy.configured import share_clients, write_app
+
+
+def test_clients_are_dealt_out_to_the_sites() -> None:
+    assert share_clients("deploy", [0, 1, 2, 3, "x"], 2) == [[0, 2, "x"], [1, 3]]
+    with pytest.raises(FederatedError, match="deploy: --sites 3 is more than the 2 clients"):
+        share_clients("deploy", [0, 1], 3)
+    for wrong in ("a,b", 'a"'):
+        with pytest.raises(FederatedError, match="has a comma or a quotation mark"):
+            share_clients("deploy", [wrong], 1)
+
+
+def test_templates_are_written_as_a_tree_once(tmp_path: Path) -> None:
+    templates, out, config = tmp_path / "templates", tmp_path / "out", tmp_path / "config.yaml"
+    (templates / "deep").mkdir(parents=True)
+    (templates / "deep" / "a.json.in").write_text("[$number]")
+    config.write_text(yaml.safe_dump({"trainer": {"max_rounds": 9}}))
+    write_app("deploy", config, templates, out, out / "package", 4, {"number": "7"})
+    assert (out / "deep" / "a.json").read_text() == "[7]"
+    assert {path.name for path in (out / "package").iterdir()} == {"__init__.py", "config.yaml", "task.py"}
+    assert yaml.safe_load((out / "package" / "config.yaml").read_text()) == {"trainer": {"max_rounds": 4}}
+    with pytest.raises(FederatedError, match="has an app already. Give another folder by --out"):
+        write_app("deploy", config, templates, out, out / "package", 4, {"number": "8"})
+    (tmp_path / "file").touch()
+    with pytest.raises(FederatedError, match="cannot be written"):
+        write_app(
+            "deploy", config, templates, tmp_path / "file" / "out", tmp_path / "file" / "out" / "package", None, {}
+        )
