@@ -9,6 +9,7 @@ beside it, in MB. Each client has 8 examples made on demand, and takes one local
 
 import argparse
 import json
+import logging
 import resource
 import subprocess
 import sys
@@ -63,6 +64,7 @@ def measure(store: str, clients: int, params: int, per_round: int, rounds: int, 
             self.ends.append(time.perf_counter())
 
     warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # the output is JSON: no lines, no summary
     torch.set_num_threads(1)
 
     def trainer(rounds: int) -> tuple[Any, Any, Any, Clock]:

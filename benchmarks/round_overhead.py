@@ -8,6 +8,7 @@ two loops take turns, round by round; the figures are medians over the rounds.
 
 import argparse
 import json
+import logging
 import statistics
 import time
 import warnings
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # the output is JSON: no lines, no summary
     figures = measure(args.rounds)
     if args.json:
         print(json.dumps(figures))

@@ -10,6 +10,7 @@ was resident after a small run of the same kind: imports and whatever else is ma
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,7 @@ def _train(point: Point, rounds: int, warmup: int) -> tuple[int, int, int, Stopw
     from systems.with_lightning_fed import Ticks, make_method
 
     warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # the output is JSON: no lines, no summary
     torch.set_num_threads(1)
     torch.manual_seed(0)
     stopwatch = Stopwatch(Settings(rounds, warmup))
