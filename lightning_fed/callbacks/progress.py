@@ -147,9 +147,9 @@ class RoundLines(FederatedCallback):
         has_bar = getattr(bar, "is_enabled", bar is not None)
         if has_bar or not (is_due and trainer.is_global_zero and shows_information()):
             return
-        shown = trainer.progress_bar_metrics or {
-            name: value for name, value in trainer.callback_metrics.items() if name == "client/loss"
-        }
+        shown: dict[str, Any] = {**trainer.progress_bar_metrics}
+        if not shown and "client/loss" in trainer.callback_metrics:
+            shown["client/loss"] = trainer.callback_metrics["client/loss"]
         metrics = [f"{name} {float(value):.4g}" for name, value in shown.items()]
         rate = f"{(now - then) / (done - last):.2g} s/round"
         print("  ".join([f"round {done}/{limit}" if limit > 0 else f"round {done}", *metrics, rate]), flush=True)

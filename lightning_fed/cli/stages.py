@@ -87,11 +87,12 @@ class FederatedCLI(LightningCLI):
         command = "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
         if self.trainer.max_steps != -1:  # which would end the run at once
             command += " --trainer.max_steps -1"
-        for callback in list(self.trainer.callbacks):
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for callback in list(callbacks):
             if isinstance(callback, RunSummary):
                 callback.resume_with = command
             elif isinstance(callback, _SHOWN) and not shows_information():
-                self.trainer.callbacks.remove(callback)
+                callbacks.remove(callback)
 
 
 def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
@@ -122,7 +123,7 @@ class _Quiet(Action):
 
 def run(args: list[str] | dict[str, Any] | None, first: str) -> None:
     """Run one of Lightning's commands; ``first`` is the first word."""
-    kind = FederatedCLI
+    kind: Any = FederatedCLI
     if first in STAGES:  # to describe all four takes a second
         one = {first: FederatedCLI.subcommands()[first]}
         kind = type("_OneCommand", (FederatedCLI,), {"subcommands": staticmethod(lambda: one)})
