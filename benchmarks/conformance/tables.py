@@ -36,7 +36,7 @@ def insert(path: Path, text: str) -> None:
 
 
 def page(cases: Sequence[Case], lines: Sequence[Line]) -> str:
-    """Return the summary, the restarts, and a table for each framework."""
+    """Return the summary, what is right, and a table for each framework."""
     known = {case.id: case for case in cases}
     judged = [(line, judge(known[line["case"]], line)) for line in lines if line["case"] in known]
     frameworks = list(dict.fromkeys(line["framework"] for line in lines))
