@@ -123,7 +123,8 @@ def fedprox(play: Play, weights: str, pull: str) -> Rounds:
                 away = {"mu": 1.0, "2mu": 2.0, "norms": 0.5, "none": 0.0}[pull] * (y_i - x)
                 if pull == "norms":
                     away = _unit(away, play.problem) / 2
-                return play.grad(y_i, i, rows) + mu * away
+                step: Array = play.grad(y_i, i, rows) + mu * away
+                return step
 
             y[i] = play.local(x, i, direction)
         x = play.mean(weights, y)
@@ -391,7 +392,8 @@ METHODS = {
     ),
     "scaffold": Method(
         "SCAFFOLD",
-        "Karimireddy et al. (2020), Algorithm 1, lines 10 (local step), 12 (c_i) and 16 to 17 (x and c)",
+        "Karimireddy et al. (2020), Algorithm 1: y_i - lr (g_i(y_i) - c_i + c); c_i+ by option i or ii; (dx, dc) = "
+        "1/|S| sum of (y_i - x, c_i+ - c_i); x + lr_g dx and c + |S|/N dc",
         scaffold,
         {
             "weights": _mean_of("x", "uniform"),

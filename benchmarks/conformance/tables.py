@@ -36,7 +36,7 @@ def insert(path: Path, text: str) -> None:
 
 
 def page(cases: Sequence[Case], lines: Sequence[Line]) -> str:
-    """Return the summary, the restarts, and a table for each framework."""
+    """Return the summary, what is right, and a table for each framework."""
     known = {case.id: case for case in cases}
     judged = [(line, judge(known[line["case"]], line)) for line in lines if line["case"] in known]
     frameworks = list(dict.fromkeys(line["framework"] for line in lines))
@@ -93,7 +93,12 @@ def _cell(found: Sequence[Verdict]) -> str:
 def _short(verdict: Verdict) -> str:
     if verdict.failed:
         return "did not run"
-    return f"exact, {verdict.digit:.0e}" if verdict.exact else f"{100 * verdict.off:.1f} % off"
+    return f"exact, {_digit(verdict.digit)}" if verdict.exact else f"{100 * verdict.off:.1f} % off"
+
+
+def _digit(distance: float) -> str:
+    """Return a distance to one digit; what lies below the rounding of some steps differs between versions of NumPy."""
+    return "< 1e-14" if distance < 1e-14 else f"{distance:.0e}"
 
 
 def _details(cases: Sequence[Case], own: Sequence[tuple[Line, Verdict]]) -> str:
@@ -119,7 +124,7 @@ def _rule(verdict: Verdict) -> str:
     if verdict.exact:
         parts += [f"choice: {words}" for words in verdict.choices]
     elif verdict.rule:
-        parts.append(f"{'; '.join(verdict.rule)} (exact to {verdict.digit:.0e} by this rule)")
+        parts.append(f"{'; '.join(verdict.rule)} (exact by this rule, {_digit(verdict.digit)})")
     else:
         parts.append("follows no rule known here")
     return "; ".join([*parts, *filter(None, [verdict.buffers])])
@@ -127,7 +132,7 @@ def _rule(verdict: Verdict) -> str:
 
 def _restart(verdict: Verdict) -> str:
     if verdict.restart == "exact":
-        return "exact, bit for bit" if verdict.restart_off == 0 else f"exact, {verdict.restart_off:.0e}"
+        return "exact, bit for bit" if verdict.restart_off == 0 else f"exact, {_digit(verdict.restart_off)}"
     if verdict.restart == "fails":
         return f"ends with {verdict.lost}"
     if verdict.restart == "loses":

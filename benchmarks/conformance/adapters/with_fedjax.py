@@ -50,7 +50,7 @@ class FedJAX(Adapter):
         return _play(case, method, method.init(_start(case)), range(case.rounds))[0]
 
     def resume(self, case: Case, way: str, folder: Path) -> list[Values] | None:
-        """Save the server's state by fedjax.serialization, as its checkpoints do, and load it."""
+        """Pickle the server's state and load it, as fedjax.training.save_checkpoint does, which needs TensorFlow."""
         method = _method(case)
         _, state = _play(case, method, method.init(_start(case)), range(case.restart))
         with (folder / "state").open("wb") as file:
