@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import yaml
 
 from lightning_fed._version import __version__
-from lightning_fed.cli.data import _parser as data_parser
+from lightning_fed.cli.data import make_parser as data_parser
 from lightning_fed.cli.main import FederatedCLI, main
 from lightning_fed.lab.catalogue import CATALOGUE
 from lightning_fed.lab.diagnosis.command import _split
