@@ -1,4 +1,4 @@
-"""What a server and its sites need: new trainers, and the same settings and module."""
+"""Make the same trainer, settings and module on a server and its sites."""
 
 import hashlib
 import inspect
