@@ -1,4 +1,4 @@
-"""Make the same trainer, settings and module on a server and its sites."""
+"""The facts that a server and its sites must share: settings and module, of new trainers."""
 
 import hashlib
 import inspect
