@@ -104,7 +104,7 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
 
 
 class RoundLines(FederatedCallback):
-    """Print a line such as ``round 10/50 val_acc 0.83 3.2 s/round`` now and then, if no progress bar is drawn.
+    """Print a line such as ``round 10/50  val_acc 0.83  3.2 s/round`` now and then, if no progress bar is drawn.
 
     Every trainer has one, except with ``barebones=True``. It is for batch jobs: it prints if the output is not a
     terminal, or with ``enable_progress_bar=False``. A line has the metrics logged with ``prog_bar=True``, or else the
