@@ -107,9 +107,9 @@ def _details(cases: Sequence[Case], own: Sequence[tuple[Line, Verdict]]) -> str:
     for line, verdict in sorted(own, key=lambda pair: order[pair[0]["case"]]):
         if verdict.offered:
             rows.append([line["case"], line["how"], _short(verdict), _rule(verdict), _restart(verdict)])
-    missing = [case.id for case in cases if _is_missing(case, own)]
+    missing = [f"`{case.id}`" for case in cases if _is_missing(case, own)]
     text = _table(rows)
-    return f"{text}\n\nNot offered or not run: {'; '.join(missing)}." if missing else text
+    return f"{text}\n\nNot offered or not run: {', '.join(missing)}." if missing else text
 
 
 def _is_missing(case: Case, own: Sequence[tuple[Line, Verdict]]) -> bool:

@@ -30,18 +30,18 @@ class Scaffold(Algorithm):
     Note:
         Algorithm 1 leaves :math:`c^0` and :math:`c_i^0` open. With ``initial="gradient"`` they are
         :math:`c_i^0 = \nabla F_i(x^0)` for the clients of the first round, and
-        :math:`c^0 = \tfrac{1}{N} \sum_{i \in S} c_i^0`. Clients that come later start at zero, so that :math:`c` is the
-        mean of all :math:`c_i` with either start. The gradient of option i is full-batch. Option ii
-        divides by the sum of the rates of the client's own steps, which is :math:`K_i \eta_l` at a constant rate; with
-        another local solver than SGD it takes the mean corrected gradient along the path. With plain SGD one vector and
-        that sum travel: :math:`c_i^+ - c_i = (x - y_i) / (K_i \eta_l) - c`. There is no weighted form: clients count
-        alike whatever the run's ``weighting``. :math:`\eta_g` is the server optimizer's rate.
+        :math:`c^0 = \tfrac{1}{N} \sum_{i \in S} c_i^0`. Later clients start at zero, so :math:`c` is the mean of all
+        :math:`c_i` with either start. The gradient of option i is full-batch. Option ii divides by the sum of the rates
+        of the client's own steps, which is :math:`K_i \eta_l` at a constant rate; with another local solver than SGD it
+        takes the mean corrected gradient along the path. With plain SGD the client sends only one vector and that sum:
+        :math:`c_i^+ - c_i = (x - y_i) / (K_i \eta_l) - c`. There is no weighted form: all clients have the same weight,
+        for any ``weighting`` of the run. :math:`\eta_g` is the server optimizer's rate.
 
     Args:
-        option: How the client's control variate is renewed: "ii" costs nothing more, "i" one pass over the client's
-            data a round.
-        initial: What the clients of the first round begin with: "zero", or "gradient", their full-batch gradients, for
-            one more pass over their data and one more exchange of vectors in that round.
+        option: The update of the client's control variate: "ii" costs nothing more, "i" one pass over the client's data
+            per round.
+        initial: The control variates of the first round's clients: "zero", or "gradient", their full-batch gradients,
+            which cost one more pass over their data and one more exchange of vectors in that round.
 
     Raises:
         FederatedError: If ``option`` or ``initial`` is unknown.

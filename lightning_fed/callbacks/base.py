@@ -1,4 +1,4 @@
-"""Callback hooks for rounds and clients, beside Lightning's own."""
+"""Callback hooks for rounds and clients, in addition to Lightning's own."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ class FederatedCallback(pl.Callback):
         one client. They stay until a hook changes them. ``engine="vectorized"`` refuses different values for different
         clients of a round. ``engine="auto"`` then restarts the round with the sequential engine, once in a run. Before,
         it puts back what the hooks of clients have set in this round: settings, and the attributes of the callbacks
-        that have such hooks. If all clients get the same values, the vectorized engine goes on with these.
+        that have such hooks. If all clients get the same values, the vectorized engine continues with these.
 
         Args:
             trainer: The trainer.
@@ -78,7 +78,7 @@ class FederatedCallback(pl.Callback):
             pl_module: The module; it holds the client's model. Changes to its weights and buffers are discarded, since
                 the message is complete. Attributes stay as they are set, for the next client: see
                 :meth:`on_client_start`.
-            client_report: What the client did.
+            client_report: The report of the client's work.
         """
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
@@ -92,12 +92,12 @@ class FederatedCallback(pl.Callback):
 
 
 def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Callback) -> bool:
-    """Whether a callback has a hook of its own, in its class or, as ``LambdaCallback`` does, on the instance."""
+    """Return whether a callback overrides a hook, in its class or, as ``LambdaCallback`` does, on the instance."""
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
 def hears(trainer: pl.Trainer, *hooks: str) -> bool:
-    """Whether any :class:`FederatedCallback` overrides one of some hooks."""
+    """Return whether any :class:`FederatedCallback` overrides one of some hooks."""
     return any(
         isinstance(callback, FederatedCallback) and uses_hook(callback, hook, FederatedCallback)
         for callback in trainer.callbacks
@@ -106,7 +106,7 @@ def hears(trainer: pl.Trainer, *hooks: str) -> bool:
 
 
 def reads_reports(trainer: pl.Trainer) -> bool:
-    """Whether a hook may read a client's report before the round's end; those of this package read no loss or norm."""
+    """Return whether a hook may read a client's report before the round's end; this package's read no loss or norm."""
     hook = "on_client_end"
     return any(
         isinstance(c, FederatedCallback)

@@ -1,4 +1,4 @@
-"""How the server model fares on single clients, as it is and after a few local steps."""
+"""The server model's metrics on single clients, before and after a few local steps."""
 
 from typing import Literal
 
@@ -17,27 +17,27 @@ class ClientAccuracy(ClientMeasure):
     r"""Measure the server model on each client's own examples with the module's ``validation_step``.
 
     It logs, over the clients, ``clients/<monitor>/mean``, ``std``, ``worst_10`` (the mean over the worst tenth of the
-    clients), ``p10`` and ``p90`` (percentiles), every client counting alike: see :func:`lightning_fed.metrics.spread`.
-    All that ``validation_step`` logs goes to ``clients/round_<completed rounds>.csv`` in the log directory, a row per
-    client. With ``on="train"`` the tag and the folder are ``clients_train``.
+    clients), ``p10`` and ``p90`` (percentiles), with equal weights: see :func:`lightning_fed.metrics.spread`. All that
+    ``validation_step`` logs goes to ``clients/round_<completed rounds>.csv`` in the log directory, a row per client.
+    With ``on="train"`` the tag and the folder are ``clients_train``.
 
-    Where clients have models of their own (personal parameters, Ditto, APFL, pFedMe), these are measured too, under the
-    tag ``clients_own``.
+    If clients have personal models (personal parameters, Ditto, APFL, pFedMe), these are measured too, under the tag
+    ``clients_own``.
 
-    ``validation_step`` runs in eval mode, without gradients, on batches of ``eval_batch_size`` examples; values are
-    reduced as in Lightning's own validation, torchmetrics' objects afresh for every client.
+    ``validation_step`` runs in eval mode, without gradients, on batches of ``eval_batch_size`` examples. Values are
+    reduced as in Lightning's validation. Each client has new torchmetrics objects.
 
     Args:
-        monitor: The metric to summarise, by the name under which ``validation_step`` logs it.
-        mode: "max" if more is better, "min" if less is: decides which clients are the worst.
+        monitor: The metric to summarize, as ``validation_step`` names it.
+        mode: "max" if more is better, "min" if less is. It decides which clients are the worst.
         every_n_rounds: Measure every n rounds.
         clients: How many clients to measure, a fixed sample of those that have examples; all by default.
         on: "val" for the clients' own validation sets (``client_val`` or ``client_val_dataset`` of the data module),
             "train" for their training sets.
 
     Attributes:
-        table: All that was logged in the last measurement, by client id and name.
-        own_table: The same of clients' own models.
+        table: All values logged in the last measurement, by client id and name.
+        own_table: The same for clients' personal models.
 
     Raises:
         FederatedError: If an argument is not allowed, the module has no ``validation_step`` or does not log ``monitor``
@@ -75,7 +75,7 @@ class ClientAccuracy(ClientMeasure):
 
     @property
     def needs(self) -> str:
-        """What a client must have to be measured, in words."""
+        """The condition for a client to be measured, in words."""
         return super().needs if self.on == "train" else "a validation set"
 
     def refusal(self) -> FederatedError:
@@ -89,7 +89,7 @@ class ClientAccuracy(ClientMeasure):
         )
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
-        """Whether the client has examples to be measured on."""
+        """Return whether the client has examples to be measured on."""
         if self.on == "train":
             return super().can_measure(trainer, client_id)
         dataset = trainer.datamodule.client_val_dataset(client_id)
@@ -122,17 +122,17 @@ class ClientAccuracy(ClientMeasure):
 
 
 class PersonalizedAccuracy(ClientAccuracy):
-    r"""Measure each client after a few local steps of its own from the server model.
+    r"""Measure each client after a few local steps from the server model.
 
     The same as :class:`ClientAccuracy`, under the tags ``personalized`` and ``personalized_own``, after fine-tuning on
-    the client's training set: plain steps of the user's optimizer, started afresh, on shuffled batches of
-    ``batch_size`` examples, with the run's gradient clipping and without the method's correction. A step is one batch:
-    there is no accumulation, and the hooks of module and callbacks around a step are not called. Jiang et al.,
-    *Improving Federated Learning Personalization via Model Agnostic Meta Learning*, 2019
-    (https://arxiv.org/abs/1909.12488), compare methods by this number.
+    the client's training set: plain steps of the user's optimizer, newly made, on shuffled batches of ``batch_size``
+    examples, with the run's gradient clipping and without the method's correction. A step is one batch: there is no
+    accumulation, and the hooks of module and callbacks around a step are not called. Jiang et al., *Improving Federated
+    Learning Personalization via Model Agnostic Meta Learning*, 2019 (https://arxiv.org/abs/1909.12488), compare methods
+    by this number.
 
     Args:
-        monitor: The metric to summarise, by the name under which ``validation_step`` logs it.
+        monitor: The metric to summarize, as ``validation_step`` names it.
         mode: "max" if more is better, "min" if less is.
         every_n_rounds: Measure every n rounds.
         clients: How many clients to measure, a fixed sample of those that have examples; all by default.
@@ -159,10 +159,10 @@ class PersonalizedAccuracy(ClientAccuracy):
 
     @property
     def needs(self) -> str:
-        """What a client must have to be measured, in words."""
+        """The condition for a client to be measured, in words."""
         return super().needs if self.on == "train" else "a validation set and training examples"
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
-        """Whether the client has examples to be measured on, and to be trained on before."""
+        """Return whether the client has examples to be measured on, and to be trained on before."""
         has_examples = bool(trainer.fit_loop.population.size(client_id) > 0)
         return has_examples and super().can_measure(trainer, client_id)

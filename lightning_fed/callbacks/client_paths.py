@@ -1,4 +1,4 @@
-"""Where clients go within a round: their drift step by step, and whether they pull the same way."""
+"""The paths of clients within a round: their drift step by step, and the agreement of their directions."""
 
 import math
 from typing import Any
@@ -86,7 +86,7 @@ class LocalDrift(_StepPaths):
 
     @property
     def curve(self) -> list[float]:
-        """The mean distance after each step k, over the clients that took so many."""
+        """Return the mean distance after each step k, over the clients that took at least k steps."""
         return [sum(step) / len(step) for step in self._by_step()]
 
     def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

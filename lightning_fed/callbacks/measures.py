@@ -52,7 +52,7 @@ def write_table(trainer: pl.Trainer, name: str, header: Sequence[str], rows: Ite
 
 
 class Measure(FederatedCallback):
-    """A callback that measures every n rounds and changes nothing: the run goes on as if it were not there.
+    """A callback that measures every n rounds and does not change the run.
 
     A subclass writes ``measure``.
 
@@ -67,7 +67,7 @@ class Measure(FederatedCallback):
         self.every_n_rounds = check_count(type(self).__name__, "every_n_rounds", every_n_rounds, least=1)
 
     def is_due(self, completed: int) -> bool:
-        """Whether to measure when this many rounds are completed."""
+        """Return whether to measure after this number of completed rounds."""
         return completed % self.every_n_rounds == 0
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
@@ -120,7 +120,7 @@ class ClientMeasure(Measure):
 
     @property
     def needs(self) -> str:
-        """What a client must have to be measured, in words."""
+        """The condition for a client to be measured, in words."""
         return "training examples"
 
     def refusal(self) -> FederatedError:
@@ -128,7 +128,7 @@ class ClientMeasure(Measure):
         return FederatedError(f"{type(self).__name__} has nobody to measure: no client has {self.needs}.")
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
-        """Whether a client has what the measure needs; one that is built on demand may turn out to be empty."""
+        """Return whether a client can be measured; one that is built on demand may turn out to be empty."""
         return bool(trainer.fit_loop.population.size(client_id) > 0)
 
 
@@ -140,7 +140,7 @@ class WeightedMeasure(ClientMeasure):
         self.weighting = check_one_of(type(self).__name__, "weighting", weighting, ("uniform", "examples"))
 
     def weight(self, trainer: pl.Trainer, client_id: ClientId) -> float:
-        """Return a client's weight in the mean."""
+        """Return the weight of a client for averaging."""
         return 1.0 if self.weighting == "uniform" else float(trainer.fit_loop.population.size(client_id))
 
 
@@ -229,12 +229,12 @@ class ControlVariateError(ClientMeasure):
 
     SCAFFOLD (Karimireddy et al., 2020, https://arxiv.org/abs/1910.06378) corrects a client's steps by :math:`c - c_i`,
     which would be exact with :math:`c_i = \nabla f_i(x)` and :math:`c = \nabla f(x)`. It logs ``control/error``, the
-    mean over the clients of :math:`\|c_i - \nabla f_i(x)\|`; ``control/relative_error``,
-    :math:`\sqrt{\sum_i \|c_i - \nabla f_i(x)\|^2 / \sum_i \|\nabla f_i(x)\|^2}`, which is 1 while every c_i is 0;
-    and, if all clients are measured, ``control/server_error``, :math:`\|c - \nabla f(x)\|` where f is the mean of the
-    clients' losses. It costs one pass over the data of each client measured.
+    mean over the clients of :math:`\|c_i - \nabla f_i(x)\|`, and ``control/relative_error``,
+    :math:`\sqrt{\sum_i \|c_i - \nabla f_i(x)\|^2 / \sum_i \|\nabla f_i(x)\|^2}`, which is 1 while every c_i is 0. If
+    all clients are measured, it also logs ``control/server_error``, :math:`\|c - \nabla f(x)\|` where f is the mean of
+    the clients' losses. It costs one pass over the data of each client measured.
 
-    It goes with every method whose clients keep a ``c_i``; ``control/server_error`` needs a server state ``c``.
+    It works for every method whose clients keep a ``c_i``; ``control/server_error`` needs a server state ``c``.
 
     Args:
         every_n_rounds: Measure every n rounds.
@@ -286,9 +286,9 @@ class ControlVariateError(ClientMeasure):
 class GradientDissimilarity(WeightedMeasure):
     r"""Measure how the clients' full-batch gradients differ at the new server model.
 
-    It logs ``gradient/G2``, :math:`\mathbb{E}_i \|\nabla f_i - \nabla f\|^2`, which is Mime's :math:`G^2` and
-    FedProx's variance of local gradients; ``gradient/mean_square``, :math:`\mathbb{E}_i \|\nabla f_i\|^2`, which
-    SCAFFOLD bounds; ``gradient/B`` of FedProx's Definition 3, where it is finite; and ``gradient/norm``,
+    It logs ``gradient/G2``, :math:`\mathbb{E}_i \|\nabla f_i - \nabla f\|^2`, which is Mime's :math:`G^2` and FedProx's
+    variance of local gradients. ``gradient/mean_square`` is :math:`\mathbb{E}_i \|\nabla f_i\|^2`, which SCAFFOLD
+    bounds. ``gradient/B`` is that of FedProx's Definition 3, if it is finite. ``gradient/norm`` is
     :math:`\|\nabla f\|`. Papers and assumptions: :func:`lightning_fed.metrics.gradient_dissimilarity`.
 
     The means are over the clients measured, and :math:`f` is their mean. It costs one pass over the data of each.
@@ -325,14 +325,14 @@ class GradientDissimilarity(WeightedMeasure):
 class HessianDissimilarity(WeightedMeasure):
     r"""Measure how the clients' Hessians differ at the new server model, by Lanczos' iteration.
 
-    For each client it estimates the eigenvalue of largest absolute value of
-    :math:`\nabla^2 f_i(x) - \nabla^2 f(x)` from Hessian-vector products over all of its data. It logs
-    ``hessian/delta``, the largest of their absolute values, the :math:`\delta` of SCAFFOLD's assumption (A2);
-    ``hessian/delta_mean``, their mean; and ``hessian/residual``, the largest residual: an eigenvalue lies that close to
-    each estimate. Papers: :func:`lightning_fed.metrics.hessian_dissimilarity`.
+    For each client it estimates the eigenvalue of largest absolute value of :math:`\nabla^2 f_i(x) - \nabla^2 f(x)`
+    from Hessian-vector products over all of its data. It logs ``hessian/delta``, the largest of their absolute values,
+    the :math:`\delta` of SCAFFOLD's assumption (A2), and ``hessian/delta_mean``, their mean. ``hessian/residual`` is
+    the largest residual: an eigenvalue lies that close to each estimate. Papers:
+    :func:`lightning_fed.metrics.hessian_dissimilarity`.
 
     With n clients measured it takes n Hessian-vector products in each of the iterations for each client, each at about
-    twice the cost of a full-batch gradient: measure few clients, seldom. The model must be twice differentiable; under
+    twice the cost of a full-batch gradient: measure few clients, rarely. The model must be twice differentiable; under
     bf16 the estimates have that precision.
 
     Args:

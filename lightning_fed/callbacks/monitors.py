@@ -59,7 +59,7 @@ class Monitors:
 def warn_of_misspelt(trainer: pl.Trainer) -> None:
     """Warn of monitored names that are nearly those of the validation, at the end of Lightning's sanity check.
 
-    What training and callbacks will log is not known then, so this is no reason to refuse.
+    Training and callbacks may log other names later, so this only warns.
     """
     names = list(trainer.callback_metrics)
     followed = [

@@ -15,7 +15,7 @@ __all__ = ["RoundLines", "RoundProgressBar", "shows_information"]
 
 
 def shows_information() -> bool:
-    """Whether Lightning's logger shows information: a run prints its lines and its summary only then."""
+    """Return whether Lightning's logger shows information: a run prints its lines and its summary only then."""
     return logging.getLogger(pl.__name__).isEnabledFor(logging.INFO)
 
 
@@ -26,7 +26,7 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     since a file would keep every update. :class:`RoundLines` prints lines there.
 
     Args:
-        refresh_rate: Redraw the metrics every so many rounds; 0 hides the bar.
+        refresh_rate: Redraw the metrics every n rounds; 0 hides the bar.
         process_position: The bar's line on the screen, counted from its own.
         leave: Whether Lightning's own bars stay on the screen when they are done.
 
@@ -42,7 +42,7 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether bars are drawn: only where a carriage return overwrites the line."""
+        """Return whether bars are drawn: only if a carriage return overwrites the line."""
         return super().is_enabled and (sys.stdout.isatty() or hasattr(sys, "ps1"))  # a notebook has the latter
 
     # nothing to do per batch, and Lightning skips what is not there
@@ -97,20 +97,20 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
         bar.update(1)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return the metrics to show; the logger's version number is no news."""
+        """Return the metrics to show, without the logger's version number."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
 
 
 class RoundLines(FederatedCallback):
-    """Print a line such as ``round 10/50  val_acc 0.83  3.2 s/round`` now and then, where no progress bar is drawn.
+    """Print a line such as ``round 10/50  val_acc 0.83  3.2 s/round`` now and then, if no progress bar is drawn.
 
-    Every trainer has one, except with ``barebones=True``. It is for batch jobs: it prints where the output is not a
+    Every trainer has one, except with ``barebones=True``. It is for batch jobs: it prints if the output is not a
     terminal, or with ``enable_progress_bar=False``. A line has the metrics logged with ``prog_bar=True``, or else the
     cohort's training loss, and the mean time of a round since the last line, validation included. The first process
     prints. No lines are printed if Lightning's logger shows no information
-    (``logging.getLogger(pl.__name__).setLevel(logging.WARNING)``), which is what ``lightning-fed fit -q`` does.
+    (``logging.getLogger(pl.__name__).setLevel(logging.WARNING)``), as with ``lightning-fed fit -q``.
 
     Args:
         seconds: Print after a round that ends this many seconds after the last line, or after the first round.

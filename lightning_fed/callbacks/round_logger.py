@@ -40,10 +40,10 @@ class RoundLogger(FederatedCallback):
     ========================= ===================================================================
 
     With differential privacy, whose guarantee is about the models, only ``server/update_norm``, ``round/seconds`` and
-    ``privacy/epsilon`` are written: the others are made of what clients did.
+    ``privacy/epsilon`` are written: the others are computed from the clients' work.
 
     TensorBoard also shows a histogram of the training losses of the cohort's clients, ``client/losses``, after each
-    twentieth of the rounds, and the settings of the run beside the hyper-parameters of the module.
+    twentieth of the rounds, and the settings of the run next to the hyper-parameters of the module.
 
     The values can be monitored by ``ModelCheckpoint`` and ``EarlyStopping`` under the same names.
     """
@@ -115,17 +115,17 @@ def _forget(writer: Any, step: int) -> None:
 class SimulatedTime(FederatedCallback):
     """Log ``time/simulated``, the simulated seconds since the start of the run, after every round.
 
-    A synchronous round takes as long as the slowest of its clients. An asynchronous one ends when the last of the
-    answers arrives of which its step is made.
+    A synchronous round takes as long as its slowest client. An asynchronous one ends when the last answer of its step
+    arrives.
 
     Args:
-        clock: How long clients take; by default that of ``asynchronous``, or one second each.
+        clock: The time that clients take; by default that of ``asynchronous``, or one second each.
 
     Attributes:
         seconds: The time so far.
 
     Raises:
-        FederatedError: If it is no clock; when the fit starts, if the run has a clock of its own.
+        FederatedError: If it is not a clock. When the fit starts, if the run has its own clock.
 
     Example:
         >>> SimulatedTime().seconds

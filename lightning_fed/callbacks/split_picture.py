@@ -1,4 +1,4 @@
-"""The picture of how the data are dealt out, in TensorBoard."""
+"""The picture of the data's split among clients, in TensorBoard."""
 
 from lightning_fed.callbacks.base import FederatedCallback, boards
 from lightning_fed.compat.package import pl
@@ -13,13 +13,13 @@ __all__ = ["SplitPicture"]
 class SplitPicture(FederatedCallback):
     """Write the split of the data to TensorBoard when a fit starts.
 
-    These are the figure of ``split_figure`` and the table of ``skew_table``. Their tag is
-    ``split``, with the number of completed rounds as the step. A resumed fit writes them again, since its logs
-    usually go to a folder of their own. The run itself stays the same, bit for bit. Every client is visited for
-    its labels, which takes long where millions of them are built on demand.
+    These are the figure of ``split_figure`` and the table of ``skew_table``. Their tag is ``split``, with the number of
+    completed rounds as the step. A resumed fit writes them again, since its logs usually go to another folder. The run
+    itself stays the same, bit for bit. Every client is visited for its labels. This takes long if millions of them are
+    built on demand.
 
     Args:
-        max_clients: The bubbles of at most so many clients are drawn, evenly spaced among all.
+        max_clients: The largest number of clients whose bubbles are drawn, evenly spaced among all.
 
     Raises:
         FederatedError: When a fit starts, if there is no ``TensorBoardLogger``, matplotlib is missing, or the clients'

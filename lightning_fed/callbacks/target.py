@@ -1,4 +1,4 @@
-"""What it takes to reach a target."""
+"""The cost to reach a target."""
 
 from typing import Any, Literal
 
@@ -13,13 +13,13 @@ __all__ = ["TargetMetric"]
 class TargetMetric(FederatedCallback):
     """Record the rounds and the bytes until a metric first reaches a target.
 
-    When it does, it logs ``target/rounds``, ``target/bytes_up`` and ``target/bytes_down``, the totals of the run so
-    far, once. A TensorBoard logger gets the rounds as ``hp_metric`` too, which is what its page of hyper-parameters
-    compares runs by; -1 there stands for a target not reached. When the fit ends it says so in a line. The run goes on;
-    to stop it there, use Lightning's ``EarlyStopping(stopping_threshold=...)``.
+    At that time, it logs ``target/rounds``, ``target/bytes_up`` and ``target/bytes_down``, the totals of the run so
+    far, once. A TensorBoard logger also gets the rounds as ``hp_metric``, for its page of hyper-parameters; -1 stands
+    for a target not reached. A line at the end of the fit reports the result. The run continues; to stop it there, use
+    Lightning's ``EarlyStopping(stopping_threshold=...)``.
 
     Args:
-        monitor: The metric, by the name under which it is logged: by ``validation_step``, or by a callback, such as
+        monitor: The metric's logged name, from ``validation_step`` or from a callback, such as
             ``clients/val_acc/worst_10``.
         target: The value to reach.
         mode: "max" to reach it from below, "min" from above.
@@ -45,7 +45,7 @@ class TargetMetric(FederatedCallback):
 
     @property
     def state_key(self) -> str:
-        """What tells this callback's state from that of another target."""
+        """The key that separates this callback's state from that of another target."""
         return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'target': {self.target!r}}}"
 
     def state_dict(self) -> dict[str, Any]:

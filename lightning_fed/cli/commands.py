@@ -1,4 +1,4 @@
-"""The commands, each with a line that says what it does."""
+"""The commands, each with a line of description."""
 
 __all__ = ["OWN", "STAGES"]
 

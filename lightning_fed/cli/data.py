@@ -15,7 +15,7 @@ __all__ = ["make_parser", "picture"]
 
 
 def picture(args: list[str] | None = None) -> None:
-    """Print how much the clients of a configuration differ, and draw who has what.
+    """Print how much the clients of a configuration differ, and draw the data of each.
 
     The configurations are those of ``lightning-fed fit``, saved ones included; only their data is made.
     """

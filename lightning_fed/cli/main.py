@@ -40,8 +40,8 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         args: The arguments; those of the process if None.
 
     Raises:
-        SystemExit: With the message alone, where a setting cannot be federated or a client's work fails. Of an error
-            in the user's own code, the part of the trace that is the user's is printed first.
+        SystemExit: With the message alone, if a setting cannot be federated or a client's work fails. For an error in
+            the user's code, the user's part of the trace is printed first.
     """
     words = sys.argv[1:] if args is None else args
     if not {"", os.getcwd()} & set(sys.path):
@@ -56,7 +56,7 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
                 return
         from lightning_fed.cli.stages import run
 
-        if args is None:  # Lightning warns where it is given words beside those of the process
+        if args is None:  # Lightning warns about arguments other than the process's
             sys.argv[1:] = words
         run(args if args is None else words, words[0] if isinstance(words, list) else "")
     except Exception as error:

@@ -59,7 +59,7 @@ class Parser(LightningArgumentParser):
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):
-            return []  # it quotes the parser of a part, which is such a one and has said what was meant
+            return []  # the parser of a part has already given this hint
         options = [option for parser in (self, *self._below().values()) for option in parser._option_string_actions]
         keys = [option.removeprefix("--") for option in options]
         if "required: " in message and "model" in message:

@@ -40,7 +40,7 @@ class FederatedCLI(LightningCLI):
             "subclass_mode_model": True,
             "subclass_mode_data": True,
             "save_config_kwargs": {"overwrite": True},
-            # the parser gives the trainer every argument: what the environment says must be the parser's default
+            # the parser passes every argument, so its defaults must include the environment's
             "trainer_defaults": {**from_environment, **(kwargs.pop("trainer_defaults", None) or {})},
             "parser_class": Parser,
             # an option that is only the beginning of another one's name is a mistake, not an abbreviation
@@ -65,10 +65,10 @@ class FederatedCLI(LightningCLI):
         return parser
 
     def _parse_ckpt_path(self) -> None:
-        """Let the configuration alone say which model is made.
+        """Let only the configuration choose the model.
 
-        Lightning puts a checkpoint's hyper-parameters over those of the configuration, class paths included: a file
-        from elsewhere could then have any module imported, and any class made.
+        Lightning overrides the configuration with a checkpoint's hyper-parameters, class paths included. An untrusted
+        file could then import any module and make any class.
         """
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:

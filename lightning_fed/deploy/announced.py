@@ -25,11 +25,11 @@ class Announced:
 
 
 class Announcements:
-    """What is known of each client of a run.
+    """The registrations of a run's clients.
 
-    A client that has not said hello in time is absent. It counts as one of N and may be drawn, as if it had as many
-    examples as the others have in the mean; in a round for which it is drawn, it has failed. It may say hello later.
-    One that has more than ``max_examples``, or another batch size than the one asked for, is refused.
+    A client that has not registered in time is absent. It still counts as one of N and may be sampled, with the mean
+    number of examples of the others. If it is sampled, it fails in that round. It may register later. A client with
+    more than ``max_examples``, or with another batch size than the required one, is refused.
     """
 
     def __init__(

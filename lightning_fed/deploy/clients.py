@@ -109,7 +109,7 @@ class ClientsOutsideFit:
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
 
-        What the clients keep goes to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``.
+        Client states go to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``.
         """
         clients = [index for index in task.clients if index in self._here]
         task = replace(task, server=self.prepared.optimizer.placed(task.server))
@@ -171,10 +171,10 @@ class ClientsOutsideFit:
             self._round, self._has_begun = task.round, False
         if task.phase != LOSS and not self._has_begun:
             self.work.begin(task.round, self.work.members(task, clients))
-            self._has_begun = True  # local work goes on from the gradients that clients have taken in this round
+            self._has_begun = True  # local work continues from this round's gradients
 
     def forget_round(self) -> None:
-        """Begin the round anew with the next task: a client has failed in the middle of it."""
+        """Restart the round with the next task, after a client has failed."""
         self._round = None
         self.work.end()
         self.trainer._logger_connector.reset_results()

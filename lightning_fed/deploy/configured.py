@@ -22,9 +22,9 @@ _TASK = Path(__file__).with_name("task.py.in")
 
 
 class Configured:
-    """What a configuration describes, made again at every call.
+    """The objects of a configuration, made again at every call.
 
-    Server and sites make all of it: each site uses the data of its own clients, the server the validation set alone.
+    Server and sites make all of them. Each site uses only its clients' data, the server only the validation set.
     """
 
     def __init__(self, file: Path) -> None:

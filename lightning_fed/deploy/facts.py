@@ -1,4 +1,4 @@
-"""What a server and its sites need: new trainers, and the same settings and module."""
+"""The facts that a server and its sites must share: settings and module, of new trainers."""
 
 import hashlib
 import inspect

@@ -113,7 +113,7 @@ def check_message(message: Message, who: str) -> None:
 
 
 def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
-    """Whether a value is a whole number within bounds."""
+    """Return whether a value is a whole number within bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 

@@ -23,23 +23,23 @@ __all__ = ["RemoteClients"]
 
 
 class RemoteClients(FederatedDataModule):
-    """The clients of a run that are elsewhere, and a validation set of the server's own.
+    """The clients of a run on remote sites, and the server's own validation set.
 
-    A fit with them is any other fit. The clients are asked where a simulation calls its engine; callbacks, loggers,
-    validation, early stopping, checkpoints and ``ckpt_path`` work as always, and the parameters have the same bits::
+    A fit with them is like any other fit. It asks the clients when a simulation calls its engine. Callbacks, loggers,
+    validation, early stopping, checkpoints and ``ckpt_path`` work as always. The parameters have the same bits::
 
         trainer.fit(model, RemoteClients(transport, client_ids, val=val), ckpt_path="last")
 
-    Before the first round all clients must say hello. See ``docs/deploy.md``.
+    Before the first round all clients must register. See ``docs/deploy.md``.
 
     Args:
-        transport: What carries messages to the sites of the clients; see :class:`lightning_fed.deploy.Transport`.
+        transport: Sends messages to the clients' sites; see :class:`lightning_fed.deploy.Transport`.
         client_ids: The clients' ids, in the order of their stored indices.
         val: The validation set of the server model, as for :class:`lightning_fed.FederatedDataModule`.
         max_examples: The largest number of examples that a client may have. A client's weight is the number that its
             site states.
-        batch_size: The batch size that the data module of every site must have. None: sites may differ, of which the
-            log warns.
+        batch_size: The batch size that the data module of every site must have. None: sites may differ, and the log
+            warns.
         evaluation: Other arguments of that class that concern evaluation: ``test``, ``eval_batch_size``, ``transform``
             and the like.
 

@@ -72,10 +72,10 @@ def _own(value: Tensor) -> Tensor:
 def reply_of(
     message: Message, index: int, task: Task, algorithm: Algorithm, expected: Expected, what: str = ""
 ) -> Reply:
-    """Return the reply to a task in the message of the client with a stored index; the method says what must be there.
+    """Return the reply to a task in the message of a client, with the content that the method requires.
 
-    A message with anything else raises :class:`FederatedError`. Norms of what is here are computed here. ``what`` is
-    what was to be measured between rounds.
+    A message with anything else raises :class:`FederatedError`. The norms of its tensors are computed here. ``what`` is
+    the requested measure between rounds.
     """
     client, header, x = message.client, message.header, task.x
     who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"

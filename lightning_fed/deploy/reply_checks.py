@@ -1,4 +1,4 @@
-"""What a server takes from a site: every number, name and tensor of a reply has its bounds here."""
+"""Check a site's reply: every number, name and tensor of it has its bounds here."""
 
 import math
 from collections.abc import Mapping

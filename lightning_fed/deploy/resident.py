@@ -50,7 +50,7 @@ _LOG_SIZE = 10 * 2**20  # bytes
 STARTED_BY = os.getppid()
 """The process that has started this one; of an orphan, the system's first one, if it was one already."""
 
-_LOOK = 1.0  # seconds between two looks at the other process, where the system does not tell of its end
+_LOOK = 1.0  # seconds between checks of the other process, if the system does not report its end
 
 READY, NOT_MINE = b"Y", b"N"
 """The answers to a ClientApp's first words, its specification: whether this is its process, or one that ends now."""
@@ -119,11 +119,11 @@ class Resident:
 
             return REPLY, site.answer(Message.from_bytes(task)).to_bytes()
         except Exception as error:
-            errors = sys.modules.get("lightning_fed.core.errors")  # without which it is none of them
+            errors = sys.modules.get("lightning_fed.core.errors")  # if it is not loaded, the error is not one of them
             if errors is not None and isinstance(error, errors.FederatedError):
                 return REFUSED, str(error).encode()
             traceback.print_exc()
-            self._leave()  # whatever state it was in: the next task makes it anew
+            self._leave()  # its state is unknown: the next task makes a new one
             return REFUSED, f"{type(error).__name__}: {error} (the site's log is {log_of(self.state_dir)})".encode()
 
     def _made(self) -> Any:
@@ -178,7 +178,7 @@ def main() -> None:
     Resident(json.load(sys.stdin)).serve()
 
 
-# What a node says: its clients, their folder, the user's functions
+# Values of a node's configuration: its clients, their folder, the user's functions
 
 
 def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
@@ -208,7 +208,7 @@ def state_dir_of(node_config: Mapping[str, Any]) -> Path:
 
 
 def named(what: str, maker: Maker) -> str:
-    """Return the name of a function, ``"module:function"``, by which another process can find it."""
+    """Return the name of a function, ``"module:function"``, for another process to find it."""
     if isinstance(maker, str):
         module, _, attribute = maker.partition(":")
         is_good = all(part.isidentifier() for part in (*module.split("."), attribute))

@@ -1,4 +1,4 @@
-"""A fit with remote clients that goes on from its checkpoint, and saves one after every round."""
+"""A fit with remote clients that continues from its checkpoint, and saves one after every round."""
 
 import logging
 import os

@@ -33,18 +33,18 @@ _log = logging.getLogger("lightning_fed.deploy.site")
 class FederatedSite(AbstractContextManager["FederatedSite"]):
     """Answer a server's tasks with data that stay here.
 
-    A task may come twice, also after the process was killed: the same task has the same answer. What clients keep from
-    round to round is on this site's own disk; only the method's messages leave it. Several runs may take turns.
+    A task may come twice, also after the process was killed. The same task has the same answer. Client states stay on
+    this site's own disk, and only the method's messages leave it. Several runs may alternate.
 
-    The site answers what its own trainer would do, and no more: "What a server can do to a site" in the documentation
-    has the bounds. Each answer and each refusal is a line of the logger ``lightning_fed.deploy.site``.
+    The site does what its own trainer would do, and no more. The page "What a server can do to a site" of the
+    documentation lists the limits. Each answer and each refusal is a line of the logger ``lightning_fed.deploy.site``.
 
     Args:
-        trainer: A trainer with the arguments that the server's has; of one process.
+        trainer: A trainer with the arguments of the server's, in one process.
         model: The module, as the server's constructor makes it.
-        data: A data module with the clients of this site; it need not know of others.
+        data: A data module with the clients of this site alone.
         client_id: The client, or a list of clients.
-        state_dir: A folder for what they keep, of this site alone.
+        state_dir: A folder for their states, of this site alone.
 
     Raises:
         FederatedError: If the trainer, the folder or the ids cannot be used.
@@ -76,8 +76,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             task: The task.
 
         Raises:
-            FederatedError: If it is of another run, method, model or version, for another client, or if it rests on
-                what this site does not have.
+            FederatedError: If it is of another run, method, model or version, for another client, or if this site lacks
+                a state that it needs.
         """
         start = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""What a site does for a server at most: every number of a task has its bounds here."""
+"""Check a server's task: every number of it has its bounds here, which limit the site's work."""
 
 import math
 import re

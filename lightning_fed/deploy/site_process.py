@@ -13,7 +13,7 @@ from lightning_fed.deploy.resident import READY, REPLY, STARTED_BY, log_of, open
 
 __all__ = ["SiteProcess"]
 
-_TRIES = 3  # how often a process that ends in the middle of a task is started anew
+_TRIES = 3  # how often a process that ends during a task is restarted
 _LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
 # Not from the folder in which the transport was started, whose copy of the app may be another one than was sent. From
 # Python 3.11 on, PYTHONSAFEPATH does the same for this process and those that it starts.

@@ -1,4 +1,4 @@
-"""What clients of a site keep, on the site's own disk: the last two versions of each, written at once or not at all."""
+"""Client states on the site's own disk: the last two versions of each, written atomically."""
 
 import json
 import os

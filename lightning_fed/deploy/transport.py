@@ -29,8 +29,8 @@ def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
     """Return the reply in the bytes that a client has sent, or a refusal if they are not a reply of this client.
 
     Args:
-        client_id: The client, as the transport knows it.
-        content: What has come from it.
+        client_id: The client's id in the transport.
+        content: The received bytes.
     """
     try:
         message = Message.from_bytes(content)
@@ -50,17 +50,16 @@ class Transport(Protocol):
     def exchange(
         self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
-        """Send messages to clients, and yield what comes back, in any order.
+        """Send messages to clients, and yield their replies, in any order.
 
-        The iterator ends when all clients of ``tasks`` have been heard, or at a deadline of the transport. The clients
-        that are missing then leave the round, or stop the run. The fit closes the iterator early once it waits for
-        nobody, and when it ends with an error or is interrupted.
+        The iterator ends when all clients of ``tasks`` have replied, or at a deadline of the transport. Missing clients
+        then leave the round, or stop the run. The fit closes the iterator early once it waits for no client, and when
+        it ends with an error or is interrupted.
 
         Args:
-            tasks: What to ask of each client. The same task may be sent again if it may be lost: the same task has the
-                same answer.
-            greetings: What to ask, meanwhile, of clients that have not said hello so far. Do not wait for their
-                replies.
+            tasks: The task of each client. A task that may be lost can be sent again: the same task has the same
+                answer.
+            greetings: The requests to clients that have not registered yet. Do not wait for their replies.
 
         Returns:
             Yields replies, and :class:`Refusal` for clients that will not reply.

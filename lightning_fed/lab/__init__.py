@@ -1,1 +1,1 @@
-"""What is built with the library: experiments and sweeps, diagnosis, comparisons, and the commands for them."""
+"""Tools built on the library: experiments and sweeps, diagnosis, comparisons, and their commands."""

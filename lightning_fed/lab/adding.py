@@ -1,4 +1,4 @@
-"""One's own methods as further lines of an experiment, whose claims stay those of its own methods."""
+"""The user's methods as further lines of an experiment; its claims remain about its own methods."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,10 +78,10 @@ def _kept(claim: Claim, old: tuple[Label, ...]) -> Claim:
 
 
 class EitherCells:
-    """Cells that were published, and else those of a store.
+    """Published cells, or else those of a store.
 
     Args:
-        published: What was published.
+        published: The published cells.
         stored: The others.
     """
 

@@ -19,7 +19,7 @@ def read_axis(where: str, name: str, found: Any) -> Axis:
     """Return an axis: labels with overrides, or a key with values, or several keys in step with lists of values.
 
     Raises:
-        FederatedError: If it is none of these.
+        FederatedError: If it has another form.
     """
     if isinstance(found, Mapping) and "key" in found:
         choices = _values(where, check_keys(where, found, ("key", "values"), ("key", "values")))
@@ -35,10 +35,10 @@ def read_axis(where: str, name: str, found: Any) -> Axis:
 
 
 def read_labels(where: str, name: str, found: Mapping[Any, Any]) -> Axis:
-    """Return an axis of labels with overrides, among which ``tune`` says what is tuned there.
+    """Return an axis of labels with overrides; the key ``tune`` has the tuned values there.
 
     Raises:
-        FederatedError: If a label cannot be one, or what stands there is not understood.
+        FederatedError: If a label cannot be one, or its content is not understood.
     """
     choices, tune = {}, {}
     for label, overrides in found.items():
@@ -75,10 +75,10 @@ def make_tune_axis(where: str, name: str, found: Any) -> Axis:
 
 
 def revise(tuned: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is tuned with changes on top: a list gives other values to what has a key, all else replaces.
+    """Return tuned values with changes on top: a list gives an entry with a key other values, all else replaces.
 
     Args:
-        tuned: What is tuned, as :func:`read_tuned` returns it.
+        tuned: The tuned values, as :func:`read_tuned` returns them.
         changes: The changes, of the same form.
 
     Example:

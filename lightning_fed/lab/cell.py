@@ -55,7 +55,7 @@ class Recorder(pl.loggers.Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """Where callbacks write."""
+        """The folder of callbacks' files."""
         return None if self.folder is None else str(self.folder)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
@@ -175,7 +175,7 @@ def made_with() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's name, as far as the system tells it."""
+    """Return the processor's name, or the part of it that the system reports."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Whether the inequalities that a paper states hold, with the numbers."""
+"""Judge the inequalities that a paper states, with the numbers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ def _combinations(claim: Claim, results: Results) -> Iterator[dict[Label, list[P
 
 
 def _inner_axes(claim: Claim) -> tuple[str, ...]:
-    """Return the axes over which each side is reduced to a number for each seed."""
+    """Return the axes to reduce each side over, to a number for each seed."""
     return (*claim.mean_over, *([] if claim.difference is None else [claim.difference.axis]))
 
 
@@ -159,7 +159,7 @@ def _gap(claim: Claim, points: dict[Label, list[Point]]) -> str:
 def _reduced(points: list[Point], claim: Claim, results: Results) -> Estimate:
     """Return a quantity with its mean, or the mean of its difference, over points for each seed.
 
-    What stands in the way of a number at one of the points stands in the way of all.
+    If a point has no number, the result has none, for the same reason.
     """
     estimates = [results.estimate(point, claim.quantity) for point in points]
     for estimate in estimates:

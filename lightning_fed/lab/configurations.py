@@ -95,7 +95,7 @@ def key_of(completed: Config) -> str:
 
 
 def _is_named(config: Config) -> bool:
-    """Whether the data are a data set of ours that is the same in whatever folder, and not what lies in the folder."""
+    """Return whether the data are a data set of ours that is the same in any folder, not files of the folder."""
     path = str(config.get("data", {}).get("class_path"))
     found = locate(path) if path.startswith("lightning_fed.") else None
     root = signature(found).parameters.get("root") if isinstance(found, type) else None

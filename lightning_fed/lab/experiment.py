@@ -1,4 +1,4 @@
-"""What an experiment is: a grid of configurations, how values are chosen in it, what is drawn, and what is claimed."""
+"""The parts of an experiment: a grid of configurations, tuning, figures, tables and claims."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Axis:
     Args:
         name: Its name.
         choices: Overrides by label, in order.
-        tune: What is tuned where a label is chosen, by label and name: a key with values, or a list of other values.
+        tune: The values tuned with a label, by label and name: a key with values, or a list of other values.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Tune:
-    """What is tuned for each method at each combination of the axes.
+    """The tuning of each method at each combination of the axes.
 
     Args:
         by: The quantity whose best value decides.
@@ -59,12 +59,12 @@ class Tune:
 
 @dataclass(frozen=True)
 class Departure:
-    """Something that an experiment does otherwise than its paper.
+    """A departure of an experiment from its paper.
 
     Args:
-        what: What it is about.
-        paper: How the paper has it.
-        here: How it is here.
+        what: Its subject.
+        paper: The paper's version.
+        here: The version here.
         why: The reason.
     """
 
@@ -79,9 +79,9 @@ class Mark:
     """A number of the paper's, drawn as a faint line across a figure.
 
     Args:
-        at: The part of the grid that it is about.
+        at: Its part of the grid.
         y: The number.
-        label: What it is called in the legend.
+        label: Its name in the legend.
     """
 
     at: Place
@@ -97,14 +97,14 @@ class Figure:
         name: Its name, a part of the file's.
         kind: "curves" over the rounds, a "quantity" against an axis, or the "paths" of clients.
         y: The metrics, or quantities, that are drawn; several make panels.
-        x: What runs are measured by, one of :data:`COSTS`, or the name of an axis.
+        x: The cost of runs, one of :data:`COSTS`, or the name of an axis.
         lines: The axis whose labels are the lines.
         rows: The axis whose labels are the rows of panels, "metric" for :attr:`y`, None for one row.
         columns: The same for columns.
-        band: What is drawn around a line over several seeds.
+        band: The band around a line over several seeds.
         log: The axes of the picture with a logarithmic scale.
-        xlim: What the horizontal axis shows.
-        ylim: What the vertical axis shows.
+        xlim: The limits of the horizontal axis.
+        ylim: The limits of the vertical axis.
         at: The part of the grid that is drawn.
         rounds: The first rounds whose paths are drawn.
         marks: Numbers of the paper's.
@@ -149,7 +149,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a quantity loses or gains from one label of an axis to another.
+    """The difference of a quantity between two labels of an axis.
 
     Args:
         axis: The axis.
@@ -167,20 +167,20 @@ class Claim:
     """An inequality that a paper states.
 
     Args:
-        says: What the paper states, in our words.
-        source: Where it states it; empty for a control.
+        says: The paper's statement, in our words.
+        source: The place of the statement; empty for a control.
         paper: The paper's numbers, if it gives any.
-        terms: Factor and label of each side; the label is None for a number alone.
-        signs: What stands between the sides: "<", "<=", ">", ">=" or "~".
-        quantity: What is compared.
+        terms: Factor and label of each side. The label is None for a number alone.
+        signs: The signs between the sides: "<", "<=", ">", ">=" or "~".
+        quantity: The compared quantity.
         compare: The axis of the labels.
-        mean_over: The axes over whose labels the quantity is averaged before it is compared.
+        mean_over: The axes to average the quantity over before it is compared.
         difference: The axis along which the quantity's difference is compared, and not the quantity.
         at: The part of the grid where it is claimed.
         within: How much sides joined by "~" may differ, as a share of the larger.
         scales: The scales at which it is judged; all if empty.
-        found: What an inquiry came to where it does not hold; empty if there was none.
-        controls: Inequalities that look into it, judged beside it and not counted.
+        found: The explanation if it does not hold; empty if there is none.
+        controls: Inequalities that help to explain it, judged but not counted.
     """
 
     says: str
@@ -207,15 +207,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large an experiment is run.
+    """A scale of an experiment.
 
     Args:
         name: Its name.
-        departures: What only this scale does otherwise than the paper.
+        departures: The departures from the paper at this scale alone.
         overrides: Overrides on top of every cell.
         seeds: The number of seeds, if not the experiment's.
-        axes: The labels that are kept, by axis, each with what is put on top of it.
-        tune: Lists of other values, by the names of what is tuned.
+        axes: The labels that are kept, by axis, each with its overrides.
+        tune: Lists of other values, by tuned name.
         cases: The test cases behind each metric, by the parts of the grid, in place of the experiment's.
     """
 
@@ -230,28 +230,28 @@ class Scale:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment as its file states it.
+    """An experiment, as read from its file.
 
     Args:
         name: Its name, the file's.
-        file: Where it comes from.
-        title: What it shows.
-        paper: Whose claim it is.
+        file: The file's path.
+        title: Its title.
+        paper: The paper that makes the claims.
         item: The figure or table of the paper.
-        notes: What the paper leaves open, and how that is settled.
-        departures: What it does otherwise than the paper, at every scale.
+        notes: The points that the paper leaves open, and the choices here.
+        departures: The departures from the paper, at every scale.
         base: The configuration that every cell starts from.
         axes: The dimensions of its grid, the methods last.
         skip: Parts of the grid that are left out.
-        tune: What is tuned; None if nothing is.
+        tune: The tuning, None without one.
         seeds: The number of seeds.
         is_random: Whether anything is drawn, so that seeds differ.
         is_own: Whether it is a comparison of our own, and not a paper's.
         metrics: The metrics by name.
         cases: The test cases behind each metric, by the parts of the grid.
-        figures: What is drawn.
-        tables: What is tabled.
-        claims: What is claimed.
+        figures: Its figures.
+        tables: Its tables.
+        claims: Its claims.
         scales: The scales by name.
         added: The file of methods that were added to it; empty if none were.
     """

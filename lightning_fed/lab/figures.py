@@ -41,15 +41,15 @@ _UNITS = {"rounds": "rounds", "gradients": "gradients computed", "bytes": "bytes
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure with axes of its own.
+    """A part of a figure with its own axes.
 
     Args:
         row: Its row, from 0.
         column: Its column, from 0.
-        row_label: What its row shows.
-        column_label: What its column shows.
-        points: The points of the grid that it shows.
-        y: What it draws of them.
+        row_label: The label of its row.
+        column_label: The label of its column.
+        points: Its points of the grid.
+        y: The metric or quantity to draw.
     """
 
     row: int
@@ -64,7 +64,7 @@ def draw(plan: Plan, results: Results) -> "Figure":
     """Return the figure of an experiment.
 
     Args:
-        plan: What it shows.
+        plan: The figure's description.
         results: The finished cells.
 
     Raises:
@@ -88,7 +88,7 @@ def draw(plan: Plan, results: Results) -> "Figure":
         _set_up(axes, plan, panel, panels)
         notes = [f"diverged: {', '.join(diverged)}"] if diverged else []
         notes += [f"one line: {', '.join(group)}" for group in _alike(axes)]
-        if notes:  # where a curve that gets better leaves room
+        if notes:  # the side on which a curve that improves leaves room
             y, side = (0.02, "bottom") if panel.y.mode == "max" else (0.97, "top")
             axes.text(
                 0.98, y, "\n".join(notes), transform=axes.transAxes, ha="right", va=side, fontsize=6.5,
@@ -207,7 +207,7 @@ def _draw_mark(axes: "Axes", plan: Plan, panel: Panel, mark: Mark, styles: Mappi
 
 
 def _has_diverged(results: Results, point: Point) -> bool:
-    """Whether a point's runs diverged, or all of what was tuned for it."""
+    """Return whether a point's runs diverged, or all of its tuned values."""
     candidates = results.candidates(point)
     lost = bool(candidates) and all(candidate.estimate.is_diverged for candidate in candidates)
     return lost or any(record.status == "diverged" for record in results.records(point))
@@ -216,7 +216,7 @@ def _has_diverged(results: Results, point: Point) -> bool:
 def _draw_quantity(
     axes: "Axes", plan: Plan, panel: Panel, results: Results, points: Sequence[Point], label: Label, style: int
 ) -> None:
-    """Draw a quantity against an axis of the grid; what is infinite leaves a gap."""
+    """Draw a quantity against an axis of the grid; infinite values leave a gap."""
     assert isinstance(panel.y, Quantity)
     labels = [point.by_axis[plan.x] for point in points]
     shown = [label for label in results.grid.labels[plan.x] if label in plan.at.get(plan.x, (label,))]
@@ -316,7 +316,7 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = None, title: str | None = None) -> None:
-    """Add one legend for all panels, below them, in so many columns; the figure grows by its further rows."""
+    """Add one legend for all panels, below them, in a number of columns; the figure grows by its further rows."""
     handles: dict[str, Artist] = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

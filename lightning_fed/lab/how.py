@@ -1,4 +1,4 @@
-"""How a grid was run: what was tuned, what diverged or failed, how long it took, and with what."""
+"""Describe the run of a grid: tuning, diverged and failed cells, times and versions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -47,7 +47,7 @@ def _at_end(results: Results, point: Point) -> str:
 
 
 def losses(results: Results, most: int | None = None) -> Iterator[str]:
-    """Yield what diverged and what failed; of each, so many lines at most."""
+    """Yield the diverged and the failed cells, each with a limited number of lines."""
     diverged, failed = [], []
     for cell in results.asked():
         record = results.record(cell)
@@ -69,7 +69,7 @@ def records_of(results: Results) -> list[Record]:
 
 
 def means(results: Results) -> list[str]:
-    """Return how many cells there were, what they took, and what they were run with."""
+    """Return the number of cells, their cost, and their versions."""
     records = records_of(results)
     if not records:
         return ["No cell is finished."]

@@ -23,7 +23,7 @@ def latex(table: Table, results: Results) -> str:
     The best of the methods is bold wherever everything but the method is the same.
 
     Args:
-        table: What it shows.
+        table: The table's description.
         results: The finished cells.
     """
     heads, rows = cells_of(table, results)

@@ -39,7 +39,7 @@ def aligned(values: Sequence[float], spread: float, is_percent: bool = False, di
 
     Args:
         values: The numbers.
-        spread: Their deviation, which has so many digits.
+        spread: Their deviation, which has this number of digits.
         is_percent: Whether they are in percent, which have two decimals.
         digits: The significant digits of the deviation.
 

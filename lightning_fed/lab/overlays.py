@@ -78,7 +78,7 @@ def _inner(node: Config, part: str, key: str, whole: str) -> Config:
 
 
 def _is_another(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two descriptions of objects are of different classes; a class may be named without its module."""
+    """Return whether two descriptions of objects are of different classes; the module's name may be missing."""
     if "class_path" not in new or "class_path" not in old:
         return "class_path" in new
     return str(old["class_path"]).rpartition(".")[2] != str(new["class_path"]).rpartition(".")[2]

@@ -21,8 +21,8 @@ def pages(results: Results, command: str, figures: Sequence[str]) -> tuple[str, 
 
     Args:
         results: The finished cells.
-        command: The command line that led to it.
-        figures: The names of the figures' files, which lie beside it.
+        command: The command line of the run.
+        figures: The names of the figures' files, in the same folder.
     """
     experiment = results.grid.experiment
     name = f"{experiment.name}_details.md"
@@ -148,7 +148,7 @@ def _drawn(results: Results) -> str:
 
 
 def _cases(results: Results) -> str:
-    """Return how many test cases the accuracies rest on."""
+    """Return the number of test cases of the accuracies."""
     grid = results.grid
     metrics = [metric for metric in grid.experiment.metrics.values() if metric.factor == 100]
     found = {grid.cases(metric.name, point) for metric in metrics for point in grid.points} - {None}

@@ -24,7 +24,7 @@ class Comparison:
 
     Args:
         left: The left side's value for each seed.
-        sign: What the claim puts between them: "<", "<=", ">", ">=" or "~".
+        sign: The claim's sign between them: "<", "<=", ">", ">=" or "~".
         right: The right side's value for each seed.
         within: How much sides joined by "~" may differ, as a share of the larger.
         is_random: Whether anything is drawn. If nothing is, every difference counts.
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def is_finite(self) -> bool:
-        """Whether both sides have a number under every seed."""
+        """Return whether both sides have a number under every seed."""
         return all(map(math.isfinite, self.differences))
 
     @property
@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def _margin(self) -> float:
-        """How far the mean difference lies on the claim's side of its limit; negative on the other side."""
+        """Return the distance of the mean difference from its limit; negative on the wrong side."""
         if self.sign == "~":
             return self.within * max(abs(fmean(self.left)), abs(fmean(self.right))) - abs(self.mean)
         return -self.mean if self.sign in ("<", "<=") else self.mean

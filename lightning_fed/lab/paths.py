@@ -34,7 +34,7 @@ def draw_paths(plan: Plan, results: Results) -> "Figure":
     """Return the paths of the first seed's clients; see :class:`lightning_fed.callbacks.LocalIterates`.
 
     Args:
-        plan: What is shown.
+        plan: The figure's description.
         results: The finished cells.
 
     Raises:

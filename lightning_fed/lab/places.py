@@ -14,8 +14,8 @@ def read_place(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) 
     """Return a part of a grid, given as a label or a list of labels for each axis that it names.
 
     Args:
-        where: What asks for it, for messages.
-        found: What the file says; None is the whole grid.
+        where: The place in the file, for messages.
+        found: The file's value; None is the whole grid.
         labels: The labels of every axis.
 
     Raises:
@@ -39,7 +39,7 @@ def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -
     """Return the parts of a grid that are left out.
 
     Raises:
-        FederatedError: If it is no list, or there is no such axis or label.
+        FederatedError: If it is not a list, or there is no such axis or label.
     """
     if not isinstance(found or [], list):
         raise FederatedError(
@@ -51,7 +51,7 @@ def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -
 
 
 def is_within(point: Mapping[str, Label], place: Place) -> bool:
-    """Whether a point of a grid lies in a part of it; axes that either does not name do not matter.
+    """Return whether a point of a grid lies in a part of it, by the axes that both name.
 
     Example:
         >>> is_within({"method": "FedAvg", "K": "10"}, {"K": ("1", "10")})

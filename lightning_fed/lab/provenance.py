@@ -1,4 +1,4 @@
-"""Where a cell comes from: the commit of the code, and checksums of the data files that it read."""
+"""The origin of a cell: the commit of the code, and checksums of the data files that it read."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["checksums", "commit", "files_read"]
 
-_opened: set[str] | None = None  # what is opened while somebody wants to know
+_opened: set[str] | None = None  # the opened files, while a caller records them
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What is published of a grid: the few values of every cell that its page rests on, small enough for a repository.
+"""The published part of a grid: the few values of every cell that its page needs, small enough for a repository.
 
 ``NAME_cells.csv`` has a row for every configuration that was run, and ``NAME_rounds.csv.gz`` its curves, thinned. Every
 quantity of the experiment is the same from the thinned curves as from the whole ones. ``NAME_configurations.json.gz``
@@ -76,14 +76,14 @@ def thinned(
     is_drawn: bool,
     costs: Iterable[str] = (),
 ) -> dict[str, dict[int, float]]:
-    """Return the rounds of a run that quantities rest on, and what was spent from each to the next.
+    """Return the rounds of a run that quantities depend on, and the cost from each to the next.
 
     Args:
-        series: What the run logged.
-        metrics: What is kept of it.
+        series: The run's logged values.
+        metrics: The metrics to keep.
         quantities: The quantities.
-        is_drawn: Whether a figure shows it, for which evenly spaced rounds are kept, too.
-        costs: What figures measure it by, beside what the quantities do.
+        is_drawn: Whether a figure shows it. If so, evenly spaced rounds are kept, too.
+        costs: The costs that figures use, in addition to those of the quantities.
     """
     kept: dict[str, dict[int, float]] = {}
     for name in metrics:
@@ -147,7 +147,7 @@ class PublishedCells:
 
 
 def _settings(config: Config) -> str:
-    """Return a hash of what the file of an experiment says of a cell, which does not change with the defaults."""
+    """Return a hash of an experiment's settings of a cell, which does not change with the defaults."""
     text = json.dumps(config, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

@@ -42,13 +42,13 @@ _GRAMMAR = re.compile(
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric by the name under which it is logged.
+    """A metric by its logged name.
 
     Args:
         name: The tag.
-        mode: Whether it is good where it is high or low.
-        label: What to call it in figures and tables.
-        factor: What its values are multiplied with wherever they are shown or compared: 100 if they are in percent.
+        mode: Whether high or low values are good.
+        label: Its name in figures and tables.
+        factor: The factor for values that are shown or compared: 100 if they are in percent.
     """
 
     name: str
@@ -66,22 +66,22 @@ class Metric:
         return -math.inf if self.mode == "max" else math.inf
 
     def reaches(self, value: float, target: float) -> bool:
-        """Whether a value is as good as the target."""
+        """Return whether a value is as good as the target."""
         return value >= target if self.mode == "max" else value <= target
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number made of a run's curves.
+    """A number from a run's curves.
 
     Args:
-        text: How it is written.
-        kind: "final", "best", "mean", "last", "round" and "settled" of the metric; "setbacks", all its changes for the
-            worse, from each value to the next, added up; "climb", the largest one over a number of rounds; one of
-            :data:`COSTS` until it reaches a target.
+        text: Its text.
+        kind: "final", "best", "mean", "last", "round" or "settled" of the metric, or one of :data:`COSTS` until it
+            reaches a target. "setbacks" adds up all its changes for the worse, from each value to the next. "climb" is
+            the largest one over a number of rounds.
         metric: The metric.
         number: The target, how many of the last values are averaged, the round, or the rounds of a climb.
-        over: How many values in a row have a mean that reaches the target.
+        over: The number of values in a row whose mean must reach the target.
     """
 
     text: str
@@ -92,22 +92,22 @@ class Quantity:
 
     @property
     def is_cost(self) -> bool:
-        """Whether it counts what it takes to reach a target."""
+        """Return whether it counts the cost to reach a target."""
         return self.kind in COSTS
 
     @property
     def is_percent(self) -> bool:
-        """Whether it is in percent."""
+        """Return whether it is in percent."""
         return self.metric.factor == 100 and not self.is_cost
 
     @property
     def is_share(self) -> bool:
-        """Whether it is a share of the test cases, in percent."""
+        """Return whether it is a share of the test cases, in percent."""
         return self.is_percent and self.kind in ("final", "best", "mean", "last", "round", "settled")
 
     @property
     def mode(self) -> Literal["max", "min"]:
-        """Whether it is good where it is high or low."""
+        """The better direction: "max" or "min"."""
         return "min" if self.is_cost or self.kind in ("setbacks", "climb") else self.metric.mode
 
     @property
@@ -132,7 +132,7 @@ class Quantity:
 
     @property
     def meaning(self) -> str:
-        """What it means, if its name does not say it."""
+        """The meaning of a quantity whose name does not explain it."""
         if self.is_cost:
             over = f"the mean of {self.over} values in a row" if self.over > 1 else "a value"
             return f"**{self.kind} to {self.number:g}**: until {over} first reaches it."

@@ -95,7 +95,7 @@ def read_base(where: str, base: Any, folder: Path) -> Config:
     """Return a configuration: a mapping, the name of a file relative to a folder, or a list of both, stacked.
 
     Raises:
-        FederatedError: If it is none of these, or has keys that no configuration has.
+        FederatedError: If it has another form, or keys that no configuration has.
     """
     config: Config = {}
     for part in base if isinstance(base, list) else [base]:
@@ -108,9 +108,9 @@ def read_metrics(where: str, found: Any, cases: bool = False) -> dict[str, Metri
     """Return the metrics by name.
 
     Args:
-        where: What asks for them, for messages.
-        found: What the file says.
-        cases: Whether each may say how many test cases are behind it.
+        where: The place in the file, for messages.
+        found: The file's value.
+        cases: Whether each may have its number of test cases.
 
     Raises:
         FederatedError: If there are none, or one has no mode.

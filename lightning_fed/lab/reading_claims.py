@@ -48,10 +48,10 @@ def check_label(where: str, label: Label) -> Label:
 
 
 def read_departures(where: str, found: Any) -> tuple[Departure, ...]:
-    """Return what a file, or one of its scales, does otherwise than the paper.
+    """Return the departures of a file, or of one of its scales, from the paper.
 
     Raises:
-        FederatedError: If it is no list of ``{what, paper, here, why}``.
+        FederatedError: If it is not a list of ``{what, paper, here, why}``.
     """
     if not isinstance(found or [], list):
         raise FederatedError(f"{where} must be a list of {{what, paper, here, why}}, found {found!r}.")
@@ -65,7 +65,7 @@ def read_departures(where: str, found: Any) -> tuple[Departure, ...]:
 
 @dataclass(frozen=True)
 class ClaimReader:
-    """What a claim may name.
+    """The names that a claim may use.
 
     Args:
         labels: The labels of every axis.

@@ -1,4 +1,4 @@
-"""What is kept of a finished cell: its configuration, how it ended, and every value that it logged."""
+"""The record of a finished cell: its configuration, its end, and every value that it logged."""
 
 import csv
 import json
@@ -24,12 +24,12 @@ class Record:
     Args:
         config: Its complete configuration.
         status: "finished", or "diverged" if its loss or its models stopped being finite.
-        cause: How it diverged.
+        cause: The way it diverged.
         seconds: Wall time.
         cpu_seconds: CPU time of the process and of those that it started; None in records that were written without.
         made_with: Versions, hardware and date.
-        series: What it logged, by tag and completed rounds.
-        folder: Where other files of it are.
+        series: Its logged values, by tag and completed rounds.
+        folder: The folder of its other files.
         data: The SHA-256 of the data files that were read, by their paths in the folder of data sets.
     """
 

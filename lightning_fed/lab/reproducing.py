@@ -76,7 +76,7 @@ def write_page(grid: Grid, published: Path, out: Path, suffix: str = "png", tex:
         grid: The grid.
         published: The folder of what was published.
         out: Where pages, figures and the table of claims go.
-        suffix: How figures are drawn, too, beside PNG: "pdf" or "svg".
+        suffix: A further format of figures, in addition to PNG: "pdf" or "svg".
         tex: Whether tables are written in LaTeX, too.
 
     Raises:
@@ -110,7 +110,7 @@ def draw_figures(results: Results, out: Path, suffix: str = "png") -> list[str]:
     Args:
         results: The finished cells.
         out: Where they go.
-        suffix: How they are drawn, too, beside PNG.
+        suffix: A further format, in addition to PNG.
     """
     plans = [plan for plan in results.grid.experiment.figures if plan.kind != "paths"]
     for plan in plans:

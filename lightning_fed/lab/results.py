@@ -1,4 +1,4 @@
-"""What a grid came to: the values chosen for each point, and quantities with their mean over seeds."""
+"""The results of a grid: the values chosen for each point, and quantities with their mean over seeds."""
 
 import math
 from collections.abc import Iterator
@@ -73,8 +73,8 @@ class Candidate:
 
     Args:
         tuned: The values.
-        estimate: What decides, over the seeds that decide.
-        tie: What decides between equals, lower being better.
+        estimate: The deciding quantity, over the deciding seeds.
+        tie: The quantity that decides between equals; lower is better.
     """
 
     tuned: Tuned
@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What is to be lowest; a combination without a value comes last."""
+        """The value to minimize; a combination without a value comes last."""
         mean = self.estimate.mean
         sign = 1.0 if self.estimate.quantity.mode == "min" else -1.0
         return (math.inf if math.isnan(mean) else sign * mean), self.tie
@@ -96,7 +96,7 @@ def choose(candidates: list[Candidate]) -> Candidate | None:
 
 
 class Cells(Protocol):
-    """Where the cells of a grid are found: in the store of a command, or in what was published of it."""
+    """A source of a grid's cells: the store of a command, or the published cells."""
 
     def record(self, cell: Cell) -> Record | None:
         """Return a cell's record; None if it is not finished."""
@@ -119,7 +119,7 @@ class Results:
         self._candidates: dict[Point, list[Candidate]] = {}
 
     def asked(self) -> Iterator[Cell]:
-        """Yield every cell that the results rest on: those that decide on tuned values, and all seeds of the chosen."""
+        """Yield every cell behind the results: those that decide on tuned values, and all seeds of the chosen."""
         seen = dict[Cell, None]()
         for point in self.grid.points:
             for tuned in self.grid.tuned(point):
@@ -192,7 +192,7 @@ class Results:
         )
 
     def _binomial(self, cell: Cell, values: list[float], quantity: Quantity) -> float | None:
-        """Return the standard error of an accuracy in percent over so many test cases."""
+        """Return the standard error of an accuracy in percent over a number of test cases."""
         cases = self.grid.cases(quantity.metric.name, cell.point)
         if cases is None or not quantity.is_share or not all(map(math.isfinite, values)):
             return None

@@ -1,4 +1,4 @@
-"""Run a whole grid: everything is checked, then the cells by which values are chosen are run, and then the others."""
+"""Run a whole grid: check everything, then run the cells that decide on values, and then the others."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -47,14 +47,14 @@ def run_grid(
 
     Args:
         grid: The grid.
-        store: Where its cells are kept.
-        workers: What runs them; they are closed at the end.
-        data_root: The folder of data sets, if not what the configurations say.
+        store: The store of its cells.
+        workers: The processes that run them. They are closed at the end.
+        data_root: The folder of data sets, if not that of the configurations.
         published: Cells that were published, which are not run again.
 
     Raises:
         FederatedError: If something about the cells is wrong; before the first one is run.
-        SystemExit: On Ctrl-C; what is finished is kept.
+        SystemExit: On Ctrl-C; finished cells are kept.
     """
     configurations, jobs = Configurations(), dict[Cell, Job]()
     stored = StoredCells(store, jobs)
@@ -94,6 +94,6 @@ def _jobs_of(grid: Grid, cells: Iterable[Cell], configurations: Configurations) 
 
 
 def _costs(experiment: Experiment) -> set[str]:
-    """Return what runs are measured by in an experiment, beside rounds."""
+    """Return the costs of runs in an experiment, in addition to rounds."""
     drawn = {figure.x for figure in experiment.figures if figure.x in COSTS}
     return {quantity.kind for quantity in experiment.quantities if quantity.is_cost} | drawn

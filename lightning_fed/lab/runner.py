@@ -19,7 +19,7 @@ __all__ = ["Job", "check_jobs", "make_jobs", "probe_jobs", "run_jobs"]
 
 @dataclass(frozen=True)
 class Job:
-    """A cell that is to be finished.
+    """A cell to finish.
 
     Args:
         name: The cell in words; cells with the same configuration are one job, with the first one's name.
@@ -72,10 +72,10 @@ def probe_jobs(
 
     Args:
         jobs: The cells.
-        metrics: The metrics that are asked for.
-        costs: What runs are measured by, of :data:`COSTS`.
-        workers: What runs the rounds.
-        data_root: The folder of data sets, if not what the configurations say.
+        metrics: The required metrics.
+        costs: The costs of runs, of :data:`COSTS`.
+        workers: The processes that run the rounds.
+        data_root: The folder of data sets, if not that of the configurations.
 
     Raises:
         FederatedError: If a cell fails, or a metric is not logged; it names the cell.
@@ -86,7 +86,7 @@ def probe_jobs(
     logged, unknown_kinds = set[str](), 0
     with Tqdm(total=len(kinds), desc="Checks", unit="kind", leave=False, disable=not kinds) as bar:
         waiting = list(kinds.values())
-        while waiting:  # with a rate at which a round diverges, it cannot be seen what is logged: take another
+        while waiting:  # a diverged probe cannot show the logged tags: take another rate
             tasks = {of[0].name: Task(of[0].name, with_root(of[0].config, data_root), {}) for of in waiting}
             others = {of[0].name: of[1:] for of in waiting}
             waiting = []
@@ -113,9 +113,9 @@ def run_jobs(jobs: Iterable[Job], store: Store, workers: TaskRunner, data_root: 
 
     Args:
         jobs: The jobs; those that come twice are run once.
-        store: Where finished cells are kept.
-        workers: What runs them.
-        data_root: The folder of data sets, if not what the configurations say.
+        store: The store of finished cells.
+        workers: The processes that run them.
+        data_root: The folder of data sets, if not that of the configurations.
     """
     by_key = {job.key: job for job in jobs}
     left = [job for job in by_key.values() if not store.has(job.key)]

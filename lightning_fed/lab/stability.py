@@ -1,4 +1,4 @@
-"""How far a curve climbs the wrong way, and when a run has settled."""
+"""The climb of a curve in the wrong direction, and the round in which a run has settled."""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -66,7 +66,7 @@ class Store:
         return self._read.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether a cell is finished."""
+        """Return whether a cell is finished."""
         return key in self._read or (self.cells / key / "cell.json").is_file()
 
     def note_failure(self, key: str, name: str, cause: str) -> None:

@@ -40,7 +40,7 @@ def rows_of(table: Table, results: Results) -> tuple[list[str], list[list[str]]]
     """Return heading and rows of a table: quantities with mean and deviation over seeds.
 
     Args:
-        table: What it shows.
+        table: The table's description.
         results: The finished cells.
     """
     heads, rows = cells_of(table, results)
@@ -132,5 +132,5 @@ def _head(axis: str | None, label: Label) -> str:
 
 
 def _names_value(table: Table) -> bool:
-    """Whether the columns of a table must say which quantity they show."""
+    """Return whether the columns of a table must name their quantity."""
     return table.columns is None or len(table.values) > 1

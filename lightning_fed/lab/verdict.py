@@ -86,7 +86,7 @@ def _counted_places(found: Sequence[Judgement]) -> str:
 
 
 def claim_details(results: Results, judged: Sequence[Sequence[Judgement]]) -> Iterator[str]:
-    """Yield every claim with all places where it was checked, what was found out, and its controls."""
+    """Yield every claim with all places where it was checked, its explanation, and its controls."""
     for number, (claim, found) in enumerate(zip(results.grid.experiment.claims, judged, strict=True), start=1):
         yield f"### Claim {number}"
         yield f"{claim.says} ({claim.source})"

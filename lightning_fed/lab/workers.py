@@ -44,13 +44,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a task.
+    """The outcome of a task.
 
     Args:
         task: The task.
-        cause: Why it failed; None if it did not.
-        tags: What a probed cell logs; None if it diverged.
-        trace: The trace of what failed.
+        cause: The reason of its failure, or None.
+        tags: The tags that a probed cell logs; None if it diverged.
+        trace: The trace of the failure.
     """
 
     task: Task
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class TaskRunner(Protocol):
-    """What runs tasks, in whatever order they are done."""
+    """Run tasks, and yield outcomes in the order in which they are done."""
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Yield the outcome of each task as it comes."""
@@ -108,7 +108,7 @@ class Workers:
             while waiting and len(at_work) < self.jobs:
                 idle = next((pipe for pipe in self._workers if pipe not in at_work), None) or self._start()
                 task = waiting.pop(0)
-                with contextlib.suppress(BrokenPipeError):  # it died; what it was to do fails below
+                with contextlib.suppress(BrokenPipeError):  # it died; its task fails below
                     idle.send(task)
                 at_work[idle] = task
             for pipe in connection.wait(list(at_work)):
@@ -120,7 +120,7 @@ class Workers:
                     yield Outcome(task, f"its process ended, with exit code {self._bury(pipe)}: perhaps memory ran out")
 
     def close(self) -> None:
-        """Kill the workers; what they are at is lost, and nothing else."""
+        """Kill the workers; only their current tasks are lost."""
         for process in self._workers.values():
             process.kill()
         for pipe in list(self._workers):
@@ -144,7 +144,7 @@ class Workers:
 
 
 def make_workers(jobs: int) -> TaskRunner:
-    """Return what runs tasks: so many processes, or this one if ``jobs`` is 0."""
+    """Return workers in a number of processes, or in this one if ``jobs`` is 0."""
     return Workers(jobs) if jobs else Inline()
 
 

@@ -57,7 +57,7 @@ def check_keys(where: str, found: Any, allowed: Iterable[str], required: Iterabl
     """Return a mapping that must have the required keys, and no other than the allowed ones.
 
     Raises:
-        FederatedError: If it is no mapping, or has other keys; it names them and what they may be.
+        FederatedError: If it is not a mapping, or has other keys. The message names them and the allowed ones.
     """
     allowed, required = list(allowed), list(required)
     if not isinstance(found, Mapping):

@@ -47,7 +47,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.contents = SafeContents()
-        # loggers that will number their version by themselves: once they have, nothing tells it from one that is given
+        # loggers that will number their version: afterwards, nothing distinguishes this number from a given one
         self.unnumbered = [logger for logger in trainer.loggers if getattr(logger, "_version", 0) is None]
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -63,7 +63,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             fill_in(self._loaded_checkpoint, self.trainer)
 
     def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Load the checkpoint into module, data module and callbacks, or say what of it does not fit."""
+        """Load the checkpoint into module, data module and callbacks, or raise an error that names any mismatch."""
         trainer = self.trainer
         # now that all callbacks are there, and before their states are loaded
         adapt_checkpoint_callbacks(trainer, is_fit=trainer.state.fn == TrainerFn.FITTING)
@@ -73,7 +73,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super()._restore_modules_and_callbacks(checkpoint_path, weights_only=weights_only)
 
     def restore_training_state(self) -> None:
-        """Load loops, optimizers and schedules, or say what of the checkpoint does not fit."""
+        """Load loops, optimizers and schedules, or raise an error that names any mismatch with the checkpoint."""
         if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_training_state()
             return
@@ -143,7 +143,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             )
 
     def resume_end(self) -> None:
-        """Finish, and leave a run ended that had been stopped early before it could say so."""
+        """Finish, and mark a run that was stopped early as ended."""
         if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
             restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
         for callback in self.trainer.callbacks if self._loaded_checkpoint else ():
@@ -220,7 +220,7 @@ class RoundLoggerConnector(_LoggerConnector):
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether callbacks that log per batch may do so: at the first batch of every so many rounds."""
+        """Return whether callbacks that log per batch may do so: at the first batch of every n-th round."""
         return bool(super().should_update_logs and (not self.trainer.training or self._first_loop_iter is not False))
 
 

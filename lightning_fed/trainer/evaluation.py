@@ -36,10 +36,9 @@ _OURS = ("lightning_fed", "pytorch_lightning", "lightning")
 class SharedEvaluationLoop(_EvaluationLoop):
     """Lightning's evaluation loop, with batch k given to process k mod n, under its own index.
 
-    What is logged in a step is put together exactly when a loader is done, and metric objects exchange their states
-    then; nothing is exchanged in a step. Where that would not give what one process gives, every process evaluates
-    everything: with loaders of the user's own, with fewer batches than processes, and with hooks that see the outputs
-    of all batches.
+    Values logged in a step are combined exactly when a loader is done, and metric objects exchange their states then. A
+    step exchanges nothing. If the result would differ from that of one process, every process evaluates everything:
+    with the user's own loaders, with fewer batches than processes, and with hooks that see the outputs of all batches.
     """
 
     _results: EvaluationResults
@@ -115,7 +114,7 @@ class SharedEvaluationLoop(_EvaluationLoop):
 
 
 def _is_users_own(owner: Any, hook: str) -> bool:
-    """Whether a hook of a module or callback is anybody's but Lightning's and this package's."""
+    """Return whether a hook of a module or callback is the user's, not Lightning's or this package's."""
     if hook in vars(owner):
         return True
     definer = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
@@ -133,13 +132,13 @@ def validation_batches(data: FederatedDataModule, client_id: ClientId) -> Client
 
 
 def own_model(algorithm: Algorithm, x: Vector, server: State, client: ClientState) -> Vector:
-    """Return the parameters [P + Q] of a client's own model.
+    """Return the parameters [P + Q] of a client's personal model.
 
     Args:
         algorithm: The method.
         x: The server parameters [P].
         server: The server state.
-        client: What the client keeps.
+        client: The client state.
     """
     shared = algorithm.evaluate_client_at(x, server, method_part(client.own))
     return torch.cat([shared, client.own.get(PERSONAL, x[:0])])

@@ -55,9 +55,9 @@ class FederatedLoop(_FitLoop):
             the server takes its step along the mean of their messages, and their new states are kept
             schedules step; validation of the server model when due; one report; checkpoint
 
-    Callbacks reach it as ``trainer.fit_loop``: what the run is at (:attr:`round`, :attr:`state`), and what can be
-    measured of clients (:meth:`full_gradient`, :meth:`evaluate_clients`). A measurement leaves no trace in the run, and
-    is a function of (seed, round, client).
+    Callbacks reach it as ``trainer.fit_loop``: the current round and state (:attr:`round`, :attr:`state`), and
+    measurements of clients (:meth:`full_gradient`, :meth:`evaluate_clients`). A measurement leaves no trace in the run,
+    and is a function of (seed, round, client).
 
     Args:
         trainer: The trainer.
@@ -68,7 +68,7 @@ class FederatedLoop(_FitLoop):
     Attributes:
         settings: How rounds are run.
         run_state: The run between rounds: its start and end, checkpoints, and the server's model in the module.
-        measurements: What is measured of clients.
+        measurements: Measurements of clients.
         monitors: The metrics that callbacks and schedules follow.
         runs_several: Whether a training step is that of several clients.
         is_closing: Whether a round is between the server's step and the end of its hooks.
@@ -97,7 +97,7 @@ class FederatedLoop(_FitLoop):
 
     @property
     def done(self) -> bool:
-        """Whether to leave the loop."""
+        """Return whether to leave the loop."""
         if limit := self._limit_reached():
             rank_zero_info(f"`Trainer.fit` stopped: `{limit}` reached.")
             return True
@@ -111,7 +111,7 @@ class FederatedLoop(_FitLoop):
 
     @property
     def skip(self) -> bool:
-        """Whether there is nothing to do at all."""
+        """Return whether there is nothing to do at all."""
         if self.round > 0 and (limit := self._limit_reached()):
             raised = "trainer.max_rounds" if limit.startswith("max_rounds") else "max_steps"
             rank_zero_warn(
@@ -122,7 +122,7 @@ class FederatedLoop(_FitLoop):
         return self.trainer.limit_train_batches == 0 or self.done
 
     def _limit_reached(self) -> str | None:
-        """Return the number of rounds or of local steps that ends the run, as it was given; None if it goes on."""
+        """Return the number of rounds or of local steps that ends the run, as it was given; None if it continues."""
         if self.max_epochs != -1 and self.round >= (self.max_epochs or 0):
             return f"max_rounds={self.max_epochs}"
         if self.max_steps != -1 and self.steps_taken >= self.max_steps:
@@ -273,7 +273,7 @@ class FederatedLoop(_FitLoop):
 
     @property
     def awaits_plateau_schedulers(self) -> bool:
-        """Whether ``ReduceLROnPlateau`` has yet to step for a round whose server step is taken."""
+        """Return whether ``ReduceLROnPlateau`` has yet to step for a round whose server step is taken."""
         waits = self.is_closing and self._plateau_round < self.round
         return waits and any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
 
@@ -289,7 +289,7 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector._first_loop_iter = None
 
     def _interval_has_passed(self) -> bool:
-        """Whether the time between validations has passed, by the clock of the first process; True if none is set."""
+        """Return whether the time between validations has passed, by the first process's clock; True if none is set."""
         trainer = self.trainer
         interval = trainer._val_check_time_interval
         if interval is None:
@@ -321,7 +321,7 @@ class FederatedLoop(_FitLoop):
         return report
 
     def _process_status(self) -> dict[str, Any]:
-        """Return what other processes need to know of this one when its clients are done."""
+        """Return the facts that other processes need of this one when its clients are done."""
         trainer, run = self.trainer, self.run_state
         assert run.clients is not None
         assert run.server_model is not None
@@ -418,12 +418,12 @@ class FederatedLoop(_FitLoop):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the server steps when some answers have arrived, by a simulated clock."""
+        """Return whether the server steps when some answers have arrived, by a simulated clock."""
         return isinstance(self.settings.aggregator, Asynchronous)
 
     @property
     def arrived(self) -> float:
-        """The simulated seconds at which the answers had arrived of which the last step is made.
+        """Return the simulated seconds at which the last step's answers had arrived.
 
         Raises:
             FederatedError: In a synchronous run.
@@ -455,7 +455,7 @@ class FederatedLoop(_FitLoop):
         It leaves no trace, and is a function of (seed, round, client) like every other gradient.
 
         Raises:
-            FederatedError: If there is no such client, or the point is no vector of the model's size.
+            FederatedError: If there is no such client, or the point is not a vector of the model's size.
         """
         return self.measurements.full_gradient(client_id, point)
 
@@ -476,7 +476,7 @@ class FederatedLoop(_FitLoop):
         They leave no trace, and are a function of (seed, round, client); no fit trains on batches in this order.
 
         Raises:
-            FederatedError: If there is no such client, or the point is no vector of the model's size.
+            FederatedError: If there is no such client, or the point is not a vector of the model's size.
         """
         return self.measurements.batch_gradients(client_id, point, most)
 
@@ -522,16 +522,16 @@ class FederatedLoop(_FitLoop):
     def evaluate_clients(
         self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0, own: bool = False
     ) -> dict[ClientId, dict[str, float]]:
-        """Return :meth:`evaluate_client` of several clients, by client; those on sites of their own are asked at once.
+        """Return :meth:`evaluate_client` of several clients, by client; remote clients are asked at once.
 
         Clients on sites that do not answer are left out.
         """
         return self.measurements.evaluate_clients(client_ids, on, steps, own)
 
     def showing_client_model(self, client_id: ClientId) -> AbstractContextManager[None]:
-        """Let the module hold a client's own model inside, and afterwards what it held before; between rounds of a fit.
+        """Let the module hold a client's personal model inside, and then restore it; between rounds of a fit.
 
-        This is the model to save or to use for this client. It is the server's if clients have no models of their own.
+        This is the model to save or to use for this client. It is the server's if clients have no personal models.
 
         Raises:
             FederatedError: If no fit is running, or if another process or a site has the client's state.

@@ -116,7 +116,7 @@ class Measurements:
 
     @property
     def _ask_sites(self) -> Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None:
-        """What measures clients on sites of their own; None if they are here."""
+        """The measurements of clients on remote sites; None if they are here."""
         return None if self._run.clients is None else self._run.clients.measure_on_sites
 
     @property

@@ -45,8 +45,8 @@ class RunState:
         rounds: Runs the rounds, while a fit is running.
         ranks: The processes that share the clients.
         steps_taken: The local steps of all clients in all completed rounds.
-        sites: If clients are elsewhere: the run that their sites know ("run"), and the versions of the states that
-            they keep there, by stored index ("versions"). Checkpoints hold both.
+        sites: For remote clients: the run's name at their sites ("run"), and the versions of the states there, by
+            stored index ("versions"). Checkpoints hold both.
     """
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
@@ -63,7 +63,7 @@ class RunState:
         self._server: Server | None = None
         self._elsewhere: ClientHalf | None = None  # answers for the clients of a fit that starts, if not engines here
         self._rounds_elsewhere = 0  # completed in processes that a launcher started and that have ended
-        self._checkpoint: dict[str, Any] | None = None  # what a checkpoint holds of the run, until a fit starts from it
+        self._checkpoint: dict[str, Any] | None = None  # a checkpoint's content for the run, until a fit starts from it
         self._earlier: EarlierFit | None = None  # if it completed a round
         self._notes: dict[str, str] = {}  # on data and optimizer
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
@@ -80,7 +80,7 @@ class RunState:
 
     @property
     def has_server(self) -> bool:
-        """Whether there is a server state."""
+        """Return whether there is a server state."""
         return self._server is not None
 
     @property

@@ -1,4 +1,4 @@
-"""The server's model in the user's module: what hooks find there between rounds, and what they change."""
+"""The server's model in the user's module, as hooks find and change it between rounds."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

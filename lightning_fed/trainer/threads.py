@@ -1,4 +1,4 @@
-"""How many threads PyTorch works with in a run: one for a small model, on a CPU."""
+"""The number of PyTorch's threads in a run: one for a small model, on a CPU."""
 
 import os
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ __all__ = ["is_small", "threads_for"]
 
 SMALL = 500_000
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Lightning sets the first of them itself where it starts processes: what is there at import is the user's
+# Lightning sets the first of them when it starts processes: a value at import is the user's
 _SET_BY_USER = any(name in os.environ for name in _VARIABLES)
 _AT_IMPORT = torch.get_num_threads()
 
 
 def is_small(module: nn.Module) -> bool:
-    """Whether a model is too small to gain by more than one thread.
+    """Return whether a model is too small to gain by more than one thread.
 
     It is so with fewer than 500,000 parameters and no convolution: a convolution uses each of its weights many times.
     """
@@ -53,6 +53,6 @@ def threads_for(module: nn.Module, device: torch.device) -> Iterator[int | None]
 
 
 def _is_users(threads: int) -> bool:
-    """Whether a number of threads is not PyTorch's default, which is the number of cores or of hardware threads."""
+    """Return whether a number of threads is not PyTorch's default, the number of cores or of hardware threads."""
     cores = {os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1}
     return _SET_BY_USER or threads != _AT_IMPORT or threads not in cores | {count // 2 for count in cores}

@@ -46,8 +46,8 @@ class FederatedTrainer(pl.Trainer):
 
     Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds:
     ``check_val_every_n_epoch`` validates the server model every n rounds, ``fast_dev_run`` is one round of n batches a
-    client, ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round in
-    which it runs out. ``max_steps`` and ``min_steps`` count the local steps of all clients and are looked at after each
+    client, ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round
+    that exceeds it. ``max_steps`` and ``min_steps`` count the local steps of all clients and are checked after each
     round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
     ``ModelCheckpoint``, count rounds, as the global step does. A ``val_check_interval`` that is a time, such as
     "00:00:10:00", validates after the first round that ends when this time has passed since the last validation.
@@ -57,63 +57,63 @@ class FederatedTrainer(pl.Trainer):
     Args:
         algorithm: The method, an instance; FedAvg by default.
         personal: Names of parameters and buffers that stay with each client, or patterns of them such as
-            ``["head.*"]``: they are trained with the others, and neither sent nor averaged. Every client keeps its own
-            from round to round; a new one begins with the module's.
+            ``["head.*"]``. They are trained with the others, and neither sent nor averaged. Every client keeps its own
+            from round to round, and starts with the module's.
         max_rounds: The number of rounds; -1 for no limit. Another name for Lightning's ``max_epochs``.
         clients_per_round: The clients drawn uniformly without replacement each round: an int is a count, a float in
             (0, 1] a share. By default all of them.
-        local_epochs: Passes of a client over its data in a round. Exactly one of this and ``local_steps``, none for
-            methods without local work.
+        local_epochs: Passes of a client over its data in a round. Set exactly one of this and ``local_steps``, or
+            neither for methods without local work.
         local_steps: Optimizer steps of a client in a round.
-        server_optimizer: From parameters to the torch optimizer that takes the server's step; it sees the negative
-            direction as the gradient. By default SGD with rate 1: the server takes the mean of the client models.
-        server_lr_scheduler: From the server's optimizer to a torch scheduler of its rate, stepped once a round.
-        heterogeneity: Which clients do less work than asked for, are too late, or drop out:
+        server_optimizer: A function from parameters to the torch optimizer of the server's step. Its gradient is the
+            negative direction. By default SGD with rate 1: the server takes the mean of the client models.
+        server_lr_scheduler: A function from the server's optimizer to a torch scheduler, stepped once a round.
+        heterogeneity: Clients that do less work than required, are too late, or drop out:
             :class:`lightning_fed.server.SystemsHeterogeneity`.
-        sampler: Who takes part: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns client ids.
-        gradient_sampler: The same for methods that average gradients over a cohort of its own (FedDANE).
-        weighting: How messages are averaged: "examples", "uniform", "steps", or a function of
-            (client_id, size, steps). By default the method's own.
+        sampler: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns the round's client ids.
+        gradient_sampler: The same for methods that average gradients over a separate cohort (FedDANE).
+        weighting: The weights of messages: "examples", "uniform", "steps", or a function of (client_id, size, steps).
+            By default the method's own.
         aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`, or
             :class:`lightning_fed.server.DifferentialPrivacy`. None for the weighted means.
-        asynchronous: Let the server step whenever some answers have arrived, by a simulated clock, and not wait for a
+        asynchronous: The server steps whenever some answers have arrived, by a simulated clock, without waiting for a
             cohort: :class:`lightning_fed.server.FedBuff` or ``FedAsync``, in place of sampler and aggregator.
-        compression: How clients' messages are compressed: :class:`lightning_fed.server.TopK` or
-            :class:`lightning_fed.server.QSGD`. None to send them as they are.
-        engine: How the clients of a cohort are trained. "sequential" trains one after another through Lightning's own
-            loop: any module, any hook. "vectorized" trains several at once through ``torch.func``, and refuses modules
-            and hooks that it cannot run. "auto" takes "vectorized" when supported, otherwise "sequential", and says
-            which and why.
-        chunk_size: How many clients the vectorized engine trains at once. By default it depends on the model's size,
-            and on an accelerator on what a trial step takes of its memory: the clients take at most half of it. A
-            resumed run keeps the number. Random layers draw other masks with another one. If memory runs out, the
-            round starts again with half as many clients, with a warning, whoever has set the number.
+        compression: The compression of clients' messages: :class:`lightning_fed.server.TopK` or
+            :class:`lightning_fed.server.QSGD`. None sends them uncompressed.
+        engine: The way to train a cohort's clients. "sequential" trains one after another through Lightning's own loop:
+            any module, any hook. "vectorized" trains several at once through ``torch.func``, and refuses modules and
+            hooks that it cannot run. "auto" takes "vectorized" when supported, otherwise "sequential", and reports the
+            reason.
+        chunk_size: The number of clients that the vectorized engine trains at once. By default it depends on the
+            model's size, and on an accelerator on the memory of a trial step: the clients take at most half of the
+            memory. A resumed run keeps the number. Random layers draw other masks with another number. If memory runs
+            out, the round starts again with half as many clients, with a warning, even if you set the number.
         seed: The seed of the cohorts, batch orders and random layers; by default that of ``seed_everything``, else 0.
-        buffers: How buffers such as BatchNorm's running statistics are combined: "average" takes the mean over clients,
-            "server" drops clients' changes, "local" lets each client keep its own.
-        local_optimizer_state: Whether clients start with a fresh local optimizer every round ("reset"), or keep its
-            state, such as momentum, from the last round in which they took part ("keep").
-        gradient_clip_on: What ``gradient_clip_val`` clips: the client's own gradient before the correction, or the
-            corrected one.
-        on_client_error: What to do with a client that fails. A client fails if its loader or ``training_step`` raises,
+        buffers: The combination of buffers such as BatchNorm's running statistics: "average" takes the mean over
+            clients, "server" drops clients' changes, "local" lets each client keep its own.
+        local_optimizer_state: Whether clients start with a new local optimizer every round ("reset"), or keep its
+            state, such as momentum, from their last round ("keep").
+        gradient_clip_on: The gradient that ``gradient_clip_val`` clips: the client's own one before the correction, or
+            the corrected one.
+        on_client_error: The reaction to a client that fails. A client fails if its loader or ``training_step`` raises,
             if its loss or update is not finite, or if its update exceeds ``max_update_ratio``. "raise" stops the run
             and names the client, the round, the local step and the cause. "drop" removes the client from the round, as
-            if it had not been drawn; a warning, the log and the summary report it.
+            if it had not been drawn. A warning, the log and the summary report it.
         max_failed_share: The largest share of a round's clients, in (0, 1], that "drop" may drop. The run stops if more
             fail, or all.
         max_update_ratio: The largest norm of a client's update, as a multiple of the cohort's median norm. If the
             median is below rounding error, that error is used instead. None for no limit.
-        client_states: Where client states are kept between rounds. "memory" keeps them all in host memory, also if
+        client_states: The storage of client states between rounds. "memory" keeps them all in host memory, also if
             clients are trained on an accelerator, and copies them into every checkpoint. "disk" appends them to files,
-            to which checkpoints refer; memory then holds only the states of the clients in training. "auto" takes
-            "disk" if the states may exceed 1 GiB, and says so.
-        client_states_dir: The folder for "disk"; by default ``client_states`` beside the checkpoints.
+            and checkpoints refer to the files; memory then holds only the states of the clients in training. "auto"
+            takes "disk" if the states may exceed 1 GiB, and reports it.
+        client_states_dir: The folder for "disk"; by default ``client_states`` next to the checkpoints.
         callbacks: Callbacks; see :class:`lightning_fed.FederatedCallback` for hooks of rounds and clients.
         max_epochs: Lightning's name for ``max_rounds``.
         kwargs: Any other argument of :class:`pytorch_lightning.Trainer`.
 
     Raises:
-        FederatedError: If an argument is not allowed; the message names it, what was found and what to change.
+        FederatedError: If an argument is not allowed. The message has its name, its value and the change to make.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -230,7 +230,7 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the client at work is at the last batch of its local epoch."""
+        """Return whether the current client is at the last batch of its local epoch."""
         self._check_is_one("is_last_batch")
         return super().is_last_batch
 
@@ -287,7 +287,7 @@ class FederatedTrainer(pl.Trainer):
             if "multiple optimizers" not in str(error):
                 raise
             remove_refused_logs(self)
-            raise FederatedError(  # Lightning's own remedy, manual optimization, is none here
+            raise FederatedError(  # Lightning suggests manual optimization, which cannot be used here
                 f"{type(model).__name__}.configure_optimizers() returned several optimizers; federated training needs"
                 " exactly one. Use parameter groups for different settings."
             ) from error
@@ -329,8 +329,8 @@ class FederatedTrainer(pl.Trainer):
             storage_options: As for the CheckpointIO plugin.
 
         Raises:
-            FederatedError: If that is no path, or there is nothing to save; or, unless ``weights_only``, where a
-                ``ReduceLROnPlateau`` has not yet stepped for the round that is ending, as in ``on_round_end``.
+            FederatedError: If the path is not one, or there is nothing to save; or, unless ``weights_only``, if a
+                ``ReduceLROnPlateau`` has not yet stepped for the ending round, as in ``on_round_end``.
         """
         if self.interrupted and self.fit_loop.is_closing:
             rank_zero_warn(f"{filepath} is not saved: the run was interrupted while round {self.fit_loop.round} ended.")

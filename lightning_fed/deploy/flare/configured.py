@@ -18,7 +18,7 @@ _PATIENCE = 20.0  # seconds in which FLARE's processes are to end
 
 
 def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], rounds: int | None) -> str:
-    """Write the job of a configuration, and return what to do with it."""
+    """Write the job of a configuration, and return how to run it."""
     values = {
         "name": NAME,
         "count": str(len(shares)),

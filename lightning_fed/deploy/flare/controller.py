@@ -29,16 +29,16 @@ _log = logging.getLogger("lightning_fed.deploy")
 class RoundsController(Controller):
     """Run all rounds of a fit, from the checkpoint if it is there. ``config_fed_server.json`` of a job names it.
 
-    An abort of the job ends the fit where it waits, and the checkpoint of the last round stays: the same job, submitted
-    again, goes on from there.
+    An abort of the job ends the fit while it waits. The checkpoint of the last round stays, and the same job, submitted
+    again, continues from it.
 
     Args:
         make_trainer: The name of a function that makes the trainer, ``"module:function"``; so are the others.
         make_model: Makes the module.
         client_ids: The clients' ids, in the order of their stored indices, or a function that returns them.
-        checkpoint: Where the checkpoint is written after every round, and read from if it is there. The one of the
-            round before stays beside it, with ``.previous`` in its name. A relative path begins at the workspace of the
-            FLARE server.
+        checkpoint: The checkpoint's file. It is written after every round, and read if it exists. The previous round's
+            checkpoint stays next to it, with ``.previous`` in its name. A relative path starts at the FLARE server's
+            workspace.
         sites: The clients of each site, by its name in FLARE. By default each client is the site of its name.
         make_val: Makes the server's own validation set.
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.

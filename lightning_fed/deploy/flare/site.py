@@ -27,16 +27,15 @@ def serve_site(
     this works with both ways in which FLARE runs a script, inside its own process and outside.
 
     Args:
-        make_trainer: Makes the trainer that the server has: ``"module:function"``, or a function; so are the others.
+        make_trainer: Makes the server's trainer: ``"module:function"``, or a function. So are the others.
         make_model: Makes the module that the server has.
-        make_data: Takes a mapping with ``site``, the site's name in FLARE, and ``client-id``, its clients; makes a
+        make_data: Takes a mapping with ``site``, the site's name in FLARE, and ``client-id``, its clients. Makes a
             :class:`lightning_fed.FederatedDataModule` with these clients.
         sites: The clients of each site, as the server has them. By default each client is the site of its name.
-        state_dir: A folder for what clients keep; each site has a folder in it. By default
-            ``~/.lightning_fed/sites``.
+        state_dir: The folder of client states, with a folder for each site. By default ``~/.lightning_fed/sites``.
 
     Raises:
-        FederatedError: If one of the functions has no name by which another process could find it.
+        FederatedError: If another process cannot find one of the functions by name.
 
     Example::
 

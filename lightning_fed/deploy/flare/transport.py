@@ -28,7 +28,7 @@ class AbortedError(Exception):
 
 @dataclass
 class _Site:
-    """A site in a phase: what it works at, and how often its side of FLARE has failed."""
+    """A site in a phase: its current task, and the number of failures of its side of FLARE."""
 
     clients: tuple[ClientId, ...] = ()
     task: Any = None
@@ -44,7 +44,7 @@ class FlareTransport:
 
     Args:
         send: Sends arrays to a site and returns the task. Calls the third argument once, from any thread, with the
-            arrays that come back, or with a text that says why there are none.
+            arrays of the reply, or with the reason for a missing reply.
         cancel: Takes a task back.
         sites: The clients of each site, by its name, which its certificate proves.
         timeout: The seconds after which a phase ends without the clients that have not answered.

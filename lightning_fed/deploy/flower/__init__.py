@@ -1,6 +1,6 @@
 """Carry a run's messages through Flower: a ServerApp on the server, a ClientApp and a resident process on each site.
 
-Importing it imports no PyTorch: Flower starts an interpreter for every message that comes to a site.
+Importing it does not import PyTorch, because Flower starts an interpreter for every message at a site.
 """
 
 import importlib

@@ -17,13 +17,13 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
     Flower starts an interpreter for every message, and a function itself would have it import PyTorch first.
 
     Args:
-        make_trainer: Makes the trainer that the server has: ``"module:function"``, or a function; so are the others.
+        make_trainer: Makes the server's trainer: ``"module:function"``, or a function. So are the others.
         make_model: Makes the module that the server has.
         make_data: Takes the node's configuration and makes a :class:`lightning_fed.FederatedDataModule` with the
             clients of this node, which ``client-id`` names.
 
     Raises:
-        FederatedError: If one of them has no name by which another process could find it.
+        FederatedError: If another process cannot find one of them by name.
 
     Example::
 

@@ -9,11 +9,11 @@ from lightning_fed.deploy.flower.local import LocalFlower
 
 __all__ = ["Configured", "run", "write"]
 
-_NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n"  # to sites: what a run writes beside the app
+_NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n"  # to sites: files of a run next to the app
 
 
 def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], rounds: int | None) -> str:
-    """Write the app of a configuration, and return what to do with it."""
+    """Write the app of a configuration, and return how to run it."""
     write_app(who, config, Path(__file__).parent / "app", out, out / NAME, rounds, {"name": NAME})
     (out / ".gitignore").write_text(_NOT_SENT, encoding="utf-8")
     return f"Made {out}: the app, which `flwr run {out}` starts where a SuperLink is."

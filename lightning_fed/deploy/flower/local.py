@@ -96,7 +96,7 @@ class LocalFlower:
         subprocess.run(command, cwd=self.folder, env=self.environment, check=False)  # noqa: S603
 
     def described(self, run: str) -> dict[str, Any]:
-        """Return what Flower tells of a run: its ``status``, its ``network-traffic`` and more."""
+        """Return Flower's facts on a run: its ``status``, its ``network-traffic`` and more."""
         shown = self.flwr("list", "here", "--run-id", run, "--format", "json")
         found: dict[str, Any] = json.loads(shown)["runs"][0]
         return found

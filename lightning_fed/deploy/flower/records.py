@@ -24,11 +24,11 @@ def unpacked(record: RecordDict) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 def who(clients: Sequence[int | str]) -> RecordDict:
-    """Return a record that says which clients a node has."""
+    """Return a record of a node's clients."""
     return RecordDict({_WHO: ConfigRecord({_CLIENTS: [str(client) for client in clients]})})
 
 
 def clients_in(record: RecordDict) -> list[str]:
-    """Return the clients that a node says it has, as text."""
+    """Return the clients in a node's record, as text."""
     said = (record.config_records.get(_WHO) or ConfigRecord()).get(_CLIENTS)
     return [str(client) for client in said] if isinstance(said, list) else []

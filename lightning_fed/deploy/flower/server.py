@@ -37,19 +37,19 @@ def server_app(
 ) -> ServerApp:
     """Return the ServerApp of a run.
 
-    ``flwr run`` starts the run, or goes on with it from the checkpoint. Its configuration may say ``phase-timeout``,
-    the seconds after which a phase is closed without the clients that have not answered (3600), and ``ask-again``, the
-    seconds after which the node of a task without a reply is asked whether it is still at it (60). The process ends
-    with Flower's that has started it, and so with the SuperLink.
+    ``flwr run`` starts the run, or continues it from the checkpoint. Its configuration may set ``phase-timeout``, the
+    seconds after which a phase ends without the clients that have not answered (3600). ``ask-again`` sets the seconds
+    after which the server checks the node of a task without a reply (60). The process ends with the Flower process that
+    started it, and so with the SuperLink.
 
     Args:
         make_trainer: Makes the trainer, with the arguments of a simulation: a function, or ``"module:function"``; so
             are the others.
         make_model: Makes the module.
         client_ids: The clients' ids, in the order of their stored indices, or a function that returns them.
-        checkpoint: Where the checkpoint is written after every round, and read from if it is there. The one of the
-            round before stays beside it, with ``.previous`` in its name. A relative path begins at the folder in which
-            the SuperLink was started.
+        checkpoint: The checkpoint's file. It is written after every round, and read if it exists. The previous round's
+            checkpoint stays next to it, with ``.previous`` in its name. A relative path starts at the SuperLink's start
+            folder.
         make_val: Makes the server's own validation set.
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
         owners: The file of a public key for each client that only the SuperNode with this key may have, such as

@@ -26,10 +26,10 @@ _FORMATS = (".md", ".json")
 
 
 def diagnose(args: Sequence[str]) -> None:
-    """Measure the clients of a configuration, try five step sizes, check the method, and say what is the matter.
+    """Measure the clients of a configuration, try five step sizes, check the method, and report the problems.
 
     Args:
-        args: What follows ``lightning-fed diagnose`` on the command line.
+        args: The arguments after ``lightning-fed diagnose``.
 
     Raises:
         FederatedError: If the configuration cannot be run, or the report cannot be written.
@@ -65,7 +65,7 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _findings(trials: Trials, best_loss: float) -> tuple[Findings, list[str]]:
-    """Return what was found out, and what there is to say of how."""
+    """Return the findings, and notes on the method of measurement."""
     algorithm, measured = trials.settings.algorithm, trials.measured
     steps = [value for trial in trials.trials for value in trial.steps] or [measured.steps[1]]
     cohorts = [value for trial in trials.trials for value in trial.cohorts] or [measured.population]

@@ -1,4 +1,4 @@
-"""What the clients of a configuration are like at one model, in numbers."""
+"""Measure the clients of a configuration at one model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,16 +28,16 @@ Shares = Mapping[ClientId, float]
 
 @dataclass(frozen=True)
 class Measured:
-    r"""What was measured at a model x; nan where it is not known.
+    r"""The measurements at a model x; nan if unknown.
 
     Attributes:
         round: The rounds completed at x.
-        population: The clients there are, N.
+        population: The number of all clients, N.
         clients: The clients measured.
         few: The clients whose Hessians and local steps are compared; f is their mean there.
         weighting: How clients count in all means, as they do in the run.
         steps: The local steps asked of a client: the least, the mean and the greatest number.
-        rate: The step size: that of the local optimizer, or of the server's where clients take no steps.
+        rate: The step size: that of the local optimizer, or of the server's if clients take no steps.
         is_plain: Whether the optimizer with this rate is SGD without momentum.
         server: The server's optimizer with its rate, in words.
         loss: The mean training loss f(x).
@@ -98,7 +98,7 @@ def measure(trainer: pl.Trainer, shares: Shares, hessian_clients: int, weighting
         trainer: The trainer.
         shares: The clients' shares in all means; they sum to one.
         hessian_clients: How many of them to compare the Hessians of.
-        weighting: What the shares go by, for the record.
+        weighting: The basis of the shares, for the record.
     """
     loop, x = trainer.fit_loop, trainer.fit_loop.state.x
     optimizer, server = stepping(trainer), loop.state.step.optimizer

@@ -20,11 +20,11 @@ _TRIAL = ("factor", "rate", "losses", "stopped", "cosine")
 
 
 def sections(f: Findings, notes: Sequence[str]) -> list[Section]:
-    """Return the numbers of a report, with what each means.
+    """Return the numbers of a report, with their meanings.
 
     Args:
-        f: What was found out.
-        notes: What else there is to say of the run.
+        f: The findings.
+        notes: Other remarks on the run.
     """
     return [_run(f, notes), _clients(f), _suggestions(f), _steps(f.trials)]
 

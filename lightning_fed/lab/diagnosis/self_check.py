@@ -46,7 +46,7 @@ class SelfCheck:
 
     @property
     def is_fault(self) -> bool:
-        """Whether something is wrong."""
+        """Return whether something is wrong."""
         return self.outcome in ("differs", "failed")
 
 

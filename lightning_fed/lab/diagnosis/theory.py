@@ -1,4 +1,4 @@
-r"""What the papers' theory makes of the clients' constants.
+r"""The papers' theory, applied to the clients' constants.
 
 - Karimireddy et al., *Mime* (https://arxiv.org/abs/2008.03606), theorems I and IV.
 - Karimireddy et al., *SCAFFOLD* (https://arxiv.org/abs/1910.06378): local steps, and the lower bound for FedAvg.
@@ -14,13 +14,13 @@ __all__ = ["Theory", "mime_mvr", "suggest"]
 
 @dataclass(frozen=True)
 class Theory:
-    r"""What the theory says of a configuration; nan where something that it rests on is not known.
+    r"""The theory's values for a configuration; nan if something that they depend on is unknown.
 
     Attributes:
         K: The local steps of a client, their mean.
         S: The clients of a round, their mean number.
-        T: The rounds that are left; of a run that is done, all.
-        useful_steps: :math:`L / \delta`: the local steps that help a method which corrects the drift.
+        T: The remaining rounds, or all of a finished run.
+        useful_steps: :math:`L / \delta`: the local steps that help a method with drift correction.
         useful_steps_mean: The same with the mean of the clients' distances for :math:`\delta`.
         ceiling: :math:`1 / L`.
         client_ceiling: :math:`1 / (L + \delta)`: no client's curvature is above :math:`L + \delta`.
@@ -29,8 +29,8 @@ class Theory:
             :math:`\eta k H_i g_i` less.
         batches: The standard deviation that batches give the mean gradient of a round.
         drawing: The standard deviation that drawing S of N clients without replacement gives it.
-        lower_bound: :math:`G^2 / (\mu T^2)`, FedAvg's error after T rounds on the worst functions with this G; with L
-            for :math:`\mu`, which makes it the least it can be.
+        lower_bound: :math:`G^2 / (\mu T^2)`, FedAvg's error after T rounds on the worst functions with this G. L
+            replaces :math:`\mu`, which gives the smallest value.
         mvr_rate: MimeMVR's step size, see :func:`mime_mvr`.
         mvr_a: MimeMVR's ``a``.
     """
@@ -53,7 +53,7 @@ class Theory:
 def mime_mvr(
     *, F: float, G: float, delta: float, L: float, K: float, S: float, T: float  # noqa: N803
 ) -> tuple[float, float]:  # fmt: skip
-    r"""Return the largest step size that Mime's theorem IV allows MimeMVR, and the ``a`` that goes with it.
+    r"""Return the largest step size that Mime's theorem IV allows MimeMVR, and its ``a``.
 
     .. math::
         \eta = \min\left( \frac{1}{15 K} \left( \frac{F S}{T \delta^2 G^2} \right)^{1/3}, \frac1L,

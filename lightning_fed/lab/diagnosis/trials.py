@@ -40,7 +40,7 @@ _PLAIN: Config = {  # one process, no validation, and only as many rounds as are
     "max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "profiler": None,
     "client_states_dir": None,
 }  # fmt: skip
-_ENDS = ("not finite", "max_update_ratio")  # what a refusal says of a step that is too large
+_ENDS = ("not finite", "max_update_ratio")  # phrases in the refusal of a step that is too large
 _DIVERGED = 1e3  # times the loss at the start
 
 
@@ -50,18 +50,18 @@ class Trial(WeightedMeasure):
     Args:
         factor: The factor on the configured step size; with 1, the clients are measured first.
         rounds: How many rounds to run.
-        clients: How many clients to measure at most.
+        clients: The largest number of clients to measure.
         hessian_clients: How many of them to compare the Hessians of.
-        weighting: How clients count.
+        weighting: The weights of clients.
 
     Attributes:
         rate: The step size.
         losses: The mean training loss of the clients measured, before the first round and after each.
-        stopped: Why it ended before its time.
-        cosine: Of the way that x has gone, with the negative gradient at its start.
+        stopped: The reason if it ended early.
+        cosine: Of the change of x, with the negative gradient at its start.
         cohorts: The numbers of clients that took part.
         steps: The mean numbers of their local steps.
-        found: What was measured.
+        found: The measurements.
 
     Raises:
         FederatedError: If a number is not positive.
@@ -141,7 +141,7 @@ def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Co
 
     Args:
         paths: The files, a later one on top of those before.
-        overrides: What the command line says on top of them, as that of ``lightning-fed fit`` would.
+        overrides: The overrides of the command line, as for ``lightning-fed fit``.
 
     Raises:
         FederatedError: If a file cannot be read, or trainer, model and data cannot be made of them.
@@ -178,14 +178,14 @@ class Trials:
         ckpt_path: The checkpoint to start from: a path, "last" or "best" of the newest run; None for the model as it
             is made.
         rounds: The rounds of a trial.
-        clients: How many clients to measure at most.
+        clients: The largest number of clients to measure.
         hessian_clients: How many of them to compare the Hessians of.
 
     Attributes:
         trials: The trials by factor, in order.
-        measured: What was measured.
+        measured: The measurements.
         settings: How rounds are run.
-        rounds_left: The rounds of the run that are left, all if it is done; None if there is no limit.
+        rounds_left: The remaining rounds of the run, all if it is finished; None if there is no limit.
         data: The data module.
 
     Raises:

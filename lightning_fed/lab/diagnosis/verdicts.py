@@ -1,4 +1,4 @@
-"""What the numbers say is the matter, in order of evidence."""
+"""Find problems from the numbers, in order of evidence."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ __all__ = ["Findings", "Verdict", "corrects_drift", "plural", "verdicts"]
 
 _EVIDENCE = ("certain", "likely", "possible")
 _CORRECTING = (Scaffold, ScaffoldM, Scaffnew, Mime, MimeMVR, FedDane, FedDyn, FedSpeed)
-_KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # what each client's gradient is, so that who is drawn matters less
+_KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # each client's gradient, so that the sampled clients matter less
 
 _UPHILL = -0.5  # cosine with the negative gradient
 _NOTICEABLE = 1.5  # how many times as much the loss falls
@@ -51,8 +51,8 @@ class Verdict:
 
     Attributes:
         evidence: "certain", "likely" or "possible".
-        cause: What is the matter.
-        text: The numbers that say so, and what to change.
+        cause: The problem.
+        text: The numbers that show it, and the change to make.
     """
 
     evidence: str
@@ -61,7 +61,7 @@ class Verdict:
 
 
 def corrects_drift(algorithm: Algorithm) -> bool:
-    """Whether a method takes the clients' drift out of their local steps."""
+    """Return whether a method removes the clients' drift from their local steps."""
     return isinstance(algorithm, _CORRECTING)
 
 
