@@ -86,6 +86,11 @@ def _always(value: Any) -> Replace:
     return lambda _: lambda *args, **kwargs: value
 
 
+def _with_last(value: Any) -> Replace:
+    """Replace a method by one whose last argument is always the same."""
+    return lambda original: lambda *args: original(*args[:-1], value)
+
+
 def _by(value: Any) -> Replace:
     """Replace anything by a value."""
     return lambda _: value
@@ -129,7 +134,7 @@ ABLATIONS = {
     ),
     "interleaved": Ablation(
         "clients that do not wait for each other: all step whenever one does",
-        {f"{_VECTORIZED}.schedule:Schedule._is_interleaved": _always(False)},
+        {f"{_VECTORIZED}.schedule:Schedule.steps": _with_last(False)},
     ),
     "any-size": Ablation(
         "traces for any number of clients or examples: smaller batches, and steps of some clients only, run untraced",

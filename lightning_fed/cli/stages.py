@@ -126,5 +126,5 @@ def run(args: list[str] | dict[str, Any] | None, first: str) -> None:
     kind: Any = FederatedCLI
     if first in STAGES:  # to describe all four takes a second
         one = {first: FederatedCLI.subcommands()[first]}
-        kind = type("_OneCommand", (FederatedCLI,), {"subcommands": staticmethod(lambda: one)})
+        kind = type("OneCommand", (FederatedCLI,), {"subcommands": staticmethod(lambda: one)})
     kind(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)

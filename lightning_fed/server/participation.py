@@ -113,7 +113,7 @@ class Participation:
 
     def __len__(self) -> int:
         """The number of clients in the set."""
-        return int(np.count_nonzero(np.unpackbits(self._bits)))
+        return int.from_bytes(self._bits.tobytes(), "little").bit_count()
 
     def add(self, indices: Sequence[int]) -> None:
         """Add clients; some may already be in the set."""

@@ -8,6 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "lightning_fed", ROOT / "tests"
 ELSEWHERE = {
+    "cli/commands.py": "tests/cli/test_main.py",
+    "cli/stages.py": "tests/cli/test_main.py",
+    "compat/choice.py": "tests/compat/test_package.py",
+    "lab/overlays.py": "tests/lab/test_configurations.py",
     "compat/after_torch.py": "tests/package/test_lazy_imports.py",
     "compat/private.py": "tests/package/test_imports.py",
     "compat/torchvision.py": "tests/package/test_lazy_imports.py",

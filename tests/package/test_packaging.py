@@ -18,7 +18,7 @@ def test_the_installed_package() -> None:
     distribution = importlib.metadata.distribution("lightning_fed")
     assert distribution.version == lightning_fed.__version__
     (script,) = [e for e in distribution.entry_points if e.name == "lightning-fed"]
-    assert script.load().__module__ == "lightning_fed.cli.main"
+    assert script.load().__module__ == "lightning_fed.__main__"
     assert (Path(lightning_fed.__file__).parent / "py.typed").exists()
 
 
