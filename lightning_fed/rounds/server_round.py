@@ -54,7 +54,7 @@ class ServerRound:
         self.server, self.settings, self.population = server, settings, population
         self.algorithm, self.faults, self._dropped = server.algorithm, faults, tuple(cohort.dropped)
         algorithm, size = server.algorithm, len(population)
-        averages = bool(cohort.members and averaged_points(algorithm, server.round))
+        averages = bool(cohort.members and algorithm.full_grad_at and averaged_points(algorithm, server.round))
         gradient_members = cohort.gradient_members if averages else ()
         faults.ask(cohort.members, gradient_members, cohort.dropped)
         self.members = {p.index: p for p in cohort.members if p.client_id not in faults.causes}

@@ -1,6 +1,7 @@
 """The site names every page and builds; configurations and commands in the documentation are real ones."""
 
 import io
+import logging
 import re
 import shlex
 import subprocess
@@ -297,9 +298,14 @@ def megabytes(text: str) -> list[float]:
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.thorough)])
 def test_the_quickstart_shows_what_a_run_prints(
-    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rounds: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, "pytorch_lightning")  # which commands of the pages may have made quiet
     with one_stage("fit"):
         main(["fit", "--config", QUICKSTART, "--trainer.max_rounds", str(rounds)])
     printed = summary(capsys.readouterr().out)
