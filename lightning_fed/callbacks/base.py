@@ -1,12 +1,15 @@
 """Callback hooks for rounds and clients, in addition to Lightning's own."""
 
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "boards", "call_round_hook", "hears", "reads_reports", "uses_hook"]
+__all__ = ["FederatedCallback", "boards", "call_round_hook", "hears", "reads_reports", "uses_hook", "write_histogram"]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -130,3 +133,10 @@ def call_round_hook(trainer: pl.Trainer, hook: str, *args: Any) -> None:
 def boards(trainer: pl.Trainer) -> list[pl.loggers.TensorBoardLogger]:
     """Return the trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, pl.loggers.TensorBoardLogger)]
+
+
+def write_histogram(trainer: pl.Trainer, tag: str, values: Iterable[float]) -> None:
+    """Write the histogram of the finite values to TensorBoard, with the number of completed rounds as the step."""
+    finite = np.array([value for value in values if np.isfinite(value)])
+    for board in boards(trainer) if len(finite) and trainer.is_global_zero else ():
+        board.experiment.add_histogram(tag, finite, trainer.fit_loop.round)

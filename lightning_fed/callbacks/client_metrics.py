@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from lightning_fed.callbacks.base import write_histogram
 from lightning_fed.callbacks.measures import ClientMeasure, write_table
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden
@@ -19,7 +20,7 @@ class ClientAccuracy(ClientMeasure):
     It logs, over the clients, ``clients/<monitor>/mean``, ``std``, ``worst_10`` (the mean over the worst tenth of the
     clients), ``p10`` and ``p90`` (percentiles), with equal weights: see :func:`lightning_fed.metrics.spread`. All that
     ``validation_step`` logs goes to ``clients/round_<completed rounds>.csv`` in the log directory, a row per client.
-    With ``on="train"`` the tag and the folder are ``clients_train``.
+    With ``on="train"`` the tag and the folder are ``clients_train``. TensorBoard shows a histogram.
 
     If clients have personal models (personal parameters, Ditto, APFL, pFedMe), these are measured too, under the tag
     ``clients_own``.
@@ -114,8 +115,9 @@ class ClientAccuracy(ClientMeasure):
                     f"{type(self).__name__}(monitor={self.monitor!r}): validation_step logs {sorted(logged)} for client"
                     f" {i!r}. Set monitor to one of these."
                 )
-        found = spread([logged[self.monitor] for logged in table.values()], self.mode)
+        found = spread(values := [logged[self.monitor] for logged in table.values()], self.mode)
         trainer.fit_loop.log_round(found.named(f"{tag}/{self.monitor}"))
+        write_histogram(trainer, f"{tag}/{self.monitor}", values)
         names = sorted({name for logged in table.values() for name in logged})
         rows = [[i, *(logged.get(name, "") for name in names)] for i, logged in table.items()]
         write_table(trainer, tag, ["client", *names], rows)

@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-import numpy as np
-
-from lightning_fed.callbacks.base import FederatedCallback, boards
+from lightning_fed.callbacks.base import FederatedCallback, boards, write_histogram
 from lightning_fed.callbacks.monitors import warn_of_misspelt
+from lightning_fed.callbacks.split_picture import SplitPicture, is_cheap
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
@@ -43,7 +42,8 @@ class RoundLogger(FederatedCallback):
     ``privacy/epsilon`` are written: the others are computed from the clients' work.
 
     TensorBoard also shows a histogram of the training losses of the cohort's clients, ``client/losses``, after each
-    twentieth of the rounds, and the settings of the run next to the hyper-parameters of the module.
+    twentieth of the rounds, and the settings of the run next to the hyper-parameters of the module. A new run starts
+    with the text ``method`` and, if the partition used labels and no privacy is at stake, with :class:`SplitPicture`.
 
     The values can be monitored by ``ModelCheckpoint`` and ``EarlyStopping`` under the same names.
     """
@@ -59,10 +59,16 @@ class RoundLogger(FederatedCallback):
             board.log_hyperparams({name: value for part in given for name, value in part.items()} | _settings(trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remove from TensorBoard what an interrupted run wrote about rounds that now run again."""
-        done = trainer.fit_loop.round
-        for board in boards(trainer) if done and trainer.is_global_zero else ():
-            _forget(board.experiment, done + 1)
+        """Introduce a new run in TensorBoard; of an interrupted one, remove the rounds that now run again."""
+        loop = trainer.fit_loop
+        shown_on = boards(trainer) if trainer.loggers and trainer.is_global_zero else []
+        for board in shown_on:
+            if loop.round:
+                _forget(board.experiment, loop.round + 1)
+            else:
+                board.experiment.add_text("method", repr(loop.settings.algorithm), 0)
+        if shown_on and not loop.round and loop.epsilon is None and is_cheap(trainer):
+            SplitPicture().on_train_start(trainer, pl_module)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Write the report."""
@@ -86,14 +92,9 @@ class RoundLogger(FederatedCallback):
         if trainer.fit_loop.settings.drops_failed:
             values["round/failed"] = float(len(r.failed))
         trainer.fit_loop.log_round({name: value for name, value in values.items() if not math.isnan(value)})
-        if epsilon is None and trainer.is_global_zero and trainer.fit_loop.round % _every(trainer) == 0:
-            losses = [client.loss for client in r.clients.values() if math.isfinite(client.loss)]
-            for board in boards(trainer) if losses else ():
-                board.experiment.add_histogram("client/losses", np.asarray(losses), trainer.fit_loop.round)
-
-
-def _every(trainer: pl.Trainer) -> int:
-    return max(1, (trainer.max_epochs or 0) // 20)
+        every = max(1, (trainer.max_epochs or 0) // 20)
+        if trainer.loggers and epsilon is None and trainer.fit_loop.round % every == 0:
+            write_histogram(trainer, "client/losses", (client.loss for client in r.clients.values()))
 
 
 def _settings(trainer: pl.Trainer) -> dict[str, Any]:

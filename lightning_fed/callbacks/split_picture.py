@@ -1,13 +1,16 @@
 """The picture of the data's split among clients, in TensorBoard."""
 
+from importlib.util import find_spec
+
 from lightning_fed.callbacks.base import FederatedCallback, boards
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.skew_report import skew_table, split_figure
 
-__all__ = ["SplitPicture"]
+__all__ = ["SplitPicture", "is_cheap"]
 
 
 class SplitPicture(FederatedCallback):
@@ -16,7 +19,7 @@ class SplitPicture(FederatedCallback):
     These are the figure of ``split_figure`` and the table of ``skew_table``. Their tag is ``split``, with the number of
     completed rounds as the step. A resumed fit writes them again, since its logs usually go to another folder. The run
     itself stays the same, bit for bit. Every client is visited for its labels. This takes long if millions of them are
-    built on demand.
+    built on demand. Without this callback, :class:`RoundLogger` writes both if it knows the labels.
 
     Args:
         max_clients: The largest number of clients whose bubbles are drawn, evenly spaced among all.
@@ -50,3 +53,13 @@ class SplitPicture(FederatedCallback):
             for board in shown_on:
                 board.experiment.add_figure("split", figure, step, close=False)  # it is not pyplot's to close
                 board.experiment.add_text("split", table, step)
+
+
+def is_cheap(trainer: pl.Trainer) -> bool:
+    """Return whether no callback draws the split, and it takes no visit to clients: the partition used the labels."""
+    data = trainer.datamodule
+    if not isinstance(data, FederatedDataModule) or data._overrides("client_dataset", "client_dataloader"):
+        return False
+    if find_spec("matplotlib") is None or any(isinstance(callback, SplitPicture) for callback in trainer.callbacks):
+        return False
+    return getattr(data.clients, "_labels", None) is not None and data.num_clients <= 10_000  # counted at once

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_fed.callbacks.base import FederatedCallback, boards
 from lightning_fed.callbacks.progress import shows_information
+from lightning_fed.callbacks.target import TargetMetric
 from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
@@ -19,7 +20,8 @@ class RunSummary(FederatedCallback):
     """Print a short summary when a fit ends.
 
     It is information, as the lines of :class:`RoundLines` are: it is not printed if Lightning's logger shows none.
-    TensorBoard shows it as the text ``summary``.
+    TensorBoard shows it as the text ``summary``. Its ``hp_metric`` is the best value of what ``ModelCheckpoint``
+    monitors, else the last value of the summary's first metric; with ``TargetMetric`` the rounds to the target.
 
     Attributes:
         resume_with: How to resume, with places for ``path``, ``logs`` and ``rounds``; the command line sets its own.
@@ -82,8 +84,20 @@ class RunSummary(FederatedCallback):
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
         if shows_information():
             trainer.print("\n".join(["", "Federated run finished", *lines]))
-        for board in boards(trainer):
+        for board in boards(trainer) if loop.has_run else ():  # else the run had ended before, and was shown then
             board.experiment.add_text("summary", "\n".join(f"  {line}" for line in lines), loop.round)
+            if board._default_hp_metric and (score := self._score(trainer)) is not None:
+                board.log_metrics({"hp_metric": score}, loop.round)
+
+    def _score(self, trainer: pl.Trainer) -> float | None:
+        """Return the number by which TensorBoard compares runs; None if it has another."""
+        checkpoint = trainer.checkpoint_callback
+        if any(isinstance(callback, TargetMetric) for callback in trainer.callbacks):
+            return None
+        if isinstance(checkpoint, pl.callbacks.ModelCheckpoint) and checkpoint.monitor in self._best:
+            return self._best[checkpoint.monitor][checkpoint.mode == "max"]
+        last = self._last or {k: float(v) for k, v in trainer.callback_metrics.items() if k == "client/loss"}
+        return last[min(last)] if last else None  # with differential privacy, there may be none
 
     def _failures(self) -> list[tuple[str, str]]:
         if not self._failed:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from lightning_fed.callbacks.base import FederatedCallback
+from lightning_fed.callbacks.base import FederatedCallback, boards
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_number, check_one_of, check_texts
@@ -79,9 +79,8 @@ class TargetMetric(FederatedCallback):
             }
             metrics = {f"target/{name}": float(amount) for name, amount in self.reached.items()}
             loop.log_round(metrics)
-            for logger in trainer.loggers:
-                if isinstance(logger, pl.loggers.TensorBoardLogger):
-                    logger.log_metrics({"hp_metric": float(loop.round)}, step=loop.round)
+            for board in boards(trainer):
+                board.log_metrics({"hp_metric": float(loop.round)}, step=loop.round)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what it took, or that it was not reached."""

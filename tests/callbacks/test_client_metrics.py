@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
@@ -61,6 +62,18 @@ def test_every_client_is_measured_on_all_of_its_own_examples(tmp_path: Path) -> 
         rows = list(csv.DictReader(file))
     assert {int(row["client"]): float(row["val_acc"]) for row in rows} == pytest.approx(expected)
     assert set(rows[0]) == {"client", "val_acc", "val_loss"}
+
+
+def test_tensorboard_shows_how_the_clients_differ(tmp_path: Path) -> None:
+    logger, callback = TensorBoardLogger(tmp_path), ClientAccuracy(every_n_rounds=2, on="train")
+    fit(callbacks=callback, logger=logger, max_rounds=5)
+    events = EventAccumulator(logger.log_dir, size_guidance={"histograms": 0})
+    events.Reload()
+    shown = events.Histograms("clients_train/val_acc")
+    assert [event.step for event in shown] == [2, 4]
+    values = [row["val_acc"] for row in callback.table.values()]
+    assert shown[-1].histogram_value.num == len(values) == 6
+    assert shown[-1].histogram_value.sum == pytest.approx(sum(values))
 
 
 def test_training_sets_are_measured_on_request() -> None:

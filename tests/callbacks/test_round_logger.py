@@ -2,13 +2,19 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
+import pytest
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from lightning_fed.algorithms import FedDyn, FedProx, Mime, Scaffold, SGDm
-from tests.helpers.training import fit, seeded
+from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Mime, Scaffold, SGDm
+from lightning_fed.callbacks import SplitPicture
+from lightning_fed.data import Dirichlet, FederatedDataModule, Iid, Partition
+from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
+from tests.helpers.optional import needs_matplotlib
+from tests.helpers.training import classification, clients, fit, seeded, trainer
 
 
 def column(logger: CSVLogger, name: str) -> dict[int, float]:
@@ -60,3 +66,66 @@ def test_tensorboard_tells_methods_apart_and_shows_losses_and_summary(tmp_path: 
         started = HParamsPluginData.FromString(plugin.content).session_start_info.hparams
         assert started["method"].string_value.startswith(f"FedProx(mu={mu}")
         assert {"lr", "dropout", "clients_per_round", "local_epochs", "partition"} <= set(started)
+
+
+def events_of(logger: TensorBoardLogger) -> EventAccumulator:
+    events = EventAccumulator(logger.log_dir, size_guidance={"images": 0, "tensors": 0, "scalars": 0, "histograms": 0})
+    events.Reload()
+    return events
+
+
+def split(partition: Partition) -> FederatedDataModule:
+    return FederatedDataModule(train=classification(40, 1), partition=partition, val=classification(8, 2), batch_size=4)
+
+
+@needs_matplotlib
+def test_a_new_run_shows_its_method_and_split_once_and_a_resumed_one_does_not_repeat_them(tmp_path: Path) -> None:
+    def run(rounds: int, **options: Any) -> EventAccumulator:
+        logger = TensorBoardLogger(tmp_path, name="", version="run")
+        once = trainer(logger=logger, max_rounds=rounds, algorithm=FedProx(mu=0.1), clients_per_round=2)
+        once.fit(seeded(), split(Dirichlet(num_clients=4, alpha=0.3)), **options)
+        once.save_checkpoint(tmp_path / "last.ckpt")
+        return events_of(logger)
+
+    for events in (run(2), run(3, ckpt_path=tmp_path / "last.ckpt")):
+        (method,) = events.Tensors("method/text_summary")
+        assert method.tensor_proto.string_val[0].decode().startswith("FedProx(mu=0.1")
+        assert [image.step for image in events.Images("split")] == [0]
+        assert [card.step for card in events.Tensors("split/text_summary")] == [0]
+
+
+class OnDemand(FederatedDataModule):
+    """Clients that cannot be visited more than a run needs."""
+
+    def client_dataset(self, client_id: Any) -> Any:
+        return super().client_dataset(client_id)
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: split(Iid(num_clients=4)), {}),
+        (lambda: FederatedDataModule(clients=clients(), val=classification(8, 2)), {}),
+        (lambda: OnDemand(train=classification(40, 1), partition=Dirichlet(4, alpha=0.3)), {}),
+        (
+            lambda: split(Dirichlet(4, alpha=0.3)),
+            {"aggregator": DifferentialPrivacy(1.0, 1.0, 1e-5), "sampler": BernoulliSampler(0.5)},
+        ),
+    ],
+    ids=["labels not used", "clients given", "on demand", "private"],
+)
+def test_the_split_is_not_drawn_by_default_where_it_costs_a_pass_or_is_private(
+    make: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    fit(datamodule=make(), logger=logger, max_rounds=1, **({} if options else {"clients_per_round": 2}), **options)
+    assert events_of(logger).Tags()["images"] == []
+
+
+@needs_matplotlib
+def test_a_picture_that_was_asked_for_is_drawn_once(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    data = split(Dirichlet(num_clients=4, alpha=0.3))
+    fit(datamodule=data, logger=logger, max_rounds=1, clients_per_round=2, callbacks=SplitPicture(), algorithm=FedAvg())
+    assert len(events_of(logger).Images("split")) == 1

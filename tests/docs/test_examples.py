@@ -72,8 +72,9 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "100%" in bars[-1]
     results = [output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result"]
     _, accuracy, forked, resumed = map(ast.literal_eval, results)
-    assert forked == (20, pytest.approx(accuracy["Scaffold"], abs=0.01))
-    assert resumed[0] == 30
+    assert accuracy["Scaffold"] > accuracy["FedAvg"] + 0.03, "the notebook shows what SCAFFOLD is for"
+    assert forked == (40, pytest.approx(accuracy["Scaffold"], abs=0.01))
+    assert resumed[0] == 50
 
 
 def environment() -> dict[str, str]:
