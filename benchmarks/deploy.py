@@ -380,20 +380,23 @@ class Watch:
                     raise RuntimeError(f"The run is over after {len(self.times())} rounds: {wrong}")
 
     def _roots(self) -> dict[int, str]:
-        found = dict(self._started.roots())
-        for site in self._sites:  # its process has a session of its own, and is nobody's child
+        found = {}
+        for site in self._sites:  # its process is nobody's child where what started it has ended
             if log_of(site).is_file() and (line := re.search(r"Process (\d+) answers", log_of(site).read_text())):
                 found[int(line[1])] = "sites"
-        return found
+        return {**found, **self._started.roots()}
 
     def _processes(self) -> Iterator[tuple[str, str, psutil.Process]]:
-        """Yield side, kind and process."""
+        """Yield side, kind and process, each process once."""
+        seen = set()
         for pid, side in self._roots().items():
             try:
                 root = psutil.Process(pid)
                 for process in (root, *root.children(recursive=True)):
-                    kind = _kind_of(process.cmdline())
-                    yield "sites" if kind == "simulator_worker" else side, kind, process
+                    if process not in seen:
+                        seen.add(process)
+                        kind = _kind_of(process.cmdline())
+                        yield "sites" if kind == "simulator_worker" else side, kind, process
             except psutil.Error:  # it has just ended
                 continue
 

@@ -19,6 +19,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORK = "import time\nwhile time.process_time() < 0.3: pass"
 PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {WORK!r}])\nprint(flush=True)\ninput()"
 
+STARTER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "input()"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
 
 @pytest.fixture
 def deploy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -88,9 +95,9 @@ def test_cpu_time_of_processes_that_have_ended_counts(deploy: Any, tmp_path: Pat
         parent.stdout.readline()
         watch = deploy.Watch(started(deploy, tmp_path, lambda: {parent.pid: "sites"}), [], tmp_path / "marks")
         watch.stop()
+        _, spent = watch._cpu[-1]
         shared = psutil.Process(parent.pid).memory_full_info().pss / 1e6
         parent.communicate(b"\n")
-    (_, spent), *_ = watch._cpu
     assert spent["sites"] > 0.29
     assert spent["server"] == 0
     begin, end = time.time(), time.time() + 10
@@ -115,3 +122,19 @@ def test_cpu_time_of_processes_that_have_ended_counts(deploy: Any, tmp_path: Pat
 )
 def test_kinds_of_processes_are_told_apart(command: str, kind: str, deploy: Any) -> None:
     assert deploy._kind_of(command.split()) == kind
+
+
+@needs_linux
+def test_a_site_process_that_is_a_child_of_another_counts_once(deploy: Any, tmp_path: Path) -> None:
+    """FLARE's process stays, and with it the parent of the site's process, which its log names as well."""
+    with subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        (tmp_path / "site.log").write_text(f"Process {child} answers for 0.\n")
+        run = started(deploy, tmp_path, lambda: {parent.pid: "server"})
+        watch = deploy.Watch(run, [tmp_path], tmp_path / "marks")
+        watch.stop()
+        found = list(watch._processes())
+        assert {(child, "sites"), (parent.pid, "server")} == {(process.pid, side) for side, _, process in found}
+        assert len(found) == 2
+        parent.communicate(b"\n")
