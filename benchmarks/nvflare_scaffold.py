@@ -16,7 +16,7 @@ import copy
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +107,49 @@ def of_lightning_fed(case: str, net: Net) -> Mapping[str, Tensor]:
     return dict(net.state_dict())
 
 
+def scaffold_recipe(model: Mapping[str, Any], sites: int, rounds: int, script: Path, **more: Any) -> Any:
+    """Return NVFlare's recipe of a job, which all sites take part in.
+
+    Args:
+        model: Its class path and arguments.
+        sites: How many there are.
+        rounds: To run.
+        script: What each site runs.
+        more: Further arguments of the recipe.
+    """
+    from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe
+
+    return ScaffoldRecipe(model=dict(model), min_clients=sites, num_rounds=rounds, train_script=str(script), **more)
+
+
+def train_as_client(
+    trainer: pl.Trainer, net: pl.LightningModule, loader: Iterable[Any], done: Callable[[], None] | None = None
+) -> None:
+    """Train as a client of NVFlare, as its examples for Lightning do.
+
+    Args:
+        trainer: Is patched.
+        net: The module.
+        loader: The client's batches.
+        done: Called after the client's work of each round.
+    """
+    import nvflare.client.lightning as flare
+
+    flare.patch(trainer)
+    while flare.is_running():
+        trainer.fit(net, loader)
+        if done is not None:
+            done()
+
+
 def of_nvflare(case: str, folder: Path) -> Mapping[str, Tensor]:
     """Return the parameters that NVFlare comes to, in its simulator."""
-    from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe
     from nvflare.recipe import SimEnv
 
-    recipe = ScaffoldRecipe(
-        model={"class_path": "nvflare_scaffold.Net", "args": CASES[case][1]},
-        min_clients=len(SITES),
-        num_rounds=ROUNDS,
-        train_script=__file__,
-        train_args=f"--client {list(CASES).index(case)}",
-        launch_external_process=True,
-        command=f"{sys.executable} -u",
-    )
+    model = {"class_path": "nvflare_scaffold.Net", "args": CASES[case][1]}
+    words = f"--client {list(CASES).index(case)}"
+    external = {"launch_external_process": True, "command": f"{sys.executable} -u"}
+    recipe = scaffold_recipe(model, len(SITES), ROUNDS, Path(__file__), train_args=words, **external)
     recipe.execute(SimEnv(num_clients=len(SITES), workspace_root=str(folder)))
     saved = next(folder.rglob("FL_global_model.pt"))
     found: dict[str, Any] = torch.load(saved, weights_only=False)["model"]
@@ -128,14 +157,12 @@ def of_nvflare(case: str, folder: Path) -> Mapping[str, Tensor]:
 
 
 def serve(case: str) -> None:
-    """Train as a client of NVFlare, as its examples for Lightning do."""
-    import nvflare.client.lightning as flare
+    """Train as a client of a case."""
+    import nvflare.client as flare
 
-    trainer, net = pl.Trainer(max_epochs=EPOCHS, accelerator="cpu", **QUIET), Net(**CASES[case][1])
-    flare.patch(trainer)
-    loader = DataLoader(examples(case, flare.get_site_name()), BATCH)
-    while flare.is_running():
-        trainer.fit(net, loader)
+    flare.init()
+    trainer = pl.Trainer(max_epochs=EPOCHS, accelerator="cpu", **QUIET)
+    train_as_client(trainer, Net(**CASES[case][1]), DataLoader(examples(case, flare.get_site_name()), BATCH))
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed.core.types import ClientId
 
-__all__ = ["CLASSES", "EXAMPLES", "FEATURES", "Network", "Population"]
+__all__ = ["BATCH", "CLASSES", "EXAMPLES", "FEATURES", "Network", "Population"]
 
 EXAMPLES, FEATURES, CLASSES, BATCH = 16, 20, 10, 8
 

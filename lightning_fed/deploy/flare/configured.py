@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -46,12 +47,16 @@ def run(who: str, out: Path, shares: list[list[ClientId]]) -> None:
 
 @contextmanager
 def simulator(
-    job: Path, workspace: Path, sites: Sequence[str], environment: Mapping[str, str] | None = None
+    job: Path,
+    workspace: Path,
+    sites: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    log: IO[bytes] | None = None,
 ) -> Iterator["psutil.Popen"]:
-    """Run a job in FLARE's simulator; all its processes end with the context."""
+    """Run a job in FLARE's simulator; all its processes end with the context, and print to ``log`` if it is given."""
     command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(job), "-w", str(workspace)]
     words = ["-c", ",".join(sites), "-t", str(len(sites))]
-    process = psutil.Popen([*command, *words], env=environment, start_new_session=True)
+    process = psutil.Popen([*command, *words], env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         yield process
     finally:
