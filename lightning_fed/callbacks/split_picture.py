@@ -62,4 +62,4 @@ def is_cheap(trainer: pl.Trainer) -> bool:
         return False
     if find_spec("matplotlib") is None or any(isinstance(callback, SplitPicture) for callback in trainer.callbacks):
         return False
-    return getattr(data.clients, "_labels", None) is not None and data.num_clients <= 10_000  # counted at once
+    return data.clients is not None and data.clients.knows_labels and data.num_clients <= 10_000  # counted at once

@@ -106,6 +106,11 @@ class FederatedDataset:
         return size_of(self.dataset(client_id))
 
     @property
+    def knows_labels(self) -> bool:
+        """Whether :meth:`targets` takes no pass over the data, since the partition has used the labels."""
+        return False
+
+    @property
     def source(self) -> Dataset[Any] | None:
         """The data set that all clients' data sets were split from, or None."""
         return None
@@ -221,6 +226,10 @@ class _PartitionedDataset(FederatedDataset):
 
     def size(self, client_id: ClientId) -> int:
         return self._sizes[self._locate(client_id)]
+
+    @property
+    def knows_labels(self) -> bool:
+        return self._labels is not None
 
     @property
     def source(self) -> Dataset[Any] | None:

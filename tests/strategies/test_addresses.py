@@ -27,6 +27,9 @@ def errors(prepare: Callable[[int], None], folder: Path, count: int = 3) -> list
         prepare(rank)
         store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(seconds=HANGS)))
         check_addresses(store, rank, count, limit=0.5)
+        store.set(f"left/{rank}", "")
+        if rank == 0:  # whose end may end the store
+            store.wait([f"left/{other}" for other in range(count)], timedelta(seconds=HANGS))
 
     return [outcome.error for outcome in in_processes(run, folder, count)]
 
