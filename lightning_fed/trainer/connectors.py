@@ -1,6 +1,7 @@
 """Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
@@ -33,6 +34,8 @@ from lightning_fed.strategies.stopping import RoundSignalConnector
 from lightning_fed.trainer.evaluation import SharedEvaluationLoop
 
 __all__ = ["RoundCheckpointConnector", "RoundLoggerConnector", "install", "remove_refused_logs"]
+
+_LOGGED = ("config.yaml", "hparams.yaml", "metrics.csv")  # what the command line and Lightning's loggers write
 
 
 class RoundCheckpointConnector(_CheckpointConnector):
@@ -243,10 +246,15 @@ def install(trainer: pl.Trainer) -> None:
 
 
 def remove_refused_logs(trainer: pl.Trainer) -> None:
-    """Remove the folders that loggers have made for a run that was refused before its first round ended."""
+    """Remove the folders that loggers have made for a run that was refused before its first round ended.
+
+    A folder with a file that is neither a logger's nor the configuration stays.
+    """
     if trainer.fit_loop.has_run or not trainer.is_global_zero:
         return
     for logger in trainer._checkpoint_connector.unnumbered:  # such a logger has taken a number that was free
         if isinstance(logger, pl.loggers.TensorBoardLogger | pl.loggers.CSVLogger) and logger._version is not None:
-            rmtree(logger.log_dir, ignore_errors=True)
-            logger._version = None
+            files = [file for file in Path(logger.log_dir).rglob("*") if file.is_file()]
+            if all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files):
+                rmtree(logger.log_dir, ignore_errors=True)
+                logger._version = None

@@ -12,7 +12,7 @@ from lightning_fed.callbacks.monitors import PlateauSchedulers
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import Weighting
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import Compressor
@@ -280,8 +280,9 @@ class FederatedTrainer(pl.Trainer):
         check_trainer(self)
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
-        except FederatedError:
-            remove_refused_logs(self)
+        except FederatedError as error:
+            if not isinstance(error, ClientError):  # which ends a run that was not refused
+                remove_refused_logs(self)
             raise
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):

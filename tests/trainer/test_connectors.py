@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 
-from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed import ClientError, FederatedCallback, FederatedError
 from lightning_fed.algorithms import Scaffold
 from tests.helpers.training import Net, data, fit, parameters, seeded, trainer
 
@@ -135,3 +135,33 @@ def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path, caplog:
 def test_a_newest_checkpoint_that_is_not_there_is_missed_by_name() -> None:
     with pytest.raises(FederatedError, match=r"FederatedTrainer.validate\(ckpt_path='last'\) found no checkpoint"):
         trainer().validate(seeded(), data(), ckpt_path="last")
+
+
+class Noted(FederatedCallback):
+    """Writes a file of its own as a round starts, and refuses to go on or lets a client fail."""
+
+    def __init__(self, notes: bool, fails: str) -> None:
+        self.notes, self.fails = notes, fails
+
+    def on_round_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.notes:
+            Path(str(trainer.log_dir), "notes.txt").write_text("mine")
+        if self.fails == "refused":
+            raise FederatedError("no")
+
+    def on_client_start(self, *_: Any) -> None:
+        if self.fails == "client":
+            raise ClientError("no")
+
+
+@pytest.mark.parametrize(
+    ("notes", "fails", "stays"), [(False, "refused", 0), (True, "refused", 1), (False, "client", 1)]
+)
+def test_only_a_refused_run_loses_its_log_and_never_a_file_of_the_users(
+    notes: bool, fails: str, stays: int, tmp_path: Path
+) -> None:
+    run = trainer(callbacks=Noted(notes, fails), logger=True, default_root_dir=tmp_path, max_rounds=1)
+    with pytest.raises(FederatedError):
+        run.fit(seeded(), data())
+    assert len([*tmp_path.rglob("version_0")]) == stays
+    assert len([*tmp_path.rglob("notes.txt")]) == notes

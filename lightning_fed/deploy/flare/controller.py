@@ -42,6 +42,7 @@ class RoundsController(Controller):
         sites: The clients of each site, by its name in FLARE. By default each client is the site of its name.
         make_val: Makes the server's own validation set.
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
+        batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
         phase_timeout: The seconds after which a phase is closed without the clients that have not answered.
     """
 
@@ -54,6 +55,7 @@ class RoundsController(Controller):
         sites: Mapping[str, Sequence[ClientId]] | None = None,
         make_val: str | None = None,
         max_examples: int | None = None,
+        batch_size: int | None = None,
         phase_timeout: float = 3600.0,
     ) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class RoundsController(Controller):
             raise FederatedError(f"phase_timeout={phase_timeout!r} must be a positive number of seconds.")
         self.make_trainer, self.make_model, self.make_val = make_trainer, make_model, make_val
         self.client_ids, self.sites, self.checkpoint = client_ids, sites, checkpoint
-        self.max_examples, self.phase_timeout = max_examples, phase_timeout
+        self.max_examples, self.batch_size, self.phase_timeout = max_examples, batch_size, phase_timeout
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Fit; FLARE calls this in a thread of the job's process."""
@@ -77,7 +79,7 @@ class RoundsController(Controller):
             lambda: bool(abort_signal.triggered),
         )
         val = None if self.make_val is None else called(self.make_val)()
-        clients = RemoteClients(transport, ids, val=val, max_examples=self.max_examples)
+        clients = RemoteClients(transport, ids, val, self.max_examples, self.batch_size)
         trainer, module = called(self.make_trainer)(), called(self.make_model)()
         try:
             fit(trainer, module, clients, Path(self.checkpoint).absolute(), _log, _OTHER)

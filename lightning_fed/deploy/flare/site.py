@@ -7,6 +7,7 @@ from pathlib import Path
 import nvflare.client as flare
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.resident import Maker, named
 from lightning_fed.deploy.site_process import SiteProcess
@@ -35,7 +36,7 @@ def serve_site(
         state_dir: The folder of client states, with a folder for each site. By default ``~/.lightning_fed/sites``.
 
     Raises:
-        FederatedError: If another process cannot find one of the functions by name.
+        FederatedError: If another process cannot find one of the functions by name, or ``sites`` leaves this one out.
 
     Example::
 
@@ -45,6 +46,8 @@ def serve_site(
     makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}
     flare.init()
     name = flare.get_site_name()
+    if sites is not None and name not in sites:
+        raise FederatedError(f"sites names {', '.join(sites)}, and this site is {name}. Add it, as the server has it.")
     config = {"site": name, "client-id": ",".join(map(str, sites[name] if sites is not None else [name]))}
     if state_dir is not None:
         config["state-dir"] = str(Path(state_dir) / name)

@@ -32,7 +32,6 @@ class _Site:
 
     clients: tuple[ClientId, ...] = ()
     task: Any = None
-    asked: int = 0
     errors: int = 0
     not_before: float = 0.0
 
@@ -103,19 +102,17 @@ class FlareTransport:
                     break
                 contents[client] = content
         if contents:
-            site.clients, site.asked, asked = tuple(contents), site.asked + 1, site.asked + 1
+            site.clients = tuple(contents)
             arrays = packed({str(number): content for number, content in enumerate(contents.values())})
-            site.task = self._give(name, arrays, lambda found: come.put((name, asked, found)))
+            site.task = self._give(name, arrays, lambda found: come.put((name, found)))
 
     def _come(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
         """Yield what the next task that ends has brought, if one does soon."""
         try:
-            name, asked, found = come.get(timeout=_LOOK)
+            name, found = come.get(timeout=_LOOK)
         except queue.Empty:
             return
         site = sites[name]
-        if site.task is None or asked != site.asked:
-            return
         clients, site.clients, site.task = site.clients, (), None
         if isinstance(found, str):
             site.errors += 1

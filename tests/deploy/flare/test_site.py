@@ -42,5 +42,7 @@ def test_tasks_go_to_the_sites_process_with_its_clients_and_its_folder(monkeypat
     tasks.append(None)
     site.serve_site(*NAMES, DATA)
     assert made[1] == {"site": "site-2", "client-id": "site-2"}
+    with pytest.raises(FederatedError, match=r"sites names site-1, site-3, and this site is site-2\. Add it"):
+        site.serve_site(*NAMES, DATA, {"site-1": [0], "site-3": [1]})
     with pytest.raises(FederatedError, match="make_data"):
         site.serve_site(*NAMES, lambda config: None)
