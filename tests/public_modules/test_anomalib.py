@@ -1,6 +1,6 @@
 """anomalib: its LightningModules, unchanged, with networks that start from random parameters."""
 
-# pip install: anomalib
+# pip install: anomalib requests
 
 from typing import Any
 
