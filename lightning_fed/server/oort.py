@@ -110,7 +110,7 @@ class OortSampler(CountingSampler):
             check_texts(name, squared_loss=squared_loss)
         self.squared_loss = squared_loss
         self.most_rounds = None if most_rounds is None else check_count(name, "most_rounds", most_rounds)
-        self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, rounds taken part in, seconds
+        self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, rounds taken part in, D if from reports
         self._achieved: list[float] = []  # the sum of U of each round's clients, of the last 2 W rounds
         self._preferred = self.pacer_step or 0.0  # T
 
@@ -179,7 +179,8 @@ class OortSampler(CountingSampler):
         for client_id, report in reports.items():
             utility = self._utility(report)
             _, _, times, _ = self._clients.get(client_id, (0.0, 0, 0, 0.0))
-            self._clients[client_id] = (utility, round + 1, times + 1, float(report.seconds))
+            seconds = float(report.seconds) if self.clock == "reports" else 0.0
+            self._clients[client_id] = (utility, round + 1, times + 1, seconds)
             achieved += utility
         w = self.window
         self._achieved = [*self._achieved, achieved][-2 * w :]
