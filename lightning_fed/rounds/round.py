@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.compat.private import rank_zero_info
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import Restart
+from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.assignment import StateTransfer, assign
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
@@ -56,13 +57,27 @@ class Rounds:
             rank_zero_info(f"Nobody takes part in round {number}: it changes nothing.")
 
     def _losses(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> dict[ClientId, float]:
-        """Return losses of clients that have examples; each process measures a part of them."""
+        """Return losses of clients that have examples and do not fail; each process measures a part of them."""
         ranks, size = self.ranks, self.sampling.population.size
         mine = [client_id for client_id in clients[ranks.rank :: ranks.size] if size(client_id) > 0]
+        measure = losses_of  # sites are asked all at once
+        if self.work.measure_on_sites is None:
+            measure = partial(self._losses_here, losses_of)
         with metrics_alone(self.trainer):
-            parts = ranks.exchange(lambda: (losses_of(mine), [()] * ranks.size))
+            parts = ranks.exchange(lambda: (measure(mine), [()] * ranks.size))
         found = {client_id: loss for part, _ in parts for client_id, loss in part.items()}
         return {client_id: found[client_id] for client_id in clients if client_id in found}
+
+    def _losses_here(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> Mapping[ClientId, float]:
+        """Return losses of clients, one after the other, so that an error has its client."""
+        found = dict[ClientId, float]()
+        for client_id in clients:
+            try:
+                with NamesClient(client_id, self.server.round, "its loss for the sampler", lambda: None):
+                    found.update(losses_of([client_id]))
+            except ClientError as error:
+                self._faults.add(error)
+        return found
 
     def check_batches(self) -> None:
         """Raise for clients with a batch of one example that the module cannot train on, before any trains.

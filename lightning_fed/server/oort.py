@@ -110,7 +110,7 @@ class OortSampler(CountingSampler):
             check_texts(name, squared_loss=squared_loss)
         self.squared_loss = squared_loss
         self.most_rounds = None if most_rounds is None else check_count(name, "most_rounds", most_rounds)
-        self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, rounds taken part in, D if from reports
+        self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, the number of rounds, D of reports
         self._achieved: list[float] = []  # the sum of U of each round's clients, of the last 2 W rounds
         self._preferred = self.pacer_step or 0.0  # T
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fed import FederatedError, FederatedTrainer
+from lightning_fed import ClientError, FederatedDataModule, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedAvg, FedDane, FedExP, FedProx, Mime, Scaffold
 from lightning_fed.server import (
     ClientClock,
@@ -21,10 +21,11 @@ from lightning_fed.server import (
     UniformSampler,
     UpdateNormSampler,
 )
-from tests.helpers.engines import SIZES, Record, assert_close, run, state_of
+from lightning_fed.server.participation import Population
+from tests.helpers.engines import SIZES, Ordinary, Record, assert_close, run, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
-from tests.helpers.training import QUIET, data, same, trainer
+from tests.helpers.training import QUIET, clients, data, parameters, same, trainer
 
 
 class Turns:
@@ -75,7 +76,7 @@ def learned(t: FederatedTrainer) -> dict[str, Any]:
 # ------------------------------------------------------------------ the contract
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", few(SAMPLERS, ["fresh losses", "Oort"]))
 def test_engines_draw_the_same_cohorts_and_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     whole, record = ran(name)
     at_once, other = ran(name, "vectorized")
@@ -157,31 +158,48 @@ def test_the_clients_of_the_highest_loss_at_the_server_model_are_chosen_and_meas
     assert all(torch.equal(a, b) for a, b in zip(plain.x, record.x, strict=True))  # measuring leaves no trace
 
 
+class Fails(Ordinary):
+    """Fails on the data of one client."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if bool((batch[0] > 90).any()):
+            raise RuntimeError("these examples are bad")
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def spoiled() -> Any:
+    parts = clients(SIZES)
+    parts[3].tensors[0][0] = 99.0
+    return FederatedDataModule(parts, batch_size=4)
+
+
+def test_a_candidate_whose_loss_cannot_be_computed_stops_the_run_or_is_dropped_by_name() -> None:
+    options = {"make": Fails, "datamodule": spoiled, "sampler": PowerOfChoiceSampler(2, 6), "max_rounds": 2}
+    with pytest.raises(ClientError, match="[Cc]lient 3.*its loss for the sampler.*these examples are bad"):
+        ran("fresh losses", **options)
+    _, record = ran("fresh losses", on_client_error="drop", **options)
+    for report in record.rounds:
+        assert len(report.cohort) == 2
+        assert "these examples are bad" in report.failed[3]
+
+
 def test_the_step_is_the_sum_of_changes_by_share_over_probability() -> None:
     _, record = ran("update norms", max_rounds=3)
-    _, before = ran("update norms", max_rounds=1, sampler=UniformSampler(1.0), limit_train_batches=0)
-    sampler, population = UpdateNormSampler(2), data(SIZES)
-    ids: Any = _Ids(SIZES)
-    starts, ends = [None, *record.x], iter(zip(record.reports, record.models, strict=True))
-    assert population.client_ids == range(len(SIZES))
+    torch.manual_seed(3)
+    x, sampler = parameters(Ordinary()).double(), UpdateNormSampler(2)
+    population = Population(range(len(SIZES)), SIZES.__getitem__, SIZES)
+    ends = iter(zip(record.reports, record.models, strict=True))
     for number, report in enumerate(record.rounds):
-        p = sampler.probabilities(number, ids)
-        share = {i: SIZES[i] / sum(SIZES) / float(p[i]) for i in report.cohort}
+        p = sampler.probabilities(number, population)
+        share = {i: SIZES[int(i)] / sum(SIZES) / float(p[int(i)]) for i in report.cohort}
         assert dict(report.weights) == pytest.approx(share, rel=1e-12)
-        changes = [(next(ends)) for _ in report.cohort]
-        if number:
-            x = starts[number]
-            step = sum(share[own.client_id] * (y - x) for own, y in changes)
-            torch.testing.assert_close(record.x[number], x + step, rtol=1e-12, atol=1e-12)
+        step = torch.zeros_like(x)
+        for own, y in (next(ends) for _ in report.cohort):
+            step += share[own.client_id] * (y - x)
+        torch.testing.assert_close(record.x[number], x + step, rtol=1e-12, atol=1e-12)
+        x = record.x[number]
         sampler.update(number, report.clients)
-
-
-class _Ids(list[int]):
-    """A population of known sizes."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(range(len(sizes)))
-        self.sizes = list(sizes)
 
 
 # ------------------------------------------------------------------ one state for each run

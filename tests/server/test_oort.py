@@ -66,12 +66,12 @@ def test_rounds_are_those_of_the_algorithm() -> None:
     random, seed, k = np.random.default_rng(0), 5, 6
     sampler = OortSampler(k, clock=ClientClock(SECONDS), pacer_step=1.5, window=3, squared_loss="square")
     reference, raised, restarts = Reference(1.5, 3), set(), 0
-    for round in range(60):
+    for number in range(60):
         reference.begin()
-        cohort = sampler(seed, round, NAMES)
+        cohort = sampler(seed, number, NAMES)
         assert len(set(cohort)) == k
         assert cohort == sorted(cohort, key=NAMES.index)
-        assert sampler.exploration_in(round) == pytest.approx(reference.epsilon)
+        assert sampler.exploration_in(number) == pytest.approx(reference.epsilon)
         unexplored = [i for i in NAMES if i not in reference.utility]
         new = [i for i in cohort if i in unexplored]
         wanted = min(len(unexplored), round_half_up(reference.epsilon * k))
@@ -81,15 +81,15 @@ def test_rounds_are_those_of_the_algorithm() -> None:
             cut = 0.95 * sorted(utilities.values(), reverse=True)[len(exploited) - 1]
             assert all(utilities[i] >= cut * (1 - 1e-12) for i in exploited)
             places = [NAMES.index(i) for i in utilities]
-            found = sampler._utilities(seed, round, NAMES, places)
+            found = sampler._utilities(seed, number, NAMES, places)
             assert found.tolist() == pytest.approx(list(utilities.values()), rel=1e-12)
         assert sampler._preferred == reference.preferred
         raised.add(reference.preferred)
-        level = 1.0 if round < 20 else 0.97**round  # losses fall: the pacer has to act
+        level = 1.0 if number < 20 else 0.97**number  # losses fall: the pacer has to act
         reports = {i: report(i, 0.0, size=3 + NAMES.index(i), square=level * random.uniform(0.1, 2)) for i in cohort}
-        sampler.update(round, reports)
+        sampler.update(number, reports)
         reference.end(reports)
-        if round % 7 == 0:  # a sampler in its place, with its state, goes on
+        if number % 7 == 0:  # a sampler in its place, with its state, goes on
             again = OortSampler(k, clock=ClientClock(SECONDS), pacer_step=1.5, window=3, squared_loss="square")
             again.load_state_dict(sampler.state_dict())
             sampler, restarts = again, restarts + 1
@@ -140,8 +140,8 @@ def test_durations_of_reports() -> None:
 
 def test_clients_that_took_part_too_often_come_last() -> None:
     sampler = OortSampler(2, exploration=0.0, most_rounds=2)
-    for round in range(3):
-        sampler.update(round, {"a": report("a", 9.0)})
+    for number in range(3):
+        sampler.update(number, {"a": report("a", 9.0)})
     sampler.update(3, {"b": report("b", 1.0), "c": report("c", 1.0)})
     assert all(sampler(0, r, list("abc")) == ["b", "c"] for r in range(20))
     sampler.update(4, {"c": report("c", 1.0)})
@@ -153,10 +153,10 @@ def test_clients_that_took_part_too_often_come_last() -> None:
 @pytest.mark.parametrize("k", [1, 3, 4])
 def test_there_are_always_as_many_as_asked_for(k: int) -> None:
     sampler = OortSampler(k, exploration=0.3)
-    for round in range(8):
-        cohort = sampler(1, round, list("abcd"))
+    for number in range(8):
+        cohort = sampler(1, number, list("abcd"))
         assert len(set(cohort)) == k
-        sampler.update(round, {i: report(i, 0.0) for i in cohort})  # of no utility
+        sampler.update(number, {i: report(i, 0.0) for i in cohort})  # of no utility
 
 
 @pytest.mark.parametrize(

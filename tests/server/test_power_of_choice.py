@@ -29,11 +29,11 @@ def highest(losses: dict[str, float], m: int) -> set[str]:
 @pytest.mark.parametrize("m", [1, 2, 3])
 def test_the_candidates_with_the_highest_fresh_losses_are_taken(m: int) -> None:
     sampler, random = PowerOfChoiceSampler(m, 4, weights=WEIGHTS), np.random.default_rng(m)
-    for round in range(50):
-        candidates = sampler.needs_losses_of(3, round, NAMES)
+    for number in range(50):
+        candidates = sampler.needs_losses_of(3, number, NAMES)
         assert len(set(candidates)) == 4
         losses = dict(zip(candidates, random.normal(size=4).tolist(), strict=True))
-        cohort = sampler(3, round, NAMES, losses)
+        cohort = sampler(3, number, NAMES, losses)
         assert set(cohort) == highest(losses, m)
         assert cohort == sorted(cohort)
 
@@ -58,21 +58,21 @@ def test_the_last_losses_stand_in_and_clients_that_have_not_taken_part_come_firs
     sampler, random = PowerOfChoiceSampler(2, 4, losses="last", weights=WEIGHTS), np.random.default_rng(0)
     among = PowerOfChoiceSampler(2, 4, weights=WEIGHTS)  # has the same candidates
     known = dict.fromkeys(NAMES, np.inf)
-    for round in range(40):
-        assert sampler.needs_losses_of(3, round, NAMES) == []
-        cohort = sampler(3, round, NAMES, {})
-        losses = {i: known[i] for i in among.needs_losses_of(3, round, NAMES)}
+    for number in range(40):
+        assert sampler.needs_losses_of(3, number, NAMES) == []
+        cohort = sampler(3, number, NAMES, {})
+        losses = {i: known[i] for i in among.needs_losses_of(3, number, NAMES)}
         unseen = {i for i, loss in losses.items() if loss == np.inf}
         if len(unseen) >= 2:
             assert set(cohort) <= unseen
         else:
             assert set(cohort) == highest(losses, 2)
         found = dict(zip(cohort, random.normal(size=2).tolist(), strict=True))
-        sampler.update(round, reports(found))
+        sampler.update(number, reports(found))
         known |= found
         again = PowerOfChoiceSampler(2, 4, losses="last", weights=WEIGHTS)
         again.load_state_dict(sampler.state_dict())
-        assert again(3, round + 1, NAMES, {}) == sampler(3, round + 1, NAMES, {})
+        assert again(3, number + 1, NAMES, {}) == sampler(3, number + 1, NAMES, {})
 
 
 def test_without_a_loss_a_client_is_not_taken() -> None:

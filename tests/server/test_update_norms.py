@@ -95,7 +95,11 @@ def test_the_mean_of_the_sum_over_all_cohorts_is_the_step_of_full_participation(
     p = sampler.probabilities(1, POPULATION)
     x = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     updates = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    w = torch.tensor(SIZES, dtype=torch.float64) / sum(SIZES) if weighting == "examples" else torch.full((5,), 0.2, dtype=torch.float64)
+    w = (
+        torch.tensor(SIZES, dtype=torch.float64) / sum(SIZES)
+        if weighting == "examples"
+        else torch.full((5,), 0.2, dtype=torch.float64)
+    )
     mean, mean_of_models = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for size in range(1, 6):
         for who in combinations(range(5), size):
