@@ -63,7 +63,7 @@ class Rounds:
         measure = losses_of  # sites are asked all at once
         if self.work.measure_on_sites is None:
             measure = partial(self._losses_here, losses_of)
-        with metrics_alone(self.trainer):
+        with self.work.split.in_step(), metrics_alone(self.trainer):
             parts = ranks.exchange(lambda: (measure(mine), [()] * ranks.size))
         found = {client_id: loss for part, _ in parts for client_id, loss in part.items()}
         return {client_id: found[client_id] for client_id in clients if client_id in found}

@@ -65,12 +65,29 @@ def cohorts(record: Record) -> list[Any]:
 
 def ran(name: str, engine: str = "sequential", **options: Any) -> tuple[FederatedTrainer, Record]:
     record = Record()
-    return run(engine, callbacks=[record], **{**FOUR, "sampler": SAMPLERS[name](), **options}), record
+    options = {"sampler": SAMPLERS[name](), **options} if name else options
+    return run(engine, callbacks=[record], **{**FOUR, **options}), record
 
 
 def learned(t: FederatedTrainer) -> dict[str, Any]:
     sampler: Any = t.fit_loop.settings.sampler
     return sampler.state_dict()
+
+
+class Fails(Ordinary):
+    """Fails on the data of one client."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if bool((batch[0] > 90).any()):
+            raise RuntimeError("these examples are bad")
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def spoiled() -> Any:
+    parts = clients(SIZES)
+    parts[3].tensors[0][0] = 99.0
+    return FederatedDataModule(parts, batch_size=4)
 
 
 # ------------------------------------------------------------------ the contract
@@ -114,16 +131,26 @@ def test_all_processes_draw_the_cohorts_of_one(tmp_path: Path) -> None:
         assert same(first[name]["learned"], second[name]["learned"])
 
 
-def by_time() -> dict[str, Any]:
-    t, record = ran("Oort", sampler=OortSampler(2, clock="reports", pacer_step=1e-4), strategy="ddp", devices=2)
-    return {"cohorts": cohorts(record), "learned": learned(t)}
+def of_split_batches() -> dict[str, Any]:
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    t, record = ran("Oort", sampler=OortSampler(2, clock="reports", pacer_step=1e-4), **options)
+    _, fresh = ran("fresh losses", **options)
+    with pytest.raises(ClientError) as caught:
+        ran("", make=Fails, datamodule=spoiled, sampler=PowerOfChoiceSampler(2, 6), **options)
+    return {
+        "by time": (cohorts(record), learned(t)),
+        "fresh losses": cohorts(fresh),
+        "failed": "client 3" in str(caught.value).lower(),
+    }
 
 
 @pytest.mark.thorough
-def test_processes_that_split_batches_take_the_times_of_the_first(tmp_path: Path) -> None:
-    first, second = in_processes(by_time, tmp_path)
+def test_processes_that_split_batches_draw_the_same_cohorts_and_end_together(tmp_path: Path) -> None:
+    first, second = in_processes(of_split_batches, tmp_path)
     assert not first.error, first.trace
     assert first.value == second.value
+    assert first.value["fresh losses"] == cohorts(ran("fresh losses")[1])
+    assert first.value["failed"]
 
 
 @pytest.mark.parametrize("method", few([Scaffold(), FedDane(0.1), Mime(), FedProx(0.1, adaptive=True)], []), ids=repr)
@@ -156,22 +183,6 @@ def test_the_clients_of_the_highest_loss_at_the_server_model_are_chosen_and_meas
     plain = Record()
     run("sequential", sampler=lambda seed, round: record.rounds[round].cohort, callbacks=[plain], **FOUR)
     assert all(torch.equal(a, b) for a, b in zip(plain.x, record.x, strict=True))  # measuring leaves no trace
-
-
-class Fails(Ordinary):
-    """Fails on the data of one client."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if bool((batch[0] > 90).any()):
-            raise RuntimeError("these examples are bad")
-        loss: torch.Tensor = super().training_step(batch, batch_idx)
-        return loss
-
-
-def spoiled() -> Any:
-    parts = clients(SIZES)
-    parts[3].tensors[0][0] = 99.0
-    return FederatedDataModule(parts, batch_size=4)
 
 
 def test_a_candidate_whose_loss_cannot_be_computed_stops_the_run_or_is_dropped_by_name() -> None:
