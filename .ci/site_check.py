@@ -3,10 +3,11 @@
     mkdocs build --strict && python .ci/site_check.py site
     python .ci/site_check.py site --pages index methods --screenshots shots
 
-A page fails if it scrolls sideways, if an element reaches beyond the window, if a picture or another file is missing,
-if a script raises an error, or if a table breaks a line inside an identifier. At the desktop's width, code and tables must
-not scroll sideways either, except for the output of programs. ``--screenshots`` writes a picture of each page at each
-width. Chromium or Chrome must be installed, and no other package. The browser opens only pages on this machine.
+A page fails if it scrolls sideways, if an element reaches beyond the window, if a picture or another file is
+missing, if a script raises an error, or if a table breaks a line inside an identifier. At the width of a desktop,
+code and tables must not scroll sideways either, except for the output of programs. ``--screenshots`` writes a
+picture of each page at each width. Chromium or Chrome must be installed, and no other package. The browser opens
+only pages on this machine.
 """
 
 import argparse

@@ -140,6 +140,20 @@ def test_links_have_titles_and_not_file_names() -> None:
     assert not faults
 
 
+def test_code_has_at_most_76_columns() -> None:
+    """Which fit on the site at 1280 pixels; output of programs may be wider."""
+    faults = []
+    for page in (path for path in PAGES if path.parent.name != "papers" and path.name != "README.md"):
+        text = page.read_text()
+        parts = list(re.finditer(r"^```(?!text|math)\w+\n.*?^```$", text, flags=re.M | re.S))
+        plain = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+        parts += list(re.finditer(rf"^ {{4}}(?:{'|'.join(STARTS)}).*$", plain, flags=re.M))
+        for part in parts:
+            wide = [line for line in part[0].splitlines() if len(line.removeprefix("    ")) > 76]
+            faults += [f"{page.name}: {line}" for line in wide]
+    assert not faults, "\n".join(faults)
+
+
 def test_the_files_agree_on_the_address_of_the_repository() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     address = site()["repo_url"]
@@ -236,9 +250,7 @@ def test_a_fault_of_a_page_is_found(
     if look.browser() is None:
         pytest.skip(f"no browser that shows the site: install one of {', '.join(look.BROWSERS)}")
     style = "<style>.narrow {display: block; width: 300px; overflow: auto}</style>"
-    (tmp_path / "index.html").write_text(
-        f'<!doctype html>{style}<body style="margin:0">{content}'
-    )
+    (tmp_path / "index.html").write_text(f'<!doctype html>{style}<body style="margin:0">{content}')
     code = look.main([str(tmp_path), "--timeout", "60"])
     shown = capsys.readouterr().out
     assert (code, "0 faults" in shown) == ((0, True) if fault is None else (1, False)), shown
