@@ -23,6 +23,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 MADE_OF = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "examples.md": "examples/README.md"}
+HIDDEN = {"index.md": ["navigation"], "examples.md": ["navigation", "toc"]}  # room for cards, and for whole files
 BRANCH = "main"  # of the repository, for links to its files
 _LONG = 40  # characters of code that a table's cell shows in one line
 KEPT = {"FederatedTrainer"}  # users call what it overrides
@@ -60,8 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     A file without a page becomes a link to the repository. Without the repository's address, it becomes its path.
     """
-    if page.is_homepage:
-        page.meta["hide"] = ["navigation"]  # the page itself lists the others
+    page.meta["hide"] = HIDDEN.get(page.file.src_uri, [])
     source = MADE_OF.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     folder = (ROOT / source).parent
     if config.repo_url and page.file.src_uri in MADE_OF:
