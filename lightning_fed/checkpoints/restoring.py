@@ -1,5 +1,6 @@
 """Restoring the server's state of a run from a checkpoint, with errors in terms of the checkpoint."""
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "compare_work",
     "notes_of",
     "restored_from",
+    "sampler_state",
     "start_server",
 ]
 
@@ -229,4 +231,26 @@ def start_server(
     if s.aggregator is not None and earlier is None:
         with restored_from(trainer.ckpt_path, "the messages on their way"):
             s.aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)
+    if s.sampler_learns and earlier is None:
+        with restored_from(trainer.ckpt_path, "what the sampler has learned"):
+            _start_sampler(s, restored)
     return server
+
+
+def sampler_state(settings: Settings) -> dict[str, Any]:
+    """Return what a sampler that learns has learned, for checkpoints."""
+    sampler: Any = settings.sampler
+    return {"name": type(sampler).__name__, "state": copy.deepcopy(sampler.state_dict())}
+
+
+def _start_sampler(settings: Settings, restored: Mapping[str, Any] | None) -> None:
+    """Bring a sampler that learns to where the run stands."""
+    sampler: Any = settings.sampler
+    name, saved = type(sampler).__name__, (restored or {}).get("sampler")
+    if saved is not None and saved["name"] == name:
+        sampler.load_state_dict(saved["state"])
+        return
+    if restored is not None:
+        found = f"what {saved['name']} has learned" if saved is not None else "nothing that a sampler has learned"
+        rank_zero_warn(f"The checkpoint holds {found}: {name} begins as in a new run.")
+    sampler.load_state_dict(copy.deepcopy(settings.sampler_start))

@@ -65,6 +65,7 @@ class ServerRound:
         self._totals = RoundTotals(server, settings, self.members, self.gradient_members, size)
         failed = map(population.index_of, faults.causes.keys() & faults.asked)
         self._totals.traffic.clients = {*self.members, *failed}
+        self._measured = tuple(map(population.index_of, cohort.measured))
         self._reports: dict[ClientId, ClientReport] = {}  # in the cohort's order, after the last phase
         self._done: list[ClientId] = []  # the clients whose messages count
         self._task: Task | None = None
@@ -227,6 +228,7 @@ class ServerRound:
             completed=len(done),
             refused=len(self.faults.refused),
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
+            measured=self._measured,
         )
         norm = server.close_round(messages, models, self.state, self._cohort, new_buffers)
         server.count(list(totals.reports), bytes_up, bytes_down)
@@ -234,7 +236,8 @@ class ServerRound:
         weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))
         if causes:
             failed = {i: causes[i] for i in sorted(causes, key=self.population.index_of)}
-        whole, examples = sum([weights[i] for i in done]), sum([reports[i].size for i in done])
+        whole = 1.0 if totals.is_estimate else sum([weights[i] for i in done])
+        examples = sum([reports[i].size for i in done])
         return RoundReport(
             round=self._cohort.round,
             cohort=tuple(reports),

@@ -1,7 +1,7 @@
 """The sums of a round over clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` has all."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -255,6 +255,11 @@ class RoundTotals:
         """Return all members' weights for the mean change."""
         return self._messages.weights(self.members, self._rule)
 
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the weights need not sum to one; see :attr:`Aggregation.is_estimate`."""
+        return self._messages.is_estimate
+
     def gradients_computed(self) -> int:
         """Return the number of per-example gradients computed, including full-batch and second gradients."""
         algorithm, full = self.algorithm, 0
@@ -323,7 +328,14 @@ class Traffic:
         self.cohort_grad = {name for part in parts for name in part.cohort_grad}
 
     def compute(
-        self, state: State, buffers_up: int, buffers_down: int, completed: int, refused: int, everyone: int
+        self,
+        state: State,
+        buffers_up: int,
+        buffers_down: int,
+        completed: int,
+        refused: int,
+        everyone: int,
+        measured: Collection[int],
     ) -> tuple[int, int]:
         """Return the bytes up and down.
 
@@ -334,6 +346,7 @@ class Traffic:
             completed: The number of clients that replied.
             refused: The number of clients whose messages arrived but were not used.
             everyone: The number of clients that evaluate the population's loss.
+            measured: The clients that evaluated their loss for the sampler, by stored index.
         """
         involved = self.clients | self.gradient_clients
         once, then = self._vector, len(self.cohort_grad) * self._vector + buffers_down
@@ -343,10 +356,10 @@ class Traffic:
             elif name in self.server:
                 then += value.nbytes
         down = len(involved) * once + len(self.clients) * then
-        down += max(0, everyone - len(involved)) * self._vector
+        down += max(everyone - len(involved), len(set(measured) - involved)) * self._vector
         gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
         messages = self._messages + self._messages // max(1, completed) * refused
-        return messages + gradients + (completed + refused) * buffers_up + everyone * 8, down
+        return messages + gradients + (completed + refused) * buffers_up + (everyone + len(measured)) * 8, down
 
 
 class Drift:

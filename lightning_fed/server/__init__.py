@@ -14,7 +14,10 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.asynchronous.methods import FedAsync, FedBuff
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.learning_sampler import LearningSampler
+from lightning_fed.server.oort import OortSampler
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
+from lightning_fed.server.power_of_choice import PowerOfChoiceSampler
 from lightning_fed.server.sampling import (
     AvailabilitySampler,
     BernoulliSampler,
@@ -22,6 +25,7 @@ from lightning_fed.server.sampling import (
     UniformSampler,
     WeightedSampler,
 )
+from lightning_fed.server.update_norms import UpdateNormSampler
 
 __all__ = [
     "QSGD",
@@ -41,12 +45,16 @@ __all__ = [
     "FedRMSProp",
     "FedYogi",
     "GeometricMedian",
+    "LearningSampler",
     "NormClipping",
+    "OortSampler",
+    "PowerOfChoiceSampler",
     "RobustAggregator",
     "RoundRobinSampler",
     "SystemsHeterogeneity",
     "TopK",
     "TrimmedMean",
     "UniformSampler",
+    "UpdateNormSampler",
     "WeightedSampler",
 ]

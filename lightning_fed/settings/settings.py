@@ -1,5 +1,6 @@
 """The settings of a federated run: the trainer's arguments, checked and completed."""
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,11 +14,12 @@ from lightning_fed.core.arguments import check_patterns
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.types import Weighting
-from lightning_fed.server.aggregation.base import Aggregator
+from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.learning_sampler import learns
 from lightning_fed.server.sampling import Sampler, UniformSampler
 from lightning_fed.server.server import resolve_weighting
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
@@ -36,6 +38,8 @@ class Settings:
 
     Attributes:
         seed_is_given: Whether the seed is the trainer's argument rather than that of ``seed_everything``.
+        sampler_learns: Whether the sampler reads reports; :attr:`sampler` is then a copy of the user's.
+        sampler_start: The state of such a sampler at the start of a run.
 
     Raises:
         FederatedError: With the argument, the found value and the allowed ones.
@@ -67,6 +71,8 @@ class Settings:
     max_failed_share: float
     max_update_ratio: float | None
     seed_is_given: bool = field(init=False)
+    sampler_learns: bool = field(init=False)
+    sampler_start: dict[str, Any] = field(init=False)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Settings":
@@ -91,6 +97,7 @@ class Settings:
         self._check_callables()
         self._check_participation()
         self._settle_messages()
+        self._settle_learning()
         self._set(client_states_dir=self._folder())
 
     def _set(self, **values: Any) -> None:
@@ -295,6 +302,46 @@ class Settings:
             self._check_private()
         if self.compression is not None and not isinstance(self.compression, Compressor):
             raise FederatedError(f"compression must be a Compressor such as TopK(0.01), found {self.compression!r}.")
+
+    def _settle_learning(self) -> None:
+        """Copy a sampler that learns, which is the run's, and check what goes with a sampler that has probabilities."""
+        sampler: Any = self.sampler
+        is_learning, start = learns(sampler), dict[str, Any]()
+        if self.gradient_sampler is not sampler and learns(self.gradient_sampler):
+            raise FederatedError(
+                f"gradient_sampler={self.gradient_sampler!r} learns from reports, which only clients that train send."
+                " Pass it as sampler, or a gradient_sampler that does not learn."
+            )
+        if is_learning:
+            own = copy.deepcopy(sampler)
+            start = copy.deepcopy(own.state_dict())
+            self._set(gradient_sampler=own if self.gradient_sampler is sampler else self.gradient_sampler, sampler=own)
+        self._set(sampler_learns=is_learning, sampler_start=start)
+        if hasattr(sampler, "probabilities"):
+            self._check_estimate()
+
+    def _check_estimate(self) -> None:
+        """Raise if the sum over the cohort would not be an unbiased estimate of the mean over all clients."""
+        method, who = self.algorithm, f"sampler={self.sampler!r} weights clients by their probabilities, and so"
+        if dict(method.reduces) != {"delta": "weighting"} or averaged_points(method):
+            raise FederatedError(
+                f"{who} does not go with {method!r}, whose clients send {dict(method.reduces)}: the estimate is made"
+                " for the weighted mean of the models' changes alone. Use a method such as FedAvg or FedProx."
+            )
+        if self.weighting not in ("examples", "uniform"):
+            raise FederatedError(
+                f"{who} does not go with weighting={self.weighting!r}, which is not known of clients that are not in"
+                " the cohort. Set 'examples' or 'uniform'."
+            )
+        reasons = {
+            "aggregator": "is no weighted sum",
+            "heterogeneity": "may drop clients that were drawn, or some of their work",
+            "on_client_error": "drops clients that were drawn",
+        }
+        for name, reason in reasons.items():
+            if (value := getattr(self, name)) not in (None, "raise"):
+                remedy = "Leave it at 'raise'." if value == "drop" else "Leave it unset."
+                raise FederatedError(f"{who} does not go with {name}={value!r}, which {reason}. {remedy}")
 
     def _check_asynchronous(self) -> None:
         if not isinstance(self.asynchronous, Asynchronous):

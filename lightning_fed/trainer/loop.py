@@ -199,7 +199,7 @@ class FederatedLoop(_FitLoop):
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self.run_state.rounds.draw()
+        self.run_state.rounds.draw(self.measurements.training_losses)
         self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 

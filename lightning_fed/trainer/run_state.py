@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_fed.checkpoints.client_states import ClientStatesStorage
-from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, start_server
+from lightning_fed.checkpoints.contents import check_loads
+from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, sampler_state, start_server
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
@@ -68,6 +69,7 @@ class RunState:
         self._notes: dict[str, str] = {}  # on data and optimizer
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
+        self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
     def round(self) -> int:
@@ -162,6 +164,8 @@ class RunState:
             noted["precision"] = self.ranks.gather_at_zero(precision)  # each process has scaled its own clients' losses
         if self.settings.aggregator is not None and (kept := self.settings.aggregator.state_dict()):
             noted["aggregator"] = kept
+        if self.settings.sampler_learns:
+            noted["sampler"] = sampler_state(self.settings)
         return {**self._server.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -301,10 +305,23 @@ class RunState:
         assert self.rounds is not None
         assert self.server_model is not None
         assert self.clients is not None
+        self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
         self.rounds.leave()
         self.server_model.show()
+
+    def _teach_sampler(self, report: RoundReport) -> None:
+        """Let a sampler that learns read the reports; processes that split batches take those of the first one."""
+        sampler: Any = self.settings.sampler
+        if not self.settings.sampler_learns:
+            return
+        assert self.clients is not None
+        (reports, *_) = self.clients.split.gather(dict(report.clients))
+        sampler.update(report.round, reports)
+        if not self._sampler_is_checked:
+            self._sampler_is_checked = True
+            check_loads(sampler.state_dict(), f"{type(sampler).__name__}.state_dict()")
 
     def leave_round(self) -> None:
         """Abandon the current round: the state is as after the last completed one."""

@@ -70,7 +70,8 @@ class FederatedTrainer(pl.Trainer):
         server_lr_scheduler: A function from the server's optimizer to a torch scheduler, stepped once a round.
         heterogeneity: Clients that do less work than required, are too late, or drop out:
             :class:`lightning_fed.server.SystemsHeterogeneity`.
-        sampler: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns the round's client ids.
+        sampler: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns the round's client ids. A
+            :class:`lightning_fed.server.LearningSampler` also reads the clients' reports.
         gradient_sampler: The same for methods that average gradients over a separate cohort (FedDANE).
         weighting: The weights of messages: "examples", "uniform", "steps", or a function of (client_id, size, steps).
             By default the method's own.

@@ -14,8 +14,11 @@ from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server import (
     QSGD,
     CoordinateMedian,
+    OortSampler,
+    PowerOfChoiceSampler,
     SystemsHeterogeneity,
     TopK,
+    UpdateNormSampler,
 )
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import METHODS, SIZES, Wire, make_trainer, parameters, simulated
@@ -125,6 +128,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "accumulate_grad_batches": 2,
     },
     "sparse with feedback": {"compression": TopK(0.3)},
+    "the highest fresh losses": {"clients_per_round": None, "sampler": PowerOfChoiceSampler(2, 3)},
+    "by utility": {"clients_per_round": None, "sampler": OortSampler(2, exploration=0.5)},
+    "by update norms": {"clients_per_round": None, "sampler": UpdateNormSampler(2)},
     "quantised and clipped": {"compression": QSGD(4), "gradient_clip_val": 0.1},
 }
 
