@@ -60,7 +60,7 @@ def lora_pairs(module: nn.Module, flat: FlatParameters) -> list[LoraPair]:
             known = len(matrices) == 2 and type(layer) is package.Linear
             if not (trained.issuperset(map(id, matrices)) if known else trained & set(map(id, layer.parameters()))):
                 continue  # the product is linear in what is trained, so its mean is exact
-            base = layer.get_base_layer().weight if known else None
+            base: Any = layer.get_base_layer().weight if known else None
             reasons = {
                 f"is {type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__name__}, and only lora.Linear"
                 " is supported": not known,

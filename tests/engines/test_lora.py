@@ -38,6 +38,16 @@ class Rounds(FederatedCallback):
         self.up.append(round_report.bytes_up)
 
 
+class Ends(FederatedCallback):
+    """Keeps the clients' merged weights."""
+
+    def __init__(self) -> None:
+        self.merged: list[dict[str, Tensor]] = []
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.merged.append(merged_weights(pl_module.state_dict()))
+
+
 def run(module: Any = None, datamodule: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Rounds]:
     module, rounds = adapted() if module is None else module, Rounds()
     callbacks = [rounds, *options.pop("callbacks", [])]
@@ -85,8 +95,13 @@ def test_separate_means_are_not_that_mean() -> None:
     assert gap(merged_weights(rounds.states[0]), reference.mean_merged) > 1e-3
 
 
-def test_a_frozen_a_has_an_exact_mean_and_is_not_sent() -> None:
-    module, rounds = run(lora="frozen_a")
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_frozen_a_has_an_exact_mean_and_is_not_sent(engine: str) -> None:
+    ends = Ends()
+    module, rounds = run(lora="frozen_a", engine=engine, weighting="uniform", callbacks=[ends])
+    for round, state in enumerate(rounds.states):
+        mean = {n: torch.stack([one[n] for one in ends.merged[4 * round :][:4]]).mean(0) for n in ("one", "two")}
+        assert gap(merged_weights(state), mean) < 1e-12
     start = adapted().double().state_dict()
     for layer in ("one", "two"):
         name = MERGED.format(layer, "lora_A.default.weight")
@@ -251,8 +266,8 @@ def test_transposed_base_weights() -> None:
 
         validation_step = None
 
-    class Ends(FederatedCallback):
-        """Keeps the clients' merged weights."""
+    class Layer(FederatedCallback):
+        """Keeps the clients' merged weights, as peft merges them."""
 
         def __init__(self) -> None:
             self.merged: list[Tensor] = []
@@ -265,7 +280,7 @@ def test_transposed_base_weights() -> None:
         return (layer.base_layer.weight + layer.get_delta_weight("default")).detach().clone()
 
     torch.manual_seed(0)
-    module, ends = Words(), Ends()
+    module, ends = Words(), Layer()
     for name, p in module.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.3)

@@ -105,7 +105,7 @@ class ProductSums:
         self.weight += sum(weights)
         self.clients += sum(weight > 0 for weight in weights)
         for pair, total in zip(self.pairs, self.sums, strict=True):
-            a, b = map(widened, pair.cut(changes))
+            a, b = (widened(part).to(total.device) for part in pair.cut(changes))
             b = b * total.new_tensor(weights)[:, None, None]
             total.addmm_(b.transpose(0, 1).flatten(1), a.flatten(0, 1))
 
@@ -149,7 +149,7 @@ class ExactLora:
             return  # there is none, and the base weights keep their bits
         moved = widened(after) - widened(before)
         for pair, total in zip(self.pairs, products.sums, strict=True):
-            (a,), (b,) = pair.cut(moved[None])
+            (a,), (b,) = (part.to(total.device) for part in pair.cut(moved[None]))
             residual = pair.scaling * (total / products.weight - b @ a)
             residual = residual.t() if pair.is_transposed else residual
             pair.base.copy_(narrowed(widened(pair.base) + residual, pair.base))
@@ -173,7 +173,7 @@ class ExactLora:
     def _checksum(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for pair in self.pairs:
-            digest.update(pair.base.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(pair.base.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
