@@ -1,6 +1,7 @@
 """LoRA adapters of peft: whose mean is exact, and which layers are refused."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedProx, Scaffold
+from tests.deploy.wire import Wire, make_trainer, simulated
 from tests.helpers.adapters import Adapted, Reference, adapted, exact_trainer, merged_weights
 from tests.helpers.processes import in_processes
 from tests.helpers.training import CLASSES, FEATURES, Net, clients, data
@@ -99,8 +101,8 @@ def test_separate_means_are_not_that_mean() -> None:
 def test_a_frozen_a_has_an_exact_mean_and_is_not_sent(engine: str) -> None:
     ends = Ends()
     module, rounds = run(lora="frozen_a", engine=engine, weighting="uniform", callbacks=[ends])
-    for round, state in enumerate(rounds.states):
-        mean = {n: torch.stack([one[n] for one in ends.merged[4 * round :][:4]]).mean(0) for n in ("one", "two")}
+    for number, state in enumerate(rounds.states):
+        mean = {n: torch.stack([one[n] for one in ends.merged[4 * number :][:4]]).mean(0) for n in ("one", "two")}
         assert gap(merged_weights(state), mean) < 1e-12
     start = adapted().double().state_dict()
     for layer in ("one", "two"):
@@ -112,6 +114,15 @@ def test_a_frozen_a_has_an_exact_mean_and_is_not_sent(engine: str) -> None:
     assert rounds.up == [4 * 8 * sent] * 3
     assert rounds.down == [4 * 8 * sent] * 3
     assert all(p.requires_grad for name, p in module.named_parameters() if "lora" in name)  # as before the fit
+
+
+def test_sites_with_a_frozen_a_have_the_same_bits_and_those_with_another_one_are_refused(tmp_path: Path) -> None:
+    make, module, other = partial(make_trainer, "FedProx", lora="frozen_a"), adapted(), adapted()
+    Wire(tmp_path, make, adapted).run(module)
+    simulated(make, lambda: other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in module.state_dict().items())
+    with pytest.raises(FederatedError, match="its frozen parameters is .*, the server's is"):
+        Wire(tmp_path / "others", make, Adapted).run(adapted())
 
 
 def test_the_bytes_of_the_residual_are_those_of_its_factors_or_of_the_matrix() -> None:
