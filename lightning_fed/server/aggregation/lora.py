@@ -15,7 +15,7 @@ from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import Cohort, Run
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import Vector
-from lightning_fed.server.aggregation.mean import Exchange
+from lightning_fed.server.aggregation.mean import Collectives
 
 __all__ = ["ExactLora", "LoraPair", "ProductSums", "lora_needs_mean", "takes_mean_model"]
 
@@ -113,7 +113,7 @@ class ProductSums:
         """Return the numbers that other processes need."""
         return self.weight, self.clients
 
-    def merge(self, partials: Sequence[tuple[float, int]], ranks: Exchange) -> None:
+    def merge(self, partials: Sequence[tuple[float, int]], ranks: Collectives) -> None:
         """Combine the sums of all processes, given each one's :meth:`partial`."""
         self.weight, self.clients = sum(weight for weight, _ in partials), sum(count for _, count in partials)
         ranks.sum(self.sums)

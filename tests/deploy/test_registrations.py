@@ -11,7 +11,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.deploy import Message, Refusal, RemoteClients
-from lightning_fed.deploy.announced import Announced, Announcements
+from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.server import WeightedSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import SIZES, Wire, make_trainer, parameters
@@ -129,25 +129,25 @@ def hello(size: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_client_without_a_hello_counts_with_the_mean_size_until_it_is_admitted() -> None:
-    found = Announcements(["a", "b", "c"])
-    found.take("c", hello(10))
-    found.take("a", hello(5))
+    found = Registrations(["a", "b", "c"])
+    found.add("c", hello(10))
+    found.add("a", hello(5))
     found.close()
     assert list(found.known) == ["a", "b", "c"]  # in the order of their stored indices
     assert [found.known[client].size for client in "abc"] == [5, 8, 10]
-    assert (found.absent, found.silent(), found.admit()) == ({"b"}, ["b"], False)
-    found.take("b", hello(3))
-    assert (found.absent, found.silent(), found.known["b"].size) == ({"b"}, [], 8)
-    assert found.admit()
-    assert (found.absent, found.known["b"]) == (set(), Announced(3, 3, 4))
+    assert (found.unregistered, found.pending(), found.accept_late()) == ({"b"}, ["b"], False)
+    found.add("b", hello(3))
+    assert (found.unregistered, found.pending(), found.known["b"].size) == ({"b"}, [], 8)
+    assert found.accept_late()
+    assert (found.unregistered, found.known["b"]) == (set(), Registration(3, 3, 4))
 
 
 def test_a_hello_without_counts_is_refused() -> None:
     with pytest.raises(FederatedError, match="has 11 examples, more than max_examples=10 allows"):
-        Announcements(["a"], max_examples=10).take("a", hello(11))
-    Announcements(["a"], max_examples=10).take("a", hello(10))
-    found = Announcements(["a"])
-    found.take("a", hello(1, batch_size=-3))
+        Registrations(["a"], max_examples=10).add("a", hello(11))
+    Registrations(["a"], max_examples=10).add("a", hello(10))
+    found = Registrations(["a"])
+    found.add("a", hello(1, batch_size=-3))
     assert found.known["a"].batch_size is None
     for name, value in (
         ("size", 10**400),
@@ -158,26 +158,26 @@ def test_a_hello_without_counts_is_refused() -> None:
         ("size", None),
     ):
         with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
-            Announcements(["a"]).take("a", {**hello(1), name: value})
+            Registrations(["a"]).add("a", {**hello(1), name: value})
 
 
 def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> None:
-    sites = Announcements(["bank", "clinic"], batch_size=4)
-    sites.take("bank", hello(8))
+    sites = Registrations(["bank", "clinic"], batch_size=4)
+    sites.add("bank", hello(8))
     with pytest.raises(FederatedError, match="The site of client 'clinic' has batch_size=16, and the run's is 4. Give"):
-        sites.take("clinic", hello(8, batch_size=16))
+        sites.add("clinic", hello(8, batch_size=16))
     assert list(sites.known) == ["bank"]
 
 
 def test_different_batch_sizes_that_nobody_asked_for_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    sites = Announcements(["bank", "clinic", "plant"])
+    sites = Registrations(["bank", "clinic", "plant"])
     with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
-        sites.take("bank", hello(8))
-        sites.take("clinic", hello(8))
+        sites.add("bank", hello(8))
+        sites.add("clinic", hello(8))
         sites.close()
         assert not caplog.text
-        sites.take("plant", hello(8, batch_size=16))
-        sites.admit()
+        sites.add("plant", hello(8, batch_size=16))
+        sites.accept_late()
     assert "Sites have different batch sizes: 4 (client 'clinic'), 16 (client 'plant')." in caplog.text
 
 
@@ -186,19 +186,19 @@ def said(*columns: Any) -> dict[str, Any]:
 
 
 def test_sites_must_mean_the_same_by_their_columns() -> None:
-    sites = Announcements(["a", "b", "c", "d"])
-    sites.take("a", said("age", "sex=f", "sex=m"))
-    sites.take("b", said())  # a data module that does not know
-    sites.take("c", said("age", "sex=f", "sex=m"))
+    sites = Registrations(["a", "b", "c", "d"])
+    sites.add("a", said("age", "sex=f", "sex=m"))
+    sites.add("b", said())  # a data module that does not know
+    sites.add("c", said("age", "sex=f", "sex=m"))
     told = r"'d' and 'a' do not mean the same by their .*: column 1 is 'sex=m' at the first and 'sex=f' at the second"
     with pytest.raises(FederatedError, match=told):
-        sites.take("d", said("age", "sex=m", "sex=f"))
+        sites.add("d", said("age", "sex=m", "sex=f"))
     with pytest.raises(FederatedError, match=r"column 2 is 'nothing' at the first and 'sex=m' at the second"):
-        sites.take("d", said("age", "sex=f"))
-    sites.take("a", said("age", "sex=f", "sex=m"))  # again
+        sites.add("d", said("age", "sex=f"))
+    sites.add("a", said("age", "sex=f", "sex=m"))  # again
     for columns in ("age", [1], None):
         with pytest.raises(FederatedError, match="says that its columns are"):
-            sites.take("b", {**said(), "columns": columns})
+            sites.add("b", {**said(), "columns": columns})
     assert [known.columns for known in sites.known.values()] == [
         ("age", "sex=f", "sex=m"),
         (),
