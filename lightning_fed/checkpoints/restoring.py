@@ -18,6 +18,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.server.aggregation.lora import lora_needs_mean
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
@@ -213,6 +214,9 @@ def start_server(
     server.personal, server.num_parameters = flat.personal.clone(), len(flat.params)
     server.buffers, server.kept_buffers = prepared.buffers.read(), prepared.buffers.kept
     server.advance_solver = prepared.optimizer.advance_solver
+    server.lora = prepared.lora
+    if server.lora is not None and not (server.step.takes_mean and server.step.scheduler is None):
+        raise FederatedError(lora_needs_mean("server_optimizer or server_lr_scheduler changes the step"))
     kept: ClientStore | None = None
     if restored is not None:
         with restored_from(trainer.ckpt_path, "the state of the server"):

@@ -275,6 +275,13 @@ class FederatedDataModule(pl.LightningDataModule):
         self._client_ids = check_client_ids(type(self).__name__, value)
         self._check_number(self._client_ids, self._num_clients)
 
+    def describe_columns(self) -> Sequence[str]:
+        """Return what inputs and targets mean, in words that sites compare when they register; empty if unknown.
+
+        The words leave a site, so they must hold names and declared categories, and nothing of a row.
+        """
+        return ()
+
     @property
     def known_sizes(self) -> list[int] | None:
         """The clients' numbers of examples, in the order of ``client_ids``; None if clients would have to be built."""

@@ -82,6 +82,11 @@ class RemoteClients(FederatedDataModule):
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) goes by a simulated clock, and real"
                 " clients take the time that they take. Leave it unset."
             )
+        if loop.settings.lora == "exact":
+            raise FederatedError(
+                "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
+                " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
+            )
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)

@@ -17,7 +17,9 @@ from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.core.heap import keep_freed_memory
 from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.lora import lora_a, lora_pairs
 from lightning_fed.engines.optimizer import FederatedOptimizer
+from lightning_fed.server.aggregation.lora import ExactLora
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.method_checks import check_method
 from lightning_fed.settings.module_checks import check_buffers, check_optimization
@@ -37,6 +39,7 @@ class PreparedModule:
         optimizer: The wrapped optimizer.
         buffers: The module's buffers.
         data: Copies of data sets on the device.
+        lora: What keeps the mean of adapters exact, with lora="exact".
         split: The processes that share every batch.
         seed: The run's seed.
         shuffle: Whether local epochs visit batches in random order.
@@ -50,9 +53,15 @@ class PreparedModule:
         base = check_optimization(trainer, settings.algorithm)
         check_method(settings.algorithm)
         self.module = trainer.lightning_module
+        self._frozen: list[nn.Parameter] = []  # in this run alone
+        if settings.lora == "frozen_a":
+            self._frozen = [p for p in lora_a(self.module).values() if p.requires_grad]
+        for p in self._frozen:
+            p.requires_grad_(False)
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
+        self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         if self.flat.whole.device.type == "cpu":
             keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half of that
         self.optimizer = FederatedOptimizer(base, self.flat)
@@ -147,11 +156,13 @@ class PreparedModule:
         self.round = 0
 
     def release(self) -> None:
-        """Give the module's parameters their own storage, restore its embeddings, and drop copies of data."""
+        """Give the module's parameters their own storage, undo changes of the module, and drop copies of data."""
         self.flat.release()
         self.data.clear()
         for layer in self._made_dense:
             layer.sparse = True
+        for p in self._frozen:
+            p.requires_grad_(True)
 
 
 def personal_names(

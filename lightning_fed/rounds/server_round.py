@@ -230,7 +230,9 @@ class ServerRound:
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
             measured=self._measured,
         )
-        norm = server.close_round(messages, models, self.state, self._cohort, new_buffers)
+        if server.lora is not None:
+            bytes_down += server.lora.send(sorted(totals.traffic.involved), server.x)
+        norm = server.close_round(messages, models, self.state, self._cohort, new_buffers, totals.products)
         server.count(list(totals.reports), bytes_up, bytes_down)
         reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
         weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))

@@ -15,6 +15,7 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
+from lightning_fed.server.aggregation.lora import ExactLora, ProductSums, lora_needs_mean
 from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 from lightning_fed.server.participation import Participation
@@ -75,6 +76,7 @@ class Server:
         self.buffers: State = {}
         self.kept_buffers: frozenset[str] = frozenset()  # buffers that clients keep
         self.moved_buffers: set[str] = set()  # buffers that differ from the module's initial ones
+        self.lora: ExactLora | None = None  # with lora="exact"
         self.bytes_up = 0
         self.bytes_down = 0
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
@@ -118,7 +120,15 @@ class Server:
         kept = self.clients.get(index)
         return self.new_client() if kept is None else self.expected_state.to_device(kept)
 
-    def close_round(self, mean: State, models: Vector | None, state: State, cohort: Cohort, buffers: State) -> float:
+    def close_round(
+        self,
+        mean: State,
+        models: Vector | None,
+        state: State,
+        cohort: Cohort,
+        buffers: State,
+        products: ProductSums | None = None,
+    ) -> float:
         """Take the server's step, keep the round's states, and return the Euclidean norm of the step.
 
         Args:
@@ -127,6 +137,7 @@ class Server:
             state: The server state in use during the round.
             cohort: The facts about the cohort that the method may read.
             buffers: The new server buffers.
+            products: The sums of products of adapters' changes, with lora="exact".
         """
         norm = 0.0
         if mean:
@@ -138,7 +149,12 @@ class Server:
                     f" found {type(found).__name__}. Return mean['delta'], server to leave both as they are."
                 )
             direction, state = found
-            self.step.step(direction, models if direction is mean.get("delta") else None)
+            models = models if direction is mean.get("delta") else None
+            if self.lora is not None and not (models is not None and self.step.takes_mean):
+                raise FederatedError(lora_needs_mean(f"{self.algorithm!r} does more"))
+            self.step.step(direction, models)
+            if self.lora is not None and products is not None:
+                self.lora.close_round(before, self.x, products)
             norm = _distance(self.x, before)
         self.state = {name: value.detach() for name, value in state.items()}
         if buffers is not self.buffers:
@@ -201,6 +217,7 @@ class Server:
             "moved_buffers": sorted(self.moved_buffers),
             "seen": self._participation.saved(),
             "bytes": [self.bytes_up, self.bytes_down],
+            **({} if self.lora is None else {"lora": self.lora.state_dict()}),
         }
 
     def load_state_dict(
@@ -250,6 +267,8 @@ class Server:
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
         self._participation.load(saved["seen"])
         self.bytes_up, self.bytes_down = saved["bytes"]
+        if self.lora is not None:
+            self.lora.load_state_dict(saved["lora"], origin)
 
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}

@@ -16,6 +16,7 @@ from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.types import Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.compression import Compressor
+from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
@@ -47,6 +48,7 @@ class Settings:
 
     algorithm: Algorithm
     personal: Sequence[str]
+    lora: Literal["separate", "frozen_a", "exact"]
     clients_per_round: int | float | None
     local_epochs: int | None
     local_steps: int | None
@@ -95,6 +97,7 @@ class Settings:
         self._check_local_work()
         self._check_failures()
         self._check_callables()
+        self._check_lora()
         self._check_participation()
         self._settle_messages()
         self._settle_learning()
@@ -156,6 +159,7 @@ class Settings:
         """Return the settings for combining messages, for checkpoints."""
         noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
         noted |= {"personal": repr(list(self.personal))} if self.personal else {}
+        noted |= {"lora": repr(self.lora)} if self.lora != "separate" else {}
         # privacy accounting depends on the sampler's probability
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
@@ -261,6 +265,15 @@ class Settings:
                 raise FederatedError(f"{name} must be callable, found {found}.{hint}")
             if isinstance(value, type) and not name.startswith("server_"):
                 raise FederatedError(f"{name}={value.__name__} is a class: make one, as in {value.__name__}(...).")
+
+    def _check_lora(self) -> None:
+        if self.lora != "exact":
+            return
+        for name in ("aggregator", "asynchronous", "compression"):
+            if (value := getattr(self, name)) is not None:
+                raise FederatedError(lora_needs_mean(f"{name}={value!r} changes it"))
+        if self.algorithm.population_loss or not takes_mean_model(self.algorithm):
+            raise FederatedError(lora_needs_mean(f"{self.algorithm!r} does more"))
 
     def _check_participation(self) -> None:
         if self.sampler is not None and self.clients_per_round is not None:

@@ -59,6 +59,9 @@ class FederatedTrainer(pl.Trainer):
         personal: Names of parameters and buffers that stay with each client, or patterns of them such as
             ``["head.*"]``. They are trained with the others, and neither sent nor averaged. Every client keeps its own
             from round to round, and starts with the module's.
+        lora: The mean of LoRA adapters of peft. "separate" takes the means of A and B, as of any other parameters.
+            "frozen_a" freezes A, so that the mean is that of the merged weights (FFA-LoRA). "exact" trains both, and
+            adds what is missing to the base weights of the server and all clients (FedEx-LoRA).
         max_rounds: The number of rounds; -1 for no limit. Another name for Lightning's ``max_epochs``.
         clients_per_round: The clients drawn uniformly without replacement each round: an int is a count, a float in
             (0, 1] a share. By default all of them.
@@ -134,6 +137,7 @@ class FederatedTrainer(pl.Trainer):
         *,
         algorithm: Algorithm | None = None,
         personal: Sequence[str] = (),
+        lora: Literal["separate", "frozen_a", "exact"] = "separate",
         max_rounds: int | None = None,
         clients_per_round: int | float | None = None,
         local_epochs: int | None = None,
