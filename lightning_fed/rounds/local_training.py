@@ -23,7 +23,7 @@ from lightning_fed.rounds.failures import Isolation, stop_at
 from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.outgoing import Outgoing
-from lightning_fed.server.client_states.state import ClientState, ClientStates
+from lightning_fed.server.client_states.state import LOCAL_STEPS, ClientState, ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
@@ -166,6 +166,7 @@ class OwnSolve:
                 result = self.engine.run(inputs, chunk, own, [{}] * len(chunk))
                 failed |= {result.participants[row].index: error for row, error in result.faults.items()}
                 for who, new in zip(result.participants, result.kept(), strict=True):
+                    new.pop(LOCAL_STEPS, None)  # it counts the steps of the client's work alone
                     kept[who.index] = {**kept[who.index], **new}
             finally:
                 undo()
