@@ -131,12 +131,12 @@ def check_schedules(trainer: pl.Trainer, local_schedule: LocalScheduleMode | Non
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     by_round = [config for config in trainer.lr_scheduler_configs if config.interval != "step"]
     if not by_step and local_schedule is not None:
-        found = ", ".join(type(config.scheduler).__name__ for config in by_round)
+        names = ", ".join(type(config.scheduler).__name__ for config in by_round)
+        found = f"{names}, which steps once a round" if names else "no schedule"
         raise FederatedError(
             f"local_schedule={local_schedule!r} is for schedules with interval='step', and"
             f" {type(trainer.lightning_module).__name__}.configure_optimizers() returns"
-            f" {f'{found}, which steps once a round' if found else 'no schedule'}. Leave local_schedule unset, or return"
-            " {'scheduler': ..., 'interval': 'step'}."
+            f" {found}. Leave local_schedule unset, or return {{'scheduler': ..., 'interval': 'step'}}."
         )
     if not by_step:
         return

@@ -214,13 +214,28 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The rounds of the run, in which schedules are stepped once; infinite without a limit.
+        """How often schedules are stepped in the run; infinite without a limit.
+
+        This is the number of rounds. With ``local_schedule`` it is the number of steps that the schedule counts, at the
+        most: ``local_steps`` for "restart", and that times the rounds for "continue" and "total".
 
         Raises:
-            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn.
+            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn. If
+                schedules count local steps, and ``local_epochs`` lets clients take different numbers of them.
         """
+        settings = self.fit_loop.settings
+        steps = 1 if settings.local_schedule is None else settings.local_steps
+        if steps is None:
+            raise FederatedError(
+                "trainer.estimated_stepping_batches is the number of local steps that"
+                f" local_schedule={settings.local_schedule!r} counts, which local_epochs={settings.local_epochs} does"
+                " not tell: it depends on the clients' data. Set local_steps instead, or give the module the length of"
+                " its schedule."
+            )
+        if settings.local_schedule == "restart":
+            return steps
         if self.max_epochs is not None and self.max_epochs != -1:
-            return max(self.max_epochs, 1)
+            return max(self.max_epochs, 1) * steps
         if self.max_steps != -1:
             raise FederatedError(
                 f"trainer.estimated_stepping_batches is the number of rounds, which max_steps={self.max_steps} does not"
