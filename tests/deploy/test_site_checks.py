@@ -107,8 +107,8 @@ def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedS
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
-names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_examples", "plateaus", "state", "what", "first_step",
-         "local_steps", "own", "facts", "optimizer", "clients")  # fmt: skip
+names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_examples", "plateaus", "state", "what",
+         "first_step", "local_steps", "own", "facts", "optimizer", "clients")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

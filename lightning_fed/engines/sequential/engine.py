@@ -78,9 +78,7 @@ class SequentialEngine(Engine):
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
             counts = schedule is not None and schedule.mode == "continue"
-            keep = with_kept(
-                update.keep, client, self.flat.personal, first_step + work.num_steps if counts else None
-            )
+            keep = with_kept(update.keep, client, self.flat.personal, first_step + work.num_steps if counts else None)
             norm = torch.linalg.vector_norm(run.delta)
             update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
         seconds = time.perf_counter() - started
