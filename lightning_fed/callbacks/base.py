@@ -9,7 +9,16 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "boards", "call_round_hook", "hears", "reads_reports", "uses_hook", "write_histogram"]
+__all__ = [
+    "FederatedCallback",
+    "boards",
+    "call_round_hook",
+    "hears",
+    "reads_reports",
+    "sets_for_clients",
+    "uses_hook",
+    "write_histogram",
+]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -110,7 +119,16 @@ def hears(trainer: pl.Trainer, *hooks: str) -> bool:
 
 def reads_reports(trainer: pl.Trainer) -> bool:
     """Return whether a hook may read a client's report before the round's end; this package's read no loss or norm."""
-    hook = "on_client_end"
+    return _users_hear(trainer, "on_client_end")
+
+
+def sets_for_clients(trainer: pl.Trainer) -> bool:
+    """Return whether a hook may set something for one client; this package's own set nothing."""
+    return _users_hear(trainer, "on_client_start")
+
+
+def _users_hear(trainer: pl.Trainer, hook: str) -> bool:
+    """Return whether a callback of the user's overrides a hook."""
     return any(
         isinstance(c, FederatedCallback)
         and uses_hook(c, hook, FederatedCallback)
