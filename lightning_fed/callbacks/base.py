@@ -11,9 +11,9 @@ from lightning_fed.core.types import ClientId
 
 __all__ = [
     "FederatedCallback",
+    "any_uses_hook",
     "boards",
     "call_round_hook",
-    "hears",
     "reads_reports",
     "sets_for_clients",
     "uses_hook",
@@ -108,7 +108,7 @@ def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Cal
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
-def hears(trainer: pl.Trainer, *hooks: str) -> bool:
+def any_uses_hook(trainer: pl.Trainer, *hooks: str) -> bool:
     """Return whether any :class:`FederatedCallback` overrides one of some hooks."""
     return any(
         isinstance(callback, FederatedCallback) and uses_hook(callback, hook, FederatedCallback)
