@@ -15,6 +15,7 @@ __all__ = [
     "boards",
     "call_round_hook",
     "reads_reports",
+    "sets_for_clients",
     "uses_hook",
     "write_histogram",
 ]
@@ -118,7 +119,16 @@ def any_uses_hook(trainer: pl.Trainer, *hooks: str) -> bool:
 
 def reads_reports(trainer: pl.Trainer) -> bool:
     """Return whether a hook may read a client's report before the round's end; this package's read no loss or norm."""
-    hook = "on_client_end"
+    return _users_hear(trainer, "on_client_end")
+
+
+def sets_for_clients(trainer: pl.Trainer) -> bool:
+    """Return whether a hook may set something for one client; this package's own set nothing."""
+    return _users_hear(trainer, "on_client_start")
+
+
+def _users_hear(trainer: pl.Trainer, hook: str) -> bool:
+    """Return whether a callback of the user's overrides a hook."""
     return any(
         isinstance(c, FederatedCallback)
         and uses_hook(c, hook, FederatedCallback)

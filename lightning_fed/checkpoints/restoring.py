@@ -149,7 +149,7 @@ class EarlierFit:
         """Return a fit's state."""
         noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
         schedules = [config.scheduler.state_dict() for config in prepared.trainer.lr_scheduler_configs]
-        optimizer = prepared.optimizer.base.state_dict()
+        optimizer = prepared.optimizer.state_dict()
         return EarlierFit(prepared.module, server, noted, optimizer, schedules, _kinds_of(prepared))
 
     def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
@@ -213,6 +213,7 @@ def start_server(
     )  # fmt: skip
     server.personal, server.num_parameters = flat.personal.clone(), len(flat.params)
     server.buffers, server.kept_buffers = prepared.buffers.read(), prepared.buffers.kept
+    server.counts_steps = s.local_schedule == "continue"
     server.advance_solver = prepared.optimizer.advance_solver
     server.lora = prepared.lora
     if server.lora is not None and not (server.step.takes_mean and server.step.scheduler is None):

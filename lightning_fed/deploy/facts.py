@@ -64,6 +64,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "gradient_clip_val": f"{trainer.gradient_clip_val} by {getattr(clip, 'value', 'norm')}",
         "precision": str(trainer.precision),
         "treatment of buffers": settings.buffers,
+        "local_schedule": str(settings.local_schedule),
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
         "compression": repr(settings.compression),
     }

@@ -288,6 +288,7 @@ class ClientWork(ClientHalf):
 
     def end_training(self) -> None:
         """Finish the work that is done once for all clients trained here in this round."""
+        self._local.put_back_settings()
         self._gradients.check()
         for engine in self.engines:
             engine.end_round()

@@ -96,6 +96,7 @@ class ServerRound:
             cohort_grad=self.cohort_grad,
             buffers=server.buffers,
             mean_examples=population.mean_size if knows else math.nan,
+            first_step=self.settings.first_step(server.round, server.longest_steps),
         )
         self._totals.norms = {}
         self.expect(self._task.clients)
@@ -233,8 +234,9 @@ class ServerRound:
         if server.lora is not None:
             bytes_down += server.lora.send(sorted(totals.traffic.involved), server.x)
         norm = server.close_round(messages, models, self.state, self._cohort, new_buffers, totals.products)
-        server.count(list(totals.reports), bytes_up, bytes_down)
         reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
+        longest_steps = max([report.steps for report in reports.values()], default=0)
+        server.count(list(totals.reports), bytes_up, bytes_down, longest_steps)
         weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))
         if causes:
             failed = {i: causes[i] for i in sorted(causes, key=self.population.index_of)}

@@ -16,7 +16,7 @@ from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.lora import ExactLora, ProductSums, lora_needs_mean
-from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
+from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 from lightning_fed.server.participation import Participation
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
@@ -79,6 +79,8 @@ class Server:
         self.lora: ExactLora | None = None  # with lora="exact"
         self.bytes_up = 0
         self.bytes_down = 0
+        self.counts_steps = False  # whether clients keep the number of their local steps
+        self.longest_steps: int | None = 0  # sum over rounds of the most local steps of a client; None if unknown
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
         self._participation = Participation(len(ids))
         self._options: dict[str, Any] | None = algorithm.options()  # compared after the first round, then None
@@ -105,6 +107,7 @@ class Server:
     def new_client(self) -> State:
         """Return the state of a client that has not participated yet."""
         own = {PERSONAL: self.personal} if self.personal.numel() else {}
+        own |= {LOCAL_STEPS: torch.tensor(0)} if self.counts_steps else {}
         x = self.start if self.algorithm.init_client_at_start else self.x
         return {**self.algorithm.init_client(x), **own}
 
@@ -184,9 +187,11 @@ class Server:
         self.moved_buffers |= {name for name, is_same in zip(self.buffers, same, strict=True) if not is_same}
         self.buffers = buffers
 
-    def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
-        """Add a round to the run's totals: participating clients, bytes up and down."""
+    def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int, longest_steps: int = 0) -> None:
+        """Add a round to the run's totals: participating clients, bytes up and down, the most steps of a client."""
         self._participation.add(indices)
+        if self.longest_steps is not None:
+            self.longest_steps += longest_steps
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
@@ -218,6 +223,7 @@ class Server:
             "seen": self._participation.saved(),
             "bytes": [self.bytes_up, self.bytes_down],
             **({} if self.lora is None else {"lora": self.lora.state_dict()}),
+            "longest_steps": self.longest_steps,
         }
 
     def load_state_dict(
@@ -269,6 +275,8 @@ class Server:
         self.bytes_up, self.bytes_down = saved["bytes"]
         if self.lora is not None:
             self.lora.load_state_dict(saved["lora"], origin)
+        longest = saved.get("longest_steps")  # absent in checkpoints of earlier versions
+        self.longest_steps = None if longest is None else int(longest)
 
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}

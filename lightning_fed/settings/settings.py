@@ -13,7 +13,7 @@ from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.core.arguments import check_patterns
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, Origin
-from lightning_fed.core.types import Weighting
+from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
@@ -52,6 +52,7 @@ class Settings:
     clients_per_round: int | float | None
     local_epochs: int | None
     local_steps: int | None
+    local_schedule: LocalScheduleMode | None
     server_optimizer: ServerOptimizerFactory
     server_lr_scheduler: ServerSchedulerFactory | None
     heterogeneity: SystemsHeterogeneity | None
@@ -95,6 +96,7 @@ class Settings:
         self._check_choices()
         self._check_chunk_size()
         self._check_local_work()
+        self._check_local_schedule()
         self._check_failures()
         self._check_callables()
         self._check_lora()
@@ -128,6 +130,7 @@ class Settings:
         """True if clients are known to keep any state from round to round."""
         feeds_back = self.compression is not None and self.compression.error_feedback
         is_asked = self.keeps_solver or self.buffers == "local" or self.has_personal_parameters
+        is_asked = is_asked or self.local_schedule == "continue"
         return self.algorithm.overrides("init_client") or is_asked or feeds_back
 
     @property
@@ -152,6 +155,25 @@ class Settings:
         if self.local_epochs is not None:
             return -(-num_batches // accumulated) * self.local_epochs
         return self.local_steps or 0
+
+    def first_step(self, round: int, longest_steps: int | None) -> int:
+        """Return the run's step at which the clients of a round begin, if their schedule counts steps of the run.
+
+        Args:
+            round: The round, from 0.
+            longest_steps: The sum over the earlier rounds of the most steps that a client took; None if unknown.
+        """
+        if self.local_schedule != "total":
+            return 0
+        if self.local_steps is not None:
+            return round * self.local_steps
+        if longest_steps is None:
+            raise FederatedError(
+                "local_schedule='total' with local_epochs needs the steps of the earlier rounds, and the checkpoint is"
+                " of an earlier version, which did not count them. Set local_steps instead, or start from its weights"
+                " alone: Model.load_from_checkpoint(path), then fit without ckpt_path."
+            )
+        return longest_steps
 
     # ------------------------------------------------------------------ checkpoints' notes of settings
 
@@ -182,7 +204,7 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling and local work, for checkpoints."""
-        names = ("local_epochs", "local_steps", "sampler", "heterogeneity")
+        names = ("local_epochs", "local_steps", "local_schedule", "sampler", "heterogeneity")
         return {name: _named(getattr(self, name)) for name in names}
 
     # ------------------------------------------------------------------ checks
@@ -242,6 +264,20 @@ class Settings:
             raise FederatedError(
                 f"{type(self.algorithm).__name__} needs local work: pass local_epochs (passes over a client's data) or"
                 " local_steps (optimizer steps)."
+            )
+
+    def _check_local_schedule(self) -> None:
+        allowed, chosen = get_args(LocalScheduleMode), self.local_schedule
+        if chosen is None:
+            return
+        if chosen not in allowed:
+            raise FederatedError(f"local_schedule must be one of {allowed}, or None, found {chosen!r}.")
+        self._check_has_local_work("local_schedule")
+        if chosen == "total" and self.local_steps is None and isinstance(self.aggregator, DifferentialPrivacy):
+            raise FederatedError(
+                f"local_schedule='total' with local_epochs does not go with aggregator={self.aggregator!r}: the rates"
+                " would tell the size of the largest client of each round, which the accounting leaves out. Set"
+                " local_steps instead, or use local_schedule='restart'."
             )
 
     def _check_failures(self) -> None:

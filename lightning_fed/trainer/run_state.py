@@ -300,6 +300,11 @@ class RunState:
                 " the first one, so other local steps may overflow and be skipped."
             )
 
+    def show_rates(self) -> None:
+        """Show the rates that the next round begins with, if schedules step within rounds."""
+        assert self.prepared is not None
+        self.prepared.begin_round(self.settings.first_step(self.server.round, self.server.longest_steps))
+
     def close_round(self, report: RoundReport) -> None:
         """Complete a round."""
         assert self.rounds is not None

@@ -13,7 +13,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.types import Weighting
+from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.asynchronous.base import Asynchronous
@@ -68,6 +68,11 @@ class FederatedTrainer(pl.Trainer):
         local_epochs: Passes of a client over its data in a round. Set exactly one of this and ``local_steps``, or
             neither for methods without local work.
         local_steps: Optimizer steps of a client in a round.
+        local_schedule: The steps that schedules with ``interval="step"`` count. "restart" counts a client's steps in
+            the round, so the schedule begins again in every round. "continue" counts the client's own steps in all
+            rounds in which it took part. "total" counts those of the run: a round begins ``local_steps`` after the last
+            one, or with ``local_epochs`` as many steps later as its longest client took. None if schedules step once a
+            round (``interval="epoch"``); other schedules then raise an error.
         server_optimizer: A function from parameters to the torch optimizer of the server's step. Its gradient is the
             negative direction. By default SGD with rate 1: the server takes the mean of the client models.
         server_lr_scheduler: A function from the server's optimizer to a torch scheduler, stepped once a round.
@@ -142,6 +147,7 @@ class FederatedTrainer(pl.Trainer):
         clients_per_round: int | float | None = None,
         local_epochs: int | None = None,
         local_steps: int | None = None,
+        local_schedule: LocalScheduleMode | None = None,
         server_optimizer: ServerOptimizerFactory | None = None,
         server_lr_scheduler: ServerSchedulerFactory | None = None,
         heterogeneity: SystemsHeterogeneity | None = None,
@@ -213,13 +219,28 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The rounds of the run, in which schedules are stepped once; infinite without a limit.
+        """How often schedules are stepped in the run; infinite without a limit.
+
+        This is the number of rounds. With ``local_schedule`` it is the number of steps that the schedule counts, at the
+        most: ``local_steps`` for "restart", and that times the rounds for "continue" and "total".
 
         Raises:
-            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn.
+            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn. If
+                schedules count local steps, and ``local_epochs`` lets clients take different numbers of them.
         """
+        settings = self.fit_loop.settings
+        steps = 1 if settings.local_schedule is None else settings.local_steps
+        if steps is None:
+            raise FederatedError(
+                "trainer.estimated_stepping_batches is the number of local steps that"
+                f" local_schedule={settings.local_schedule!r} counts, which local_epochs={settings.local_epochs} does"
+                " not tell: it depends on the clients' data. Set local_steps instead, or give the module the length of"
+                " its schedule."
+            )
+        if settings.local_schedule == "restart":
+            return steps
         if self.max_epochs is not None and self.max_epochs != -1:
-            return max(self.max_epochs, 1)
+            return max(self.max_epochs, 1) * steps
         if self.max_steps != -1:
             raise FederatedError(
                 f"trainer.estimated_stepping_batches is the number of rounds, which max_steps={self.max_steps} does not"

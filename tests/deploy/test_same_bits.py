@@ -140,6 +140,25 @@ def test_options_of_the_rounds_work_over_sites(option: str, tmp_path: Path) -> N
     assert_same_run(partial(make_trainer, "FedProx", **OPTIONS[option]), tmp_path)
 
 
+class Warming(Net):
+    """A network whose rate changes from one local step to the next."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, t / 10) * 0.98**t)
+        return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
+
+
+def warming() -> Warming:
+    torch.manual_seed(0)
+    return Warming()
+
+
+@pytest.mark.parametrize("mode", ["continue", "total", pytest.param("restart", marks=pytest.mark.thorough)])
+def test_schedules_by_local_step_are_followed_as_in_the_simulation(mode: str, tmp_path: Path) -> None:
+    assert_same_run(partial(make_trainer, "Scaffold ii", local_schedule=mode), tmp_path, warming)
+
+
 @pytest.mark.parametrize("buffers", ["average", "local", "server"])
 def test_buffers_are_treated_as_in_the_simulation(buffers: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "Scaffold ii", buffers=buffers), tmp_path, normalised)

@@ -22,7 +22,7 @@ from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
-from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
+from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 
 __all__ = ["SequentialEngine"]
 
@@ -57,9 +57,11 @@ class SequentialEngine(Engine):
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
             self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
+            schedule = self.optimizer.schedule
+            first_step = 0 if schedule is None else schedule.start_of(client)
             client = method_part(client)
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
-            work = self._begin(inputs, plan, client, local, solver)
+            work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 else {}
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             self.epoch_loop.begin_client()
@@ -75,7 +77,8 @@ class SequentialEngine(Engine):
                 self._check_no_steps(numbers)
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
-            keep = with_personal(update.keep, client, self.flat.personal)
+            counts = schedule is not None and schedule.mode == "continue"
+            keep = with_kept(update.keep, client, self.flat.personal, first_step + work.num_steps if counts else None)
             norm = torch.linalg.vector_norm(run.delta)
             update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
         seconds = time.perf_counter() - started
@@ -114,13 +117,15 @@ class SequentialEngine(Engine):
         if faults := read(readings):
             raise faults[0]
 
-    def _begin(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State) -> LocalWork:
+    def _begin(
+        self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State, first_step: int
+    ) -> LocalWork:
         """Set the client's starting point, and let the optimizer correct its gradients."""
         algorithm, optimizer, optimization = self.algorithm, self.optimizer, self.epoch_loop.automatic_optimization
         work = LocalWork(algorithm, [])
         if algorithm.uses_solver_state:
             work.solver = solver_entries(algorithm.solver_state(inputs.server, local), len(self.flat.params))
-        optimizer.begin(work, solver)
+        optimizer.begin(work, solver, first_step, plan.participant.steps)
         whole = Step(
             x=inputs.x,
             server=inputs.server,

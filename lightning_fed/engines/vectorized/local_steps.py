@@ -41,13 +41,17 @@ class LocalSteps:
     def __init__(self, module: ModuleStep, work: ChunkWork, batch_size: int | None, means: ChunkMeans) -> None:
         self.module, self.work, self.batch_size, self.means = module, work, batch_size, means
         self.step = LocalStep(module, work)
-        self._rate = -work.rates[0]
+        self._rates, self._rate = work.rates, -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
         self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
         """Take a step of clients on their batches; ``may_trace`` if their shapes recur often enough for a trace."""
+        if self.work.rates is not self._rates:  # a schedule has moved them
+            self._rates, self._rate = self.work.rates, -self.work.rates[0]
+            if self.step.use_rates():
+                self._bound, self._of_chunk = {}, {}
         if len(groups) == 1 and may_trace and self._may_trace and self.module.traces.allowed:
             (group,) = groups
             key = (clients.rows, group.kind)
