@@ -40,6 +40,9 @@ class Purpose(IntEnum):
     MEASUREMENT = 12
     COMPRESSION = 13
     OWN_SOLVE = 14
+    ATTACKERS = 15
+    ATTACK = 16
+    ATTACK_ON_GRADIENTS = 17
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

@@ -63,6 +63,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "treatment of buffers": settings.buffers,
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
         "compression": repr(settings.compression),
+        "attack": work["attack"],
     }
 
 

@@ -180,12 +180,18 @@ class LocalTraining:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, gradients: ClientGradients, own_solve: OwnSolve | None
+        self,
+        engine: Engine,
+        settings: Settings,
+        gradients: ClientGradients,
+        own_solve: OwnSolve | None,
+        attackers: frozenset[int] = frozenset(),
     ) -> None:
         self.engine, self.settings, self.gradients, self.own_solve = engine, settings, gradients, own_solve
         self.engines = [engine] if own_solve is None else [engine, own_solve.engine]
         self.trainer = engine.trainer
-        self._isolation, self._outgoing = Isolation(engine, settings.drops_failed), Outgoing(engine, settings)
+        self._isolation = Isolation(engine, settings.drops_failed)
+        self._outgoing = Outgoing(engine, settings, attackers)
         self.begin_round()
 
     def begin_round(self, reads_later: bool = False) -> None:

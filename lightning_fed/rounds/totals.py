@@ -71,6 +71,7 @@ class RoundTotals:
         self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged ones
         self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
         self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
+        self._lacks_changes = False  # of some clients: the drift would be that of the others
         self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
         self.norms: dict[str, dict[ClientId, float | Tensor]] = {}
         self.reports: dict[int, ClientReport] = {}
@@ -168,6 +169,8 @@ class RoundTotals:
         if reply.changes is not None:
             is_summed = models is not None and self._rule != "population"
             self._drift.update(_rows(rows, reply.changes), self._messages.weights(steps, self._rule), is_summed)
+        else:
+            self._lacks_changes = True
 
     # ------------------------------------------------------------------ merge
 
@@ -239,12 +242,12 @@ class RoundTotals:
 
         Returns:
             The averaged messages, empty without participants; the mean of the client models [P] if the message "delta"
-            is their change; the server's new buffers; and the drift, nan without participants.
+            is their change; the server's new buffers; and the drift, nan without participants or if a client's change is unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
             means, models = self._messages.compute(x)
-        drift = self._drift.compute() if done else math.nan
+        drift = self._drift.compute() if done and not self._lacks_changes else math.nan
         buffers = self.server.buffers
         if self.moved_buffers:  # the others keep their bits
             found = self._mean_buffers.compute(self._buffers)

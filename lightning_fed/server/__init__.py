@@ -2,6 +2,7 @@
 
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK
+from lightning_fed.server.aggregation.krum import Bulyan, Krum, MultiKrum
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.aggregation.robust import (
     CoordinateMedian,
@@ -13,6 +14,7 @@ from lightning_fed.server.aggregation.robust import (
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.asynchronous.methods import FedAsync, FedBuff
+from lightning_fed.server.attacks import Attack, LabelFlipAttack, NoiseAttack, SignFlipAttack
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 from lightning_fed.server.sampling import (
@@ -27,8 +29,10 @@ __all__ = [
     "QSGD",
     "Aggregator",
     "Asynchronous",
+    "Attack",
     "AvailabilitySampler",
     "BernoulliSampler",
+    "Bulyan",
     "ClientClock",
     "Compressor",
     "CoordinateMedian",
@@ -41,9 +45,14 @@ __all__ = [
     "FedRMSProp",
     "FedYogi",
     "GeometricMedian",
+    "Krum",
+    "LabelFlipAttack",
+    "MultiKrum",
+    "NoiseAttack",
     "NormClipping",
     "RobustAggregator",
     "RoundRobinSampler",
+    "SignFlipAttack",
     "SystemsHeterogeneity",
     "TopK",
     "TrimmedMean",

@@ -17,6 +17,7 @@ from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.attacks import Attack
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler, UniformSampler
 from lightning_fed.server.server import resolve_weighting
@@ -53,6 +54,7 @@ class Settings:
     gradient_sampler: Sampler
     weighting: Weighting
     aggregator: Aggregator | None
+    attack: Attack | None
     asynchronous: Asynchronous | None
     compression: Compressor | None
     engine: Literal["sequential", "vectorized", "auto"]
@@ -171,7 +173,7 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling and local work, for checkpoints."""
-        names = ("local_epochs", "local_steps", "sampler", "heterogeneity")
+        names = ("local_epochs", "local_steps", "sampler", "heterogeneity", "attack")
         return {name: _named(getattr(self, name)) for name in names}
 
     # ------------------------------------------------------------------ checks
@@ -293,6 +295,8 @@ class Settings:
         self._set(gradient_sampler=sampler if self.gradient_sampler is None else self.gradient_sampler)
         if self.is_private:
             self._check_private()
+        if self.attack is not None and not isinstance(self.attack, Attack):
+            raise FederatedError(f"attack must be an Attack such as SignFlipAttack(0.2), found {self.attack!r}.")
         if self.compression is not None and not isinstance(self.compression, Compressor):
             raise FederatedError(f"compression must be a Compressor such as TopK(0.01), found {self.compression!r}.")
 

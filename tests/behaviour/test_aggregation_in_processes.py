@@ -14,6 +14,8 @@ from lightning_fed.server import (
     CoordinateMedian,
     DifferentialPrivacy,
     GeometricMedian,
+    MultiKrum,
+    NoiseAttack,
     NormClipping,
     TopK,
     TrimmedMean,
@@ -48,11 +50,14 @@ CASES: dict[str, Any] = {
     "compressed without state": partial(of, "FedAvg", compression=TopK(0.2), max_rounds=5),
     "quantized": partial(of, "FedAvg", compression=QSGD(7), engine="vectorized"),
     "quantized and robust": partial(of, "FedAvg", compression=QSGD(7), aggregator=CoordinateMedian()),
+    "pairwise and attacked": partial(
+        of, "Scaffold", aggregator=MultiKrum(1), attack=NoiseAttack(0.4, 0.1), clients_per_round=1.0
+    ),
     "one process idle": partial(of, "FedAvg", aggregator=CoordinateMedian(), clients_per_round=1),
 }
 FEW = (  # every rule once, every kind of message once, and what goes through other code
     *("FedAvg median", "Scaffold trimmed", "Mime geometric", "FedDane median", "ServerOnly trimmed", "weighted"),
-    *("clipping", "compressed", "quantized and robust", "one process idle"),
+    *("clipping", "compressed", "quantized and robust", "one process idle", "pairwise and attacked"),
 )
 EVERYBODY: dict[str, Any] = {"sampler": BernoulliSampler(1.0), "clients_per_round": None, "max_rounds": 2}
 QUIETLY = partial(of, "FedAvg", aggregator=DifferentialPrivacy(0.5, 1e-15, 1e-5), **EVERYBODY)

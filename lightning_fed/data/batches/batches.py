@@ -1,7 +1,7 @@
 """One client's batches: an epoch in an order fixed by a generator, and a full pass in stored order."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
 
-__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "misfit"]
+__all__ = ["BatchSettings", "ChangedBatches", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "misfit"]
 
 _AHEAD = 2**22  # bytes of the batches that are looked up together on an accelerator
 
@@ -281,6 +281,49 @@ def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
     """Return whether a subclass reads its examples with the methods of its base class."""
     names = ("__getitem__", "__getitems__", "__len__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
+
+
+class ChangedBatches(ClientBatches):
+    """A client's batches, each passed through a function that keeps the number of examples."""
+
+    def __init__(self, batches: ClientBatches, change: Callable[[Any], Any]) -> None:
+        self.batches, self.change, self.size = batches, change, batches.size
+
+    def num_batches(self) -> int:
+        """Return the number of training batches in one local epoch."""
+        return self.batches.num_batches()
+
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first ``num_batches`` batches of a local epoch."""
+        return self.batches.num_examples(num_batches)
+
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of one local epoch."""
+        return self._changed(self.batches.epoch(generator, shuffle))
+
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once."""
+        return self._changed(self.batches.full(generator))
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, without augmentation."""
+        return self._changed(self.batches.unaugmented(generator))
+
+    def one(self, generator: torch.Generator) -> Batches:
+        """Yield a batch of one example."""
+        return self._changed(self.batches.one(generator))
+
+    def check_counts(self) -> None:
+        """Raise if the examples in a batch cannot be counted."""
+        self.batches.check_counts()
+
+    def for_own_solve(self) -> ClientBatches:
+        """Return the batches for the inner solve of methods that have one."""
+        batches = self.batches.for_own_solve()
+        return self if batches is self.batches else ChangedBatches(batches, self.change)
+
+    def _changed(self, batches: Batches) -> Batches:
+        return ((self.change(batch), examples) for batch, examples in batches)
 
 
 class RepeatedBatches(ClientBatches):
