@@ -1,7 +1,7 @@
 """What attacks do to a model under every aggregation rule, and what a rule costs.
 
     python benchmarks/attacks.py            # the accuracies of docs/aggregation.md, about three minutes
-    python benchmarks/attacks.py --cost     # seconds to combine the messages of 100 clients, a million entries each
+    python benchmarks/attacks.py --cost     # CPU seconds to combine the messages of 100 clients, a million entries each
 
 The digits are dealt to 20 clients alike, of which 4 are bad. A logistic regression trains for 12 rounds of one epoch.
 """
@@ -73,12 +73,12 @@ def accuracy(attack: Attack | None, rule: Aggregator | None, rounds: int = ROUND
 
 
 def seconds(rule: RobustAggregator, messages: torch.Tensor) -> float:
-    """Return the seconds to combine messages [S, P] of equal weight, the median of three."""
+    """Return the CPU seconds to combine messages [S, P] of equal weight, the median of three."""
     weights, taken = torch.full((len(messages),), 1 / len(messages), dtype=torch.float64), []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         rule.combine(messages, weights, lambda part: part)
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
     return sorted(taken)[1]
 
 

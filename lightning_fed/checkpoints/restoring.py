@@ -17,6 +17,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
@@ -200,6 +201,7 @@ def start_server(
     notes: Mapping[str, str],
     restored: dict[str, Any] | None,
     earlier: EarlierFit | None,
+    ledger: PrivacyLedger | None = None,
 ) -> Server:
     """Return the server's state at the start of a fit: new, from a checkpoint, or from the earlier fit."""
     s, flat = prepared.settings, prepared.flat
@@ -211,6 +213,7 @@ def start_server(
     server.personal, server.num_parameters = flat.personal.clone(), len(flat.params)
     server.buffers, server.kept_buffers = prepared.buffers.read(), prepared.buffers.kept
     server.advance_solver = prepared.optimizer.advance_solver
+    server.ledger = ledger
     kept: ClientStore | None = None
     if restored is not None:
         with restored_from(trainer.ckpt_path, "the state of the server"):

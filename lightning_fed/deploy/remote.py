@@ -82,6 +82,11 @@ class RemoteClients(FederatedDataModule):
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) goes by a simulated clock, and real"
                 " clients take the time that they take. Leave it unset."
             )
+        if loop.settings.client_privacy is not None:
+            raise FederatedError(
+                f"client_privacy={loop.settings.client_privacy!r} is for simulations: its noise follows from the seed,"
+                " which the server of real clients knows. Leave it unset."
+            )
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)

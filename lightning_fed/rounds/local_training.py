@@ -207,7 +207,7 @@ class LocalTraining:
         self._hears_end = hears(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine
-        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression
+        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression or settings.client_privacy
         is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
         engine.reads_later = reads_later and is_alone and not (needs_numbers or reads_reports(self.trainer))
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"

@@ -230,6 +230,9 @@ class ServerRound:
         )
         norm = server.close_round(messages, models, self.state, self._cohort, new_buffers)
         server.count(list(totals.reports), bytes_up, bytes_down)
+        if server.ledger is not None:
+            for index in totals.reports:
+                server.ledger.add(index, self.members[index].size, self.members[index].steps)
         reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
         weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))
         if causes:

@@ -15,6 +15,7 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.asynchronous.methods import FedAsync, FedBuff
 from lightning_fed.server.attacks import Attack, LabelFlipAttack, NoiseAttack, SignFlipAttack
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 from lightning_fed.server.sampling import (
@@ -34,6 +35,7 @@ __all__ = [
     "BernoulliSampler",
     "Bulyan",
     "ClientClock",
+    "ClientPrivacy",
     "Compressor",
     "CoordinateMedian",
     "DifferentialPrivacy",

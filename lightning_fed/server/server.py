@@ -15,6 +15,7 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
+from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 from lightning_fed.server.participation import Participation
@@ -78,6 +79,7 @@ class Server:
         self.bytes_up = 0
         self.bytes_down = 0
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
+        self.ledger: PrivacyLedger | None = None  # of record-level privacy
         self._participation = Participation(len(ids))
         self._options: dict[str, Any] | None = algorithm.options()  # compared after the first round, then None
 
@@ -201,6 +203,7 @@ class Server:
             "moved_buffers": sorted(self.moved_buffers),
             "seen": self._participation.saved(),
             "bytes": [self.bytes_up, self.bytes_down],
+            **({} if self.ledger is None else {"ledger": self.ledger.saved()}),
         }
 
     def load_state_dict(
@@ -250,6 +253,8 @@ class Server:
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
         self._participation.load(saved["seen"])
         self.bytes_up, self.bytes_down = saved["bytes"]
+        if self.ledger is not None:  # the settings have been compared, so the other run had one too
+            self.ledger.load(saved["ledger"])
 
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}

@@ -28,6 +28,9 @@ class ClientBatches(ABC):
 
     size: int
 
+    expected_size: float | None = None
+    """The expected number of examples in a batch, if batches are random samples of the examples."""
+
     @abstractmethod
     def num_batches(self) -> int:
         """Return the number of training batches in one local epoch."""
@@ -85,7 +88,7 @@ class _IndexedBatches(ClientBatches):
         self.settings = settings
 
     def num_batches(self) -> int:
-        return -(-self._epoch_size() // self.settings.batch_size)
+        return self.settings.num_batches(self.size)
 
     def num_examples(self, num_batches: int) -> int:
         return min(num_batches * self.settings.batch_size, self._epoch_size())
@@ -109,6 +112,10 @@ class _IndexedBatches(ClientBatches):
         batches = self._load(torch.arange(self.size), self.settings.full_batch_size, generator)
         return self.settings.finish(batches, stream)
 
+    @abstractmethod
+    def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
+        """Yield batches of the stored examples at these positions, none of them empty."""
+
     def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
         # Drawn even if unused: it advances the generator, and so the seeds of the next epoch's workers.
         order = torch.randperm(self.size, generator=generator)
@@ -118,8 +125,7 @@ class _IndexedBatches(ClientBatches):
         return order if size == self.size else order[:size]
 
     def _epoch_size(self) -> int:
-        whole = self.size // self.settings.batch_size * self.settings.batch_size
-        return whole if self.settings.drop_last and whole else self.size
+        return self.settings.epoch_size(self.size)
 
     @abstractmethod
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
@@ -194,6 +200,10 @@ class TensorBatches(_IndexedBatches):
             for batch in zip(*[tensor.split(batch_size) for tensor in found], strict=True):
                 yield list(batch), len(batch[0])
 
+    def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
+        for chunk in chunks:
+            yield self.pick(chunk), len(chunk)
+
     def look_up(self, rows: Tensor) -> list[Tensor]:
         """Return rows of the tensors [n], in pinned memory if requested."""
         batch = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.tensors]
@@ -214,7 +224,9 @@ class LoaderBatches(_IndexedBatches):
         return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
-        chunks = _chunks(order, batch_size)
+        return self.load(_chunks(order, batch_size), generator)
+
+    def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
         states = RandomStates(self.dataset, self.settings.collate_fn)
         seeds_here = bool(states) and not self.settings.num_workers
         seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0
@@ -288,6 +300,7 @@ class ChangedBatches(ClientBatches):
 
     def __init__(self, batches: ClientBatches, change: Callable[[Any], Any]) -> None:
         self.batches, self.change, self.size = batches, change, batches.size
+        self.expected_size = batches.expected_size
 
     def num_batches(self) -> int:
         """Return the number of training batches in one local epoch."""
@@ -323,7 +336,7 @@ class ChangedBatches(ClientBatches):
         return self if batches is self.batches else ChangedBatches(batches, self.change)
 
     def _changed(self, batches: Batches) -> Batches:
-        return ((self.change(batch), examples) for batch, examples in batches)
+        return ((self.change(batch) if examples else batch, examples) for batch, examples in batches)
 
 
 class RepeatedBatches(ClientBatches):
