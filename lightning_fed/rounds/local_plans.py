@@ -17,7 +17,13 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.batches import ChangedBatches, ClientBatches, LoaderBatches, RepeatedBatches, TensorBatches
+from lightning_fed.data.batches.batches import (
+    ChangedBatches,
+    ClientBatches,
+    LoaderBatches,
+    RepeatedBatches,
+    TensorBatches,
+)
 from lightning_fed.data.batches.poisson import PoissonBatches
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.batch_hooks import uses_batch_hook

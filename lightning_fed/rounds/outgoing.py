@@ -49,9 +49,7 @@ class Outgoing:
                 self._keep(result, states, row, kept[row], residuals)
             yield at, {**sent, "changes": result.delta[at]}
 
-    def _sent(
-        self, result: ChunkResult, row: int, round: int, states: ClientStates
-    ) -> tuple[dict[str, Any], State]:
+    def _sent(self, result: ChunkResult, row: int, round: int, states: ClientStates) -> tuple[dict[str, Any], State]:
         """Return one client's messages [1, ...] after the attack and compression, and its residuals."""
         algorithm, index = self.engine.algorithm, result.participants[row].index
         is_attacker = index in self.attackers

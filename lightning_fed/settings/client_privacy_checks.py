@@ -13,6 +13,7 @@ from lightning_fed.strategies import WithinClientStrategy
 
 __all__ = ["check_private_clients", "check_private_module"]
 
+
 def check_private_clients(trainer: pl.Trainer) -> None:
     """Raise for settings of the trainer under which noise would not cover all that clients release."""
     loop: Any = trainer.fit_loop

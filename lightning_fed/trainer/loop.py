@@ -35,9 +35,9 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
+from lightning_fed.settings.client_privacy_checks import check_private_module
 from lightning_fed.settings.module_checks import check_batch_statistics, check_module
 from lightning_fed.settings.settings import Settings
-from lightning_fed.settings.client_privacy_checks import check_private_module
 from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.strategies.stopping import Stop, exception_of, stop_of
 from lightning_fed.trainer.measurements import Measurements

@@ -41,7 +41,9 @@ QUICK: dict[str, Any] = {"limit_val_batches": 0, "max_rounds": 2}
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("at_once", [None, 3, 1])
+@pytest.mark.parametrize(
+    "at_once", [None, pytest.param(3, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.thorough)]
+)
 def test_without_noise_and_clipping_it_is_the_ordinary_run(algorithm: Any, options: Any, at_once: int | None) -> None:
     def make() -> Ordinary:
         return Ordinary(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=0.01))

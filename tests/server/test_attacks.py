@@ -38,7 +38,9 @@ def test_a_share_of_the_clients_is_drawn_from_the_seed() -> None:
 
 def test_bad_clients_may_be_named() -> None:
     assert SignFlipAttack(["c", "a"]).attackers(0, population(["a", "b", "c"])) == {0, 2}
-    with pytest.raises(FederatedError, match=r"attack=SignFlipAttack.* has 'x', not ids of the data module's 3 clients"):
+    with pytest.raises(
+        FederatedError, match=r"attack=SignFlipAttack.* has 'x', not ids of the data module's 3 clients"
+    ):
         SignFlipAttack(["a", "x"]).attackers(0, population(["a", "b", "c"]))
 
 
@@ -134,9 +136,10 @@ def test_messages_are_attacked_before_they_are_compressed(compression: Any) -> N
 
 
 def test_full_batch_gradients_are_attacked_too() -> None:
-    momenta = []
-    for attack in (None, SignFlipAttack(1.0)):
-        momenta.append(run("sequential", algorithm=Mime(SGDm()), attack=attack, max_rounds=1).fit_loop.server["m"])
+    momenta = [
+        run("sequential", algorithm=Mime(SGDm()), attack=attack, max_rounds=1).fit_loop.server["m"]
+        for attack in (None, SignFlipAttack(1.0))
+    ]
     torch.testing.assert_close(momenta[0], -momenta[1], rtol=1e-12, atol=0.0)
 
 
@@ -199,7 +202,7 @@ def test_labels_are_found_in_pairs_and_mappings() -> None:
     [
         (torch.zeros(3, 2), "finds no labels in a batch, a Tensor"),
         ({"image": torch.zeros(3)}, "finds no labels in a batch"),
-        (namedtuple("Pair", "x y")(torch.zeros(1), torch.zeros(1)), "finds no labels"),  # noqa: PYI024
+        (namedtuple("Pair", "x y")(torch.zeros(1), torch.zeros(1)), "finds no labels"),
         ([torch.zeros(3, 2), torch.zeros(3)], "the labels of a batch are torch.float32"),
         ([torch.zeros(3, 2), [0, 1, 2]], "the labels of a batch are a list"),
         ([torch.zeros(3, 2), torch.tensor([0, 4, 1])], "found the labels 0 to 4 in a batch.*from 0 to 3"),

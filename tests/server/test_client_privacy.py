@@ -119,7 +119,9 @@ def test_counts_survive_a_checkpoint() -> None:
     assert ledger().saved().shape == (0, 3)
 
 
-@pytest.mark.parametrize("bad", [None, torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[0, 0, 1]])])
+@pytest.mark.parametrize(
+    "bad", [None, torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[0, 0, 1]])]
+)
 def test_other_counts_are_refused(bad: Any) -> None:
     with pytest.raises(ValueError, match="the privacy that clients have spent"):
         ledger().load(bad)
@@ -130,7 +132,18 @@ def test_other_counts_are_refused(bad: Any) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [FedAvg(), FedProx(0.1), Scaffold(), FedDyn(1.0), FedNova(), FedCM(0.1), FedExP(), FedACG(), ScaffoldM(0.5), Scaffnew(0.5)],
+    [
+        FedAvg(),
+        FedProx(0.1),
+        Scaffold(),
+        FedDyn(1.0),
+        FedNova(),
+        FedCM(0.1),
+        FedExP(),
+        FedACG(),
+        ScaffoldM(0.5),
+        Scaffnew(0.5),
+    ],
     ids=repr,
 )
 def test_methods_that_read_one_gradient_per_step_are_covered(algorithm: Any) -> None:
@@ -142,13 +155,19 @@ def test_methods_that_read_one_gradient_per_step_are_covered(algorithm: Any) -> 
     [
         (Scaffold(option="i"), "full-batch gradients, without noise"),
         (Scaffold(initial="gradient"), "full-batch gradients, without noise"),
-        *((method, "full-batch gradients, without noise") for method in (Mime(SGDm()), MimeLite(SGDm()), CMime(SGDm()))),
+        *(
+            (method, "full-batch gradients, without noise")
+            for method in (Mime(SGDm()), MimeLite(SGDm()), CMime(SGDm()))
+        ),
         (FedDane(0.1), "full-batch gradients"),
         (FedProxVR(1.0), "full-batch gradients"),
         (MimeMVR(0.1), "full-batch gradients"),
         (FedProx(0.1, adaptive=True), "losses, without noise"),
         (ServerOnly(), "take no local steps"),
-        *((method, "a second gradient on every batch") for method in (FedSAM(0.1), MoFedSAM(0.1, 0.1), FedSpeed(0.1, 0.1))),
+        *(
+            (method, "a second gradient on every batch")
+            for method in (FedSAM(0.1), MoFedSAM(0.1, 0.1), FedSpeed(0.1, 0.1))
+        ),
         (APFL(0.5), "gradient on every batch"),
         (Ditto(1.0), "a second model"),
         (FedRep(["head.*"]), "a second model"),

@@ -14,7 +14,15 @@ from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
 
-__all__ = ["BatchSettings", "ChangedBatches", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "misfit"]
+__all__ = [
+    "BatchSettings",
+    "ChangedBatches",
+    "ClientBatches",
+    "LoaderBatches",
+    "RepeatedBatches",
+    "TensorBatches",
+    "misfit",
+]
 
 _AHEAD = 2**22  # bytes of the batches that are looked up together on an accelerator
 
@@ -201,6 +209,7 @@ class TensorBatches(_IndexedBatches):
                 yield list(batch), len(batch[0])
 
     def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
+        """Yield batches of the stored examples at these positions, none of them empty."""
         for chunk in chunks:
             yield self.pick(chunk), len(chunk)
 
@@ -227,6 +236,7 @@ class LoaderBatches(_IndexedBatches):
         return self.load(_chunks(order, batch_size), generator)
 
     def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
+        """Yield batches of the stored examples at these positions, none of them empty."""
         states = RandomStates(self.dataset, self.settings.collate_fn)
         seeds_here = bool(states) and not self.settings.num_workers
         seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0

@@ -188,6 +188,5 @@ def accountant(owner: str) -> Any:
         return importlib.import_module("opacus.accountants.analysis.rdp")
     except ImportError as error:
         raise FederatedError(
-            f"{owner} needs Opacus to account for the privacy spent. Install it: pip install"
-            ' "lightning_fed[privacy]".'
+            f'{owner} needs Opacus to account for the privacy spent. Install it: pip install "lightning_fed[privacy]".'
         ) from error

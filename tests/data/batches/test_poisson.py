@@ -46,7 +46,7 @@ def test_both_kinds_of_data_have_the_same_batches() -> None:
 def test_every_example_is_in_each_batch_with_the_same_probability() -> None:
     found = drawn(batches(), epochs=500)
     assert len(found) == 500 * 4
-    counts = torch.bincount(torch.tensor(sum(found, [])), minlength=SIZE) / len(found)
+    counts = torch.bincount(torch.tensor([row for rows in found for row in rows]), minlength=SIZE) / len(found)
     assert float((counts - 0.25).abs().max()) < 0.05  # five standard deviations
     sizes = torch.tensor([float(len(rows)) for rows in found])
     assert float(sizes.mean()) == pytest.approx(10, abs=0.4)
