@@ -40,7 +40,7 @@ class Purpose(IntEnum):
     AVAILABILITY = 11
     MEASUREMENT = 12
     COMPRESSION = 13
-    OWN_SOLVE = 14
+    INNER_SOLVE = 14
     ATTACKERS = 15
     ATTACK = 16
     ATTACK_ON_GRADIENTS = 17

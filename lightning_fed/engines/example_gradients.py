@@ -16,7 +16,7 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import KeyedStream, Purpose
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
-from lightning_fed.engines.client_errors import in_short
+from lightning_fed.engines.client_errors import summary_of
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.server.aggregation.privacy import gaussian_noise
@@ -122,7 +122,7 @@ class ExampleGradients:
         except RuntimeError as error:
             raise FederatedError(
                 f"The gradients of single examples of {type(self._module).__name__} cannot be computed at once"
-                f" ({in_short(error)}). Pass ClientPrivacy(examples_at_once=1), which takes one example after another."
+                f" ({summary_of(error)}). Pass ClientPrivacy(examples_at_once=1), which takes one example after another."
             ) from error
         return found
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number, finite, kind_of, shown
+from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number, finite, format_value, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector
@@ -36,8 +36,8 @@ class Attack(ArgumentsRepr):
         is_list = isinstance(clients, Sequence) and not isinstance(clients, str | bytes)
         if not is_list and not (isinstance(clients, float) and 0 <= finite(clients) <= 1):
             raise FederatedError(
-                f"{type(self).__name__}(clients={shown(clients)}): clients must be a share in [0.0, 1.0], or a list of"
-                " client ids."
+                f"{type(self).__name__}(clients={format_value(clients)}): clients must be a share in [0.0, 1.0], or a"
+                " list of client ids."
             )
         self.clients = clients
 
@@ -66,9 +66,9 @@ class Attack(ArgumentsRepr):
             order = torch.randperm(number, generator=generator(seed, Purpose.ATTACKERS))
             return frozenset(order[: math.floor(self.clients * number + 0.5)].tolist())
         known = set(population.ids)
-        if strangers := [client_id for client_id in self.clients if client_id not in known]:
+        if unexpected := [client_id for client_id in self.clients if client_id not in known]:
             raise FederatedError(
-                f"attack={self!r} has {', '.join(map(repr, strangers))}, not ids of the data module's {len(known)}"
+                f"attack={self!r} has {', '.join(map(repr, unexpected))}, not ids of the data module's {len(known)}"
                 f" clients, such as {population.ids[0]!r}."
             )
         return frozenset(map(population.index_of, self.clients))
