@@ -19,6 +19,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.aggregation.lora import lora_needs_mean
+from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
@@ -203,6 +204,7 @@ def start_server(
     notes: Mapping[str, str],
     restored: dict[str, Any] | None,
     earlier: EarlierFit | None,
+    ledger: PrivacyLedger | None = None,
 ) -> Server:
     """Return the server's state at the start of a fit: new, from a checkpoint, or from the earlier fit."""
     s, flat = prepared.settings, prepared.flat
@@ -218,6 +220,7 @@ def start_server(
     server.lora = prepared.lora
     if server.lora is not None and not (server.step.takes_mean and server.step.scheduler is None):
         raise FederatedError(lora_needs_mean("server_optimizer or server_lr_scheduler changes the step"))
+    server.ledger = ledger
     kept: ClientStore | None = None
     if restored is not None:
         with restored_from(trainer.ckpt_path, "the state of the server"):

@@ -70,6 +70,11 @@ class ClientsOutsideFit:
         """Do what Lightning does before a fit loop runs."""
         trainer = self.trainer
         check_trainer(trainer)
+        if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
+            raise FederatedError(
+                f"client_privacy={privacy!r} is for simulations: its noise follows from the seed, which the server of"
+                " real clients knows. Leave it unset."
+            )
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
         trainer.loggers = [DummyLogger()] if trainer.loggers else []  # the server's log; here they would make folders
         trainer.strategy._lightning_module = module

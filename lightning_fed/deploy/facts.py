@@ -67,6 +67,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "local_schedule": str(settings.local_schedule),
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
         "compression": repr(settings.compression),
+        "attack": work["attack"],
     }
 
 

@@ -87,6 +87,11 @@ class RemoteClients(FederatedDataModule):
                 "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
                 " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
             )
+        if loop.settings.client_privacy is not None:
+            raise FederatedError(
+                f"client_privacy={loop.settings.client_privacy!r} is for simulations: its noise follows from the seed,"
+                " which the server of real clients knows. Leave it unset."
+            )
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)

@@ -103,6 +103,7 @@ class PreparedModule:
             and not any(self.optimizer.decay)
             and self.algorithm.own_solve is None
             and not self.trainer.gradient_clip_val
+            and self.settings.client_privacy is None
             and self.split.size == 1
         )
         if takes_sparse:

@@ -182,13 +182,19 @@ class LocalTraining:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, gradients: ClientGradients, inner_solve: InnerSolve | None
+        self,
+        engine: Engine,
+        settings: Settings,
+        gradients: ClientGradients,
+        inner_solve: InnerSolve | None,
+        attackers: frozenset[int] = frozenset(),
     ) -> None:
         self.engine, self.settings, self.gradients, self.inner_solve = engine, settings, gradients, inner_solve
         self.engines = [engine] if inner_solve is None else [engine, inner_solve.engine]
         self.trainer = engine.trainer
         self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
-        self._isolation, self._outgoing = Isolation(engine, settings.drops_failed), Outgoing(engine, settings)
+        self._isolation = Isolation(engine, settings.drops_failed)
+        self._outgoing = Outgoing(engine, settings, attackers)
         self.begin_round()
 
     def begin_round(self, reads_later: bool = False) -> None:
@@ -206,7 +212,7 @@ class LocalTraining:
         self._uses_end_hook = any_uses_hook(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine
-        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression
+        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression or settings.client_privacy
         is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
         engine.reads_later = reads_later and is_alone and not (needs_numbers or reads_reports(self.trainer))
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"

@@ -234,6 +234,9 @@ class ServerRound:
         if server.lora is not None:
             bytes_down += server.lora.send(sorted(totals.traffic.involved), server.x)
         norm = server.close_round(messages, models, self.state, self._cohort, new_buffers, totals.products)
+        if server.ledger is not None:
+            for index in totals.reports:
+                server.ledger.add(index, self.members[index].size, self.members[index].steps)
         reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
         longest_steps = max([report.steps for report in reports.values()], default=0)
         server.count(list(totals.reports), bytes_up, bytes_down, longest_steps)

@@ -74,6 +74,7 @@ class RoundTotals:
         self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
         self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
         self.products = None if server.lora is None else ProductSums(server.lora.pairs)
+        self._lacks_changes = False  # of some clients: the drift would be that of the others
         self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
         self.norms: dict[str, dict[ClientId, float | Tensor]] = {}
         self.reports: dict[int, ClientReport] = {}
@@ -174,6 +175,8 @@ class RoundTotals:
             self._drift.update(changes, weights, is_summed)
             if self.products is not None:
                 self.products.update(changes, weights)
+        else:
+            self._lacks_changes = True
 
     # ------------------------------------------------------------------ merge
 
@@ -248,12 +251,12 @@ class RoundTotals:
 
         Returns:
             The averaged messages, empty without participants; the mean of the client models [P] if the message "delta"
-            is their change; the server's new buffers; and the drift, nan without participants.
+            is their change; the server's new buffers; and the drift, nan if there are no clients or a change is unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
             means, models = self._messages.compute(x)
-        drift = self._drift.compute() if done else math.nan
+        drift = self._drift.compute() if done and not self._lacks_changes else math.nan
         buffers = self.server.buffers
         if self.moved_buffers:  # the others keep their bits
             found = self._mean_buffers.compute(self._buffers)

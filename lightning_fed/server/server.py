@@ -16,6 +16,7 @@ from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.lora import ExactLora, ProductSums, lora_needs_mean
+from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 from lightning_fed.server.participation import Participation
@@ -82,6 +83,7 @@ class Server:
         self.counts_steps = False  # whether clients keep the number of their local steps
         self.longest_steps: int | None = 0  # sum over rounds of the most local steps of a client; None if unknown
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
+        self.ledger: PrivacyLedger | None = None  # of record-level privacy
         self._participation = Participation(len(ids))
         self._options: dict[str, Any] | None = algorithm.options()  # compared after the first round, then None
 
@@ -224,6 +226,7 @@ class Server:
             "bytes": [self.bytes_up, self.bytes_down],
             **({} if self.lora is None else {"lora": self.lora.state_dict()}),
             "longest_steps": self.longest_steps,
+            **({} if self.ledger is None else {"ledger": self.ledger.saved()}),
         }
 
     def load_state_dict(
@@ -277,6 +280,8 @@ class Server:
             self.lora.load_state_dict(saved["lora"], origin)
         longest = saved.get("longest_steps")  # absent in checkpoints of earlier versions
         self.longest_steps = None if longest is None else int(longest)
+        if self.ledger is not None:  # the settings have been compared, so the other run had one too
+            self.ledger.load(saved["ledger"])
 
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}

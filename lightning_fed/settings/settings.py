@@ -17,8 +17,10 @@ from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.attacks import Attack
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.learning_sampler import learns
 from lightning_fed.server.sampling import Sampler, UniformSampler
@@ -60,6 +62,8 @@ class Settings:
     gradient_sampler: Sampler
     weighting: Weighting
     aggregator: Aggregator | None
+    attack: Attack | None
+    client_privacy: ClientPrivacy | None
     asynchronous: Asynchronous | None
     compression: Compressor | None
     engine: Literal["sequential", "vectorized", "auto"]
@@ -180,6 +184,7 @@ class Settings:
     def transport(self) -> dict[str, str]:
         """Return the settings for combining messages, for checkpoints."""
         noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
+        noted |= {"client_privacy": repr(self.client_privacy)} if self.client_privacy else {}
         noted |= {"personal": repr(list(self.personal))} if self.personal else {}
         noted |= {"lora": repr(self.lora)} if self.lora != "separate" else {}
         # privacy accounting depends on the sampler's probability
@@ -204,7 +209,7 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling and local work, for checkpoints."""
-        names = ("local_epochs", "local_steps", "local_schedule", "sampler", "heterogeneity")
+        names = ("local_epochs", "local_steps", "local_schedule", "sampler", "heterogeneity", "attack")
         return {name: _named(getattr(self, name)) for name in names}
 
     # ------------------------------------------------------------------ checks
@@ -349,6 +354,10 @@ class Settings:
         self._set(gradient_sampler=sampler if self.gradient_sampler is None else self.gradient_sampler)
         if self.is_private:
             self._check_private()
+        if self.attack is not None and not isinstance(self.attack, Attack):
+            raise FederatedError(f"attack must be an Attack such as SignFlipAttack(0.2), found {self.attack!r}.")
+        if self.client_privacy is not None:
+            self._check_client_privacy()
         if self.compression is not None and not isinstance(self.compression, Compressor):
             raise FederatedError(f"compression must be a Compressor such as TopK(0.01), found {self.compression!r}.")
 
@@ -419,6 +428,36 @@ class Settings:
                 raise FederatedError(
                     f"{name}={value!r} does not go with aggregator={self.aggregator!r}{reason}. {remedy}"
                 )
+
+    def _check_client_privacy(self) -> None:
+        privacy, method = self.client_privacy, self.algorithm
+        if not isinstance(privacy, ClientPrivacy):
+            raise FederatedError(
+                "client_privacy must be a ClientPrivacy such as ClientPrivacy(noise_multiplier=1.0, max_grad_norm=1.0),"
+                f" found {privacy!r}."
+            )
+        accountant("ClientPrivacy")  # raises without Opacus
+        unnoised = {
+            "whose clients take no local steps": not method.local_work,
+            "whose clients compute full-batch gradients, without noise": bool(method.full_grad_at),
+            "whose clients send losses, without noise": method.population_loss,
+            "which takes a second gradient on every batch": method.anchor_at is not None or method.looks_ahead,
+            "which takes several steps on every batch": method.steps_per_batch > 1,
+            "whose clients train a second model on their data": method.own_solve is not None,
+        }
+        if (use := next((use for use, holds in unnoised.items() if holds), None)) is not None:
+            raise FederatedError(
+                f"client_privacy={privacy!r} cannot be combined with {method!r}, {use}. Use a method that reads data"
+                " through one gradient per step only, such as FedAvg, FedProx or Scaffold(option='ii')."
+            )
+        reasons = {
+            "engine='vectorized'": (self.engine == "vectorized", "runs no single examples. Set engine='sequential'"),
+            "asynchronous=...": (self.asynchronous is not None, "does not count what a client spends. Leave it unset"),
+            "on_client_error='drop'": (self.drops_failed, "depends on clients' data. Leave it at 'raise'"),
+        }
+        for name, (is_set, reason) in reasons.items():
+            if is_set:
+                raise FederatedError(f"client_privacy={privacy!r} cannot be combined with {name}, which {reason}.")
 
     def _folder(self) -> str | None:
         folder: Any = self.client_states_dir

@@ -35,6 +35,7 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
+from lightning_fed.settings.client_privacy_checks import check_private_module
 from lightning_fed.settings.module_checks import check_batch_statistics, check_module
 from lightning_fed.settings.settings import Settings
 from lightning_fed.settings.trainer_checks import check_trainer
@@ -143,6 +144,7 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         check_trainer(trainer)
         check_module(trainer)
+        check_private_module(trainer)
         time_by_rounds(trainer)
         self.run_state.connect_clients()
         self.max_batches = 1  # set again for every local epoch
@@ -313,7 +315,7 @@ class FederatedLoop(_FitLoop):
         server_round, statuses = run.rounds.run(self._process_status)
         self._merge_statuses(statuses)
         self.is_closing, self.precision_at_start = True, None
-        if self.settings.is_private:
+        if self.settings.is_private or self.settings.client_privacy is not None:
             results.forget_clients()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
@@ -417,6 +419,13 @@ class FederatedLoop(_FitLoop):
         """The privacy spent in the completed rounds, None without differential privacy."""
         aggregator = self.settings.aggregator
         return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
+
+    @property
+    def client_epsilons(self) -> dict[ClientId, float]:
+        """The record-level privacy spent by each client that has taken part; empty without ``client_privacy``."""
+        if not self.run_state.has_server or (ledger := self.state.ledger) is None:
+            return {}
+        return {self.state.ids[index]: epsilon for index, epsilon in ledger.epsilons().items()}
 
     @property
     def is_asynchronous(self) -> bool:

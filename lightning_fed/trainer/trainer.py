@@ -17,6 +17,8 @@ from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.attacks import Attack
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
@@ -85,6 +87,10 @@ class FederatedTrainer(pl.Trainer):
             By default the method's own.
         aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`, or
             :class:`lightning_fed.server.DifferentialPrivacy`. None for the weighted means.
+        attack: Simulated bad clients, to try a rule: :class:`lightning_fed.server.SignFlipAttack`, ``NoiseAttack`` or
+            ``LabelFlipAttack``.
+        client_privacy: Differential privacy of each client's examples:
+            :class:`lightning_fed.server.ClientPrivacy`.
         asynchronous: The server steps whenever some answers have arrived, by a simulated clock, without waiting for a
             cohort: :class:`lightning_fed.server.FedBuff` or ``FedAsync``, in place of sampler and aggregator.
         compression: The compression of clients' messages: :class:`lightning_fed.server.TopK` or
@@ -155,6 +161,8 @@ class FederatedTrainer(pl.Trainer):
         gradient_sampler: Sampler | None = None,
         weighting: Weighting | None = None,
         aggregator: Aggregator | None = None,
+        attack: Attack | None = None,
+        client_privacy: ClientPrivacy | None = None,
         asynchronous: Asynchronous | None = None,
         compression: Compressor | None = None,
         engine: Literal["sequential", "vectorized", "auto"] = "sequential",
