@@ -62,11 +62,12 @@ class Traces:
 
     Attributes:
         allowed: Whether traces may be recorded and used.
+        generation: How often all traces have been dropped.
     """
 
     def __init__(self, dtype: torch.dtype, warn: Callable[[str], None]) -> None:
         self._dtype, self._warn = dtype, warn
-        self.allowed = not _MISSING
+        self.allowed, self.generation = not _MISSING, 0
         self._traces: dict[Any, Trace | None] = {}
         if _MISSING:
             warn(
@@ -93,6 +94,7 @@ class Traces:
     def drop(self) -> None:
         """Drop all traces; later uses record them again."""
         self._traces.clear()
+        self.generation += 1
 
     def get(
         self,
@@ -199,12 +201,15 @@ class Trace:
     Attributes:
         checked: By kinds of inputs compared with the function: the Python numbers that the function returned, which are
             not part of the trace; None if the trace is wrong.
+        fixed: A key of the part that runs once, equal for traces of one function in which it is the same.
     """
 
     def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]]) -> None:
         self.graph, self.notes = graph, notes
         self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
+        has_numbers = any(node.op == "get_attr" for node in graph.once.nodes)
+        self.fixed: Any = self if has_numbers else graph.once.python_code("self").src
         self._once = _under(dtype, _module_of(graph.owner, graph.once).forward)
         self._call = _under(dtype, _module_of(graph.owner, graph.call).forward)
 
