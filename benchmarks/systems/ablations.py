@@ -173,7 +173,7 @@ ABLATIONS = {
     ),
     "lean": Ablation(
         "local steps of the sequential engine without hooks that nobody has",
-        {"engines.sequential.optimization:ClientOptimization.prepare": _then("_is_lean", False)},
+        {"engines.sequential.optimization:ClientOptimization.prepare": _then("_has_fast_path", False)},
         engine="sequential",
     ),
 }

@@ -9,7 +9,15 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "boards", "call_round_hook", "hears", "reads_reports", "uses_hook", "write_histogram"]
+__all__ = [
+    "FederatedCallback",
+    "any_uses_hook",
+    "boards",
+    "call_round_hook",
+    "reads_reports",
+    "uses_hook",
+    "write_histogram",
+]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -99,7 +107,7 @@ def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Cal
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
-def hears(trainer: pl.Trainer, *hooks: str) -> bool:
+def any_uses_hook(trainer: pl.Trainer, *hooks: str) -> bool:
     """Return whether any :class:`FederatedCallback` overrides one of some hooks."""
     return any(
         isinstance(callback, FederatedCallback) and uses_hook(callback, hook, FederatedCallback)

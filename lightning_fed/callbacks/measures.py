@@ -109,8 +109,8 @@ class ClientMeasure(Measure):
         if self.clients is not None:
             seed = derive_seed(trainer.fit_loop.state.seed, Purpose.MEASUREMENT)
             places = torch.randperm(len(population), generator=generator(seed, Purpose.COHORT)).tolist()
-        fit = (place for place in places if self.can_measure(trainer, population[place]))
-        self.measured = [population[place] for place in sorted(islice(fit, wanted))]
+        fit = (index for index in places if self.can_measure(trainer, population[index]))
+        self.measured = [population[index] for index in sorted(islice(fit, wanted))]
         if not self.measured:
             raise self.refusal()
         if len(self.measured) < wanted:

@@ -79,7 +79,7 @@ class RunSummary(FederatedCallback):
             ]
         else:  # who took part is part of the secret
             rows.append(("privacy", f"epsilon {epsilon:.4g} at delta {loop.settings.aggregator.delta:g}"))
-        rows += self._places(trainer, log_dir)
+        rows += self._paths(trainer, log_dir)
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
         if shows_information():
@@ -114,7 +114,7 @@ class RunSummary(FederatedCallback):
             return f"{self._last[name]:.4f} (best {low if checkpoint.mode == 'min' else high:.4f})"
         return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # which is best is not ours to guess
 
-    def _places(self, trainer: pl.Trainer, log_dir: str | None) -> list[tuple[str, str]]:
+    def _paths(self, trainer: pl.Trainer, log_dir: str | None) -> list[tuple[str, str]]:
         rows = []
         if log_dir is not None and trainer.loggers:
             rows.append(("logs", _relative(log_dir)))

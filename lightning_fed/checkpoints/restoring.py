@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fed.checkpoints.client_states import ClientStatesPlace
+from lightning_fed.checkpoints.client_states import ClientStatesStorage
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
@@ -32,7 +32,7 @@ __all__ = [
     "start_server",
 ]
 
-_TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
+_MISMATCHES = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
 
 @contextmanager
@@ -42,12 +42,12 @@ def restored_from(path: Any, what: str) -> Iterator[None]:
         yield
     except FederatedError:
         raise
-    except _TELLS as error:
+    except _MISMATCHES as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = f"{type(error).__name__}: {' '.join(lines[:3])}".rstrip(".")
+        listed = f"{type(error).__name__}: {' '.join(lines[:3])}".rstrip(".")
         raise FederatedError(
-            f"The checkpoint {path} does not fit this run: restoring {what} ended in {told}. Resume with the model and"
-            " the settings it was written with, or start anew, without ckpt_path."
+            f"The checkpoint {path} does not fit this run: restoring {what} ended in {listed}. Resume with the model"
+            " and the settings it was written with, or start anew, without ckpt_path."
         ) from error
 
 
@@ -126,8 +126,8 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             )
         rank_zero_warn(f"{change}. The run goes on with {origin.this}'s.")
     if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer raises when its state is loaded
-        told = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
-        rank_zero_warn(f"{origin.name} {origin.ran} {told}. The run goes on with {origin.this}'s.")
+        listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
+        rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run goes on with {origin.this}'s.")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class EarlierFit:
                 f"The local optimizer goes on with the earlier fit's {', '.join(differing)}. To train with other"
                 " options, make a new FederatedTrainer."
             )
-        if not torch.equal(prepared.flat.y, server.shown()):
+        if not torch.equal(prepared.flat.y, server.evaluation_x()):
             rank_zero_warn(
                 f"The model's parameters have changed since this trainer's earlier fit. This fit continues from the"
                 f" server's own after {server.round} rounds and ignores the change. To start from the changed ones,"
@@ -195,7 +195,7 @@ def _kinds_of(prepared: PreparedModule) -> dict[str, str]:
 
 def start_server(
     prepared: PreparedModule,
-    place: ClientStatesPlace,
+    storage: ClientStatesStorage,
     ranks: Ranks,
     notes: Mapping[str, str],
     restored: dict[str, Any] | None,
@@ -222,10 +222,10 @@ def start_server(
         earlier.continue_in(server, prepared, ranks, notes)
         kept = earlier.server.clients
     server.state = prepared.optimizer.placed(server.state)
-    place.open(server, kept, s)
+    storage.open(server, kept, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
-            place.load(server, restored["client_states"], ranks)
+            storage.load(server, restored["client_states"], ranks)
     if s.aggregator is not None and earlier is None:
         with restored_from(trainer.ckpt_path, "the messages on their way"):
             s.aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)

@@ -39,7 +39,7 @@ class Purpose(IntEnum):
     AVAILABILITY = 11
     MEASUREMENT = 12
     COMPRESSION = 13
-    OWN_SOLVE = 14
+    INNER_SOLVE = 14
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

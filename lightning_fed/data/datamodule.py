@@ -242,9 +242,9 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If a client's data set is not map-style, or ``client_val`` has an unknown client id.
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
-        strangers = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
-        if strangers:
-            named = ", ".join(sorted(map(repr, strangers)))
+        unexpected = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
+        if unexpected:
+            named = ", ".join(sorted(map(repr, unexpected)))
             raise FederatedError(f"client_val has {named}, which are no clients' ids.")
 
     @property

@@ -104,7 +104,7 @@ class ClientsOutsideFit:
 
     def planned_steps(self, client_id: ClientId, round: int) -> int:
         """Return the local steps that the trainer plans for a client in a round."""
-        return sum(member.steps for member in self.work.hello({client_id: 1}, round))
+        return sum(member.steps for member in self.work.participants({client_id: 1}, round))
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.

@@ -10,9 +10,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.announced import Announced, Announcements
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.facts import check_single, facts_of, optimizer_facts
+from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
 from lightning_fed.server.asynchronous.base import Asynchronous
@@ -67,7 +67,7 @@ class RemoteClients(FederatedDataModule):
         self._asked_batch_size = None if batch_size is None else check_count(name, "batch_size", batch_size, least=1)
         self.transport = transport
         self.client_ids = list(check_client_ids(name, client_ids))
-        self._sites: Announcements | None = None
+        self._sites: Registrations | None = None
         self._stated: tuple[pl.LightningModule, dict[str, str]] | None = None
 
     def setup(self, stage: str) -> None:
@@ -92,15 +92,15 @@ class RemoteClients(FederatedDataModule):
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None
         run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": run.sites.get("versions") or {}}
-        self._sites = sites = Announcements(self.client_ids, self._max_examples, self._asked_batch_size)
-        greeting = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
-        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], greeting)
-        exchange.hello()
+        self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size)
+        server_facts = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
+        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], server_facts)
+        exchange.register()
         sizes = [known.batch_size for known in sites.known.values() if known.batch_size]
         self.batch_size = min(sizes, default=1)
         return RemoteWork(trainer, exchange)
 
-    def _known(self, client_id: ClientId) -> Announced:
+    def _known(self, client_id: ClientId) -> Registration:
         if self._sites is None or client_id not in self._sites.known:
             raise FederatedError(f"The size of client {client_id!r} is not known before it has said hello, in a fit.")
         return self._sites.known[client_id]

@@ -12,7 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.deploy.message import MEASURE, Message, address, parts_of, printable, shown
+from lightning_fed.deploy.message import MEASURE, Message, address, parts_of, printable, quoted
 from lightning_fed.deploy.reply_checks import Expected, Fields, check_finite, check_tensor
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 
@@ -81,7 +81,7 @@ def reply_of(
     who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"
     base, fields = Reply(task.round, task.phase, (index,)), Fields(who, header)
     if (failed := header.get("failed")) is not None:
-        why = printable(failed) if isinstance(failed, str) else shown(failed)
+        why = printable(failed) if isinstance(failed, str) else quoted(failed)
         return replace(base, failed={index: ClientError(f"Client {client!r} has failed: {why}", client)})
     if task.phase == MEASURE:
         found = fields.numbers("measured")
@@ -162,7 +162,7 @@ def _check_finite(who: str, *numbers: float) -> None:
 def _check_names(who: str, found: set[str], expected: set[str]) -> None:
     """Refuse messages that are not those of the method."""
     if found != expected:
-        names = [shown(name) for name in sorted(found)[:_SHOWN]]
+        names = [quoted(name) for name in sorted(found)[:_SHOWN]]
         raise FederatedError(f"{who} has the messages [{', '.join(names)}], where {sorted(expected)} are expected.")
 
 
@@ -172,10 +172,10 @@ def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State,
     if part == "buffers" and own in buffers:
         check_tensor(who, name, value, (buffers[own].shape, buffers[own].dtype))
     elif part == "buffers":
-        raise FederatedError(f"{who} has a buffer {shown(own)}, which the module does not have.")
+        raise FederatedError(f"{who} has a buffer {quoted(own)}, which the module does not have.")
     elif name == "model" or (part == "send" and own in like):
         check_tensor(who, own or name, value, like.get(own, (x.shape, x.dtype)))
     elif part == "send":
-        raise FederatedError(f"{who} has the message {shown(own)}, where {sorted(like)} are expected.")
+        raise FederatedError(f"{who} has the message {quoted(own)}, where {sorted(like)} are expected.")
     else:
-        raise FederatedError(f"{who} has a tensor {shown(name)}, which no reply has.")
+        raise FederatedError(f"{who} has a tensor {quoted(name)}, which no reply has.")

@@ -12,7 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run
 from lightning_fed.core.types import State
-from lightning_fed.deploy.message import MOST, is_count, shown
+from lightning_fed.deploy.message import MOST, is_count, quoted
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.rounds.messages import Task
 
@@ -31,7 +31,7 @@ class Fields:
     def _checked(self, name: str, value: Any, is_good: bool, expected: str) -> Any:
         if not is_good:
             raise FederatedError(
-                f"{self._who} is no reply: its {name} is {shown(value)}, where {expected} is expected."
+                f"{self._who} is no reply: its {name} is {quoted(value)}, where {expected} is expected."
             )
         return value
 

@@ -16,9 +16,9 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
-from lightning_fed.deploy.message import HELLO, MEASURE, Message, address, check_message, task_in
+from lightning_fed.deploy.message import MEASURE, REGISTER, Message, address, check_message, task_in
 from lightning_fed.deploy.replies import reply_to
-from lightning_fed.deploy.site_checks import TaskChecks, check_header, check_hello
+from lightning_fed.deploy.site_checks import TaskChecks, check_header, check_registration
 from lightning_fed.deploy.site_states import SiteStates
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
@@ -88,7 +88,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         header = reply.header
         if "failed" in header:
             what = f"failed: {header['failed']}"
-        elif header["phase"] == HELLO:
+        elif header["phase"] == REGISTER:
             what = f"{header['size']} examples, run {header['run']}"
         else:
             report = header.get("report") or {}
@@ -105,8 +105,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         if client_id not in self.client_ids:
             here = ", ".join(map(repr, self.client_ids))
             raise FederatedError(f"A task for client {client_id!r} has come to the site of {here}.")
-        if task.header["phase"] == HELLO:
-            return self._hello(task)
+        if task.header["phase"] == REGISTER:
+            return self._register(task)
         self._checks.check_phase(task)
         agreed = self._states.agreed(run)
         if agreed is None:
@@ -116,8 +116,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             )
         return self._work(task, self._made(agreed, run))
 
-    def _hello(self, task: Message) -> Message:
-        check_hello(task)
+    def _register(self, task: Message) -> Message:
+        check_registration(task)
         header, client_id = task.header, task.client
         check_facts(self._facts, header["facts"], client_id)
         clients = list(header["clients"])

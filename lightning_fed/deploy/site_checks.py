@@ -12,12 +12,12 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.message import MEASURE, Message, is_count, shown
+from lightning_fed.deploy.message import MEASURE, Message, is_count, quoted
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["TaskChecks", "check_header", "check_hello"]
+__all__ = ["TaskChecks", "check_header", "check_registration"]
 
 _RUN = re.compile(r"[0-9a-f]{16}")
 _MOST = 2**31  # rounds, and attempts at one
@@ -28,13 +28,13 @@ def check_header(message: Message) -> None:
     header = message.header
     if not _RUN.fullmatch(header["run"]):
         raise FederatedError(
-            f"A site has received a task of run {shown(header['run'])}: a run's name is 16 hex digits."
+            f"A site has received a task of run {quoted(header['run'])}: a run's name is 16 hex digits."
         )
     for name in ("round", "attempt"):
         _check_int("A task", name, header[name], 0, _MOST)
 
 
-def check_hello(message: Message) -> None:
+def check_registration(message: Message) -> None:
     """Refuse a hello that does not name the run's clients and the server's facts."""
     who = f"The server's hello to client {message.client!r}"
     for facts in map(message.header.get, ("facts", "optimizer")):
@@ -79,7 +79,7 @@ class TaskChecks:
                 ", ".join(repr(name) for name in answered if answered[name]),
             )
             raise FederatedError(
-                f"The server asks for {shown(phase)}, which {method} does not need: this site answers {allowed}."
+                f"The server asks for {quoted(phase)}, which {method} does not need: this site answers {allowed}."
             )
 
     def check_numbers(self, message: Message, planned: int) -> None:
@@ -92,11 +92,11 @@ class TaskChecks:
             _check_int(who, "steps", header["steps"], 0, planned)
         if is_measure:
             if header.get("what") not in ("loss", "val", "train") or not isinstance(header.get("own"), bool):
-                raise FederatedError(f"{who} asks to measure {shown(header.get('what'))}, which no site measures.")
+                raise FederatedError(f"{who} asks to measure {quoted(header.get('what'))}, which no site measures.")
             _check_int(who, "local_steps", header.get("local_steps"), 0, max(planned, self._measured))
         mean = header.get("mean_examples")
         if mean is not None and not (isinstance(mean, float | int) and math.isfinite(mean) and mean >= 0):
-            raise FederatedError(f"{who} has mean_examples = {shown(mean)}, which must be a number of examples.")
+            raise FederatedError(f"{who} has mean_examples = {quoted(mean)}, which must be a number of examples.")
         self._check_plateaus(who, header.get("plateaus"))
 
     def _check_plateaus(self, who: str, found: Any) -> None:
@@ -123,5 +123,5 @@ class TaskChecks:
 def _check_int(who: str, name: str, value: Any, least: int, most: int) -> None:
     if not is_count(value, least, most):
         raise FederatedError(
-            f"{who} has {name} = {shown(value)}: this site takes a whole number from {least} to {most}."
+            f"{who} has {name} = {quoted(value)}: this site takes a whole number from {least} to {most}."
         )

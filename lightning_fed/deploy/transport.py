@@ -6,7 +6,7 @@ from typing import Protocol
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import Message, shown
+from lightning_fed.deploy.message import Message, quoted
 from lightning_fed.deploy.site import FederatedSite
 
 __all__ = ["InProcess", "Refusal", "Transport", "reply_from"]
@@ -37,7 +37,7 @@ def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
         sender = message.header.get("client")
     except (FederatedError, AttributeError) as error:
         return Refusal(client_id, str(error))
-    return message if sender == client_id else Refusal(client_id, f"A reply has come of client {shown(sender)}.")
+    return message if sender == client_id else Refusal(client_id, f"A reply has come of client {quoted(sender)}.")
 
 
 class Transport(Protocol):
@@ -48,7 +48,7 @@ class Transport(Protocol):
     """
 
     def exchange(
-        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+        self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Send messages to clients, and yield their replies, in any order.
 
@@ -59,7 +59,7 @@ class Transport(Protocol):
         Args:
             tasks: The task of each client. A task that may be lost can be sent again: the same task has the same
                 answer.
-            greetings: The requests to clients that have not registered yet. Do not wait for their replies.
+            registrations: The requests to clients that have not registered yet. Do not wait for their replies.
 
         Returns:
             Yields replies, and :class:`Refusal` for clients that will not reply.
@@ -82,10 +82,10 @@ class InProcess:
         self._site_of = {client_id: site for site in sites for client_id in site.client_ids}
 
     def exchange(
-        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+        self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Yield each client's reply; see :class:`Transport`."""
-        for client_id, task in (*tasks.items(), *greetings.items()):
+        for client_id, task in (*tasks.items(), *registrations.items()):
             site = self._site_of.get(client_id)
             if site is None:
                 yield Refusal(client_id, "no site here has it")

@@ -13,7 +13,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Step
-from lightning_fed.core.torch_optimizers import coupled_decay, home_of, is_plain_sgd, without_coupled_decay
+from lightning_fed.core.torch_optimizers import coupled_decay, device_of, is_plain_sgd, without_coupled_decay
 from lightning_fed.core.types import State, Vector
 
 __all__ = ["FederatedOptimizer", "LocalWork", "StepPlan", "solver_entries"]
@@ -323,7 +323,9 @@ class FederatedOptimizer(Optimizer):
         for p, number, entries in zip(self.flat.params, self._groups, solver, strict=True):
             if entries:
                 group = base.param_groups[number]
-                base.state[p] = {name: value.to(home_of(name, p, group), copy=True) for name, value in entries.items()}
+                base.state[p] = {
+                    name: value.to(device_of(name, p, group), copy=True) for name, value in entries.items()
+                }
 
     def placed(self, state: State) -> State:
         """Return a server state with the wrapped optimizer's statistics on the device that it reads them on."""
@@ -334,7 +336,7 @@ class FederatedOptimizer(Optimizer):
             if key.startswith("solver."):
                 _, i, name = key.split(".", 2)
                 p, group = self.flat.params[int(i)], self.base.param_groups[self._groups[int(i)]]
-                found[key] = value.to(home_of(name, p, group))
+                found[key] = value.to(device_of(name, p, group))
         return found
 
     def solver_state(self) -> State:

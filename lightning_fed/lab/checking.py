@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab.experiment import Place
+from lightning_fed.lab.experiment import Selection
 from lightning_fed.lab.grid import Grid
-from lightning_fed.lab.places import is_within
+from lightning_fed.lab.selections import is_within
 
 __all__ = ["check_outputs"]
 
@@ -24,7 +24,7 @@ def check_outputs(grid: Grid) -> None:
         _check(grid, f"{experiment.file}: tables.{table.name}", {*table.rows, table.columns}, table.at)
 
 
-def _check(grid: Grid, where: str, used: Iterable[str | None], at: Place) -> None:
+def _check(grid: Grid, where: str, used: Iterable[str | None], at: Selection) -> None:
     used = set(used)
     points = [point for point in grid.points if is_within(point.by_axis, at)]
     if not points:

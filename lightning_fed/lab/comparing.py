@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.figures import COLORS, add_legend, new_figure, save
-from lightning_fed.lab.numbers import shown
+from lightning_fed.lab.numbers import format_number
 from lightning_fed.lab.quantities import COSTS, Curve, Metric, Quantity, Series, cost
 from lightning_fed.lab.tables import markdown
 from lightning_fed.lab.yaml_files import unknown
@@ -142,7 +142,7 @@ def _value(quantity: Quantity, series: Series) -> str:
         value = quantity.of(series)
     except FederatedError:  # it was not logged
         return "-"
-    return "not reached" if quantity.is_cost and math.isinf(value) else shown(value)
+    return "not reached" if quantity.is_cost and math.isinf(value) else format_number(value)
 
 
 def _figure(runs: Mapping[str, Series], metric: Metric, target: float | None) -> "Figure":

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_fed.callbacks.base import hears
+from lightning_fed.callbacks.base import any_uses_hook
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -21,12 +21,12 @@ from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, HeldSettings
+from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, SettingsSnapshot
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import stop_at
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans, check_lone_examples
-from lightning_fed.rounds.local_training import ClientGradients, LocalTraining, OwnSolve, prepared_for_own_solve
+from lightning_fed.rounds.local_training import ClientGradients, InnerSolve, LocalTraining, prepared_for_inner_solve
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant, Population
@@ -61,7 +61,7 @@ class ClientWork(ClientHalf):
         if len(engines) > 1 and self.chunk_size is not None:  # both use the same number
             self._use_chunk(self.chunk_size)
         self._together = 1  # the most clients that can run at once
-        self._held: HeldSettings | None = None  # at the start of the round
+        self._snapshot: SettingsSnapshot | None = None  # at the start of the round
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that must train, by stored index
         self._inputs: tuple[Task, RoundInputs] | None = None  # a task as the engine's inputs
@@ -71,13 +71,13 @@ class ClientWork(ClientHalf):
         """Run clients with these engines from now on."""
         self.engines, self.engine = engines, engines[0]
         self.may_restart = any(engine.name == "vectorized" for engine in engines)
-        self._own_solve = OwnSolve(engines[1], self.settings) if len(engines) > 1 else None
+        self._inner_solve = InnerSolve(engines[1], self.settings) if len(engines) > 1 else None
         self._gradients = ClientGradients(self.engine)
-        self._local = LocalTraining(self.engine, self.settings, self._gradients, self._own_solve)
+        self._local = LocalTraining(self.engine, self.settings, self._gradients, self._inner_solve)
 
     # ------------------------------------------------------------------ a round
 
-    def hello(
+    def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
         """Return the drawn clients that can participate, and plan their work from their data."""
@@ -93,8 +93,8 @@ class ClientWork(ClientHalf):
 
         With ``reads_later``, reports may be incomplete until :meth:`end_training`.
         """
-        may_undo = self.may_restart and hears(self.trainer, *CLIENT_HOOKS)
-        self._held = HeldSettings(self.engine.prepared) if may_undo else None
+        may_undo = self.may_restart and any_uses_hook(self.trainer, *CLIENT_HOOKS)
+        self._snapshot = SettingsSnapshot(self.engine.prepared) if may_undo else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
         self._gradients.begin_round(len(members))
         self._local.begin_round(reads_later)
@@ -102,8 +102,8 @@ class ClientWork(ClientHalf):
         work = [plans.of(member.index, member.steps) for member in members]
         try:
             self.engine.begin_round(work)
-            if self._own_solve is not None:
-                self._own_solve.engine.begin_round(list(map(self._own_solve.plan, work)))
+            if self._inner_solve is not None:
+                self._inner_solve.engine.begin_round(list(map(self._inner_solve.plan, work)))
         except FederatedError as error:
             if self.settings.engine != "auto" or not self.may_restart:
                 raise
@@ -176,9 +176,9 @@ class ClientWork(ClientHalf):
                 f"{how.reason} Round {round} restarts with chunk_size={size}, and the run stays with it. Set"
                 f" chunk_size={size} to start with it."
             )
-        held, self._held = self._held, None
-        if held is not None:
-            held.put_back()
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.restore()
         self.engine.flat.restore()  # hooks may have bound the parameters to another client
         if size is None:
             self.give_up()
@@ -193,7 +193,7 @@ class ClientWork(ClientHalf):
 
     def end(self) -> None:
         """Release the round and its data before the next round's data are loaded."""
-        self._round, self._inputs, self._training, self._held = None, None, [], None
+        self._round, self._inputs, self._training, self._snapshot = None, None, [], None
         self._gradients.begin_round(0)
         self._local.begin_round()
 
@@ -202,7 +202,7 @@ class ClientWork(ClientHalf):
         if task.phase == TRAIN:
             chunks = self.engine.chunks(self._work_of(task, clients))
             return [[plan.participant.index for plan in plans] for plans in chunks]
-        if task.phase == GRADIENTS and self._gradients.keeps:
+        if task.phase == GRADIENTS and self._gradients.caches:
             clients = list(dict.fromkeys([*clients, *self._training]))
         return [clients] if clients else []
 
@@ -333,6 +333,6 @@ def prepare_clients(
     first, second = (*before, None, None)[:2]
     engines = [make_engine(engine, chunk_size, prepared, plans.some, first)]
     if prepared.algorithm.own_solve is not None:
-        other = prepared_for_own_solve(prepared)
+        other = prepared_for_inner_solve(prepared)
         engines.append(make_engine(engine, chunk_size, other, plans.some, second))
     return ClientWork(engines, plans, settings)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fed.callbacks.base import hears
+from lightning_fed.callbacks.base import any_uses_hook
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -194,7 +194,7 @@ def _may_set_modes(trainer: pl.Trainer) -> bool:
     return (
         is_overridden("on_train_batch_start", trainer.lightning_module, pl.LightningModule)
         or any(uses_batch_hook(callback, "on_train_batch_start") for callback in users)
-        or hears(trainer, "on_client_start")
+        or any_uses_hook(trainer, "on_client_start")
     )
 
 
@@ -234,13 +234,13 @@ def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) ->
     except ValueError as error:
         if ONE_VALUE not in str(error):
             return None
-        at_work = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        named = [(name, m) for name, m in module.named_modules() if any(m is other for other in at_work)]
+        active = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        named = [(name, m) for name, m in module.named_modules() if any(m is other for other in active)]
         return next((pair for pair in named if isinstance(pair[1], _BatchNorm)), ("a layer", module))
     except Exception:
         return None  # reported with the client's name when the client trains
     finally:
-        snapshot.put_back()
+        snapshot.restore()
     return None
 
 

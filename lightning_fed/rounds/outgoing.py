@@ -32,17 +32,17 @@ class Outgoing:
         if self.engine.algorithm.local_work:
             sending = [row for row in sound if result.reports[row].steps]
         if self.compressor is None or not sound:
-            self._keep_all(result, before, states, sending)
+            self._stage_all(result, before, states, sending)
             models = result.shared if result.sends_delta else None
             sent = {"send": result.send, "implied": result.implied, "models": models, "changes": result.delta}
             yield slice(None), sent
             return
-        kept = self._kept(result, before)
+        kept = self._new_states(result, before)
         for row in sound:
             send, size = State(), 0
             if row in sending:
                 send, residuals, size = self._compressed(self.compressor, result, row, round, states)
-                self._keep(result, states, row, kept[row], residuals)
+                self._stage(result, states, row, kept[row], residuals)
             at = slice(row, row + 1)
             yield at, {"send": send, "message_bytes": size, "changes": result.delta[at]}
 
@@ -57,35 +57,35 @@ class Outgoing:
         sent, residuals, size = compress(compressor, send, residuals, stream, algorithm.uncompressed)
         return {name: value[None] for name, value in sent.items()}, residuals, size
 
-    def _keep_all(
+    def _stage_all(
         self, result: ChunkResult, before: Sequence[State], states: ClientStates, rows: Sequence[int]
     ) -> None:
         """Stage the states of several clients, at once if they only contain the method's state."""
         if len(rows) > 1 and result.keep and not result.solver and not result.buffers:
             ordered, some = sorted(rows), len(rows) < len(result.reports)
             keep = {name: value[ordered] if some else value for name, value in result.keep.items()}
-            states.keep_all([result.participants[row].index for row in ordered], keep)
+            states.stage_all([result.participants[row].index for row in ordered], keep)
             return
         had_none = not isinstance(before, Stacked) and not any(before)
         if had_none and not (result.keep or result.solver or result.buffers):
             return
-        kept = self._kept(result, before)
+        kept = self._new_states(result, before)
         for row in rows:
-            self._keep(result, states, row, kept[row], {})
+            self._stage(result, states, row, kept[row], {})
 
-    def _kept(self, result: ChunkResult, before: Sequence[State]) -> list[State]:
+    def _new_states(self, result: ChunkResult, before: Sequence[State]) -> list[State]:
         """Return each client's new state; if unchanged, a copy of the old one, which new clients share."""
         if result.keep:
-            return result.kept()
+            return result.new_states()
         kept: list[State] = [{}] * len(result.reports)
         for row, had in zip(result.asked, before, strict=True):
             kept[row] = {name: value.clone() for name, value in had.items()}
         return kept
 
-    def _keep(self, result: ChunkResult, states: ClientStates, row: int, kept: State, residuals: State) -> None:
+    def _stage(self, result: ChunkResult, states: ClientStates, row: int, kept: State, residuals: State) -> None:
         """Stage the state of one client."""
         solver = result.solver[row] if result.solver else {}
         names = self.engine.buffers.kept if result.buffers else ()
         buffers = {name: result.buffers[row][name] for name in names}
         if kept or solver or buffers or residuals:
-            states.keep(result.participants[row].index, ClientState(kept, buffers, solver, residuals).joined())
+            states.stage(result.participants[row].index, ClientState(kept, buffers, solver, residuals).joined())

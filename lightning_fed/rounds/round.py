@@ -35,13 +35,13 @@ class Rounds:
     answers for its part of it. No task is sent; sums of replies are exchanged.
 
     Attributes:
-        at_work: The server's half of the current round; None between rounds.
+        current_round: The server's half of the current round; None between rounds.
     """
 
     def __init__(self, server: Server, sampling: CohortSampling, work: ClientHalf, ranks: Ranks) -> None:
         self.server, self.sampling, self.work, self.ranks = server, sampling, work, ranks
         self.settings, self.trainer = sampling.settings, work.trainer
-        self.at_work: ServerRound | None = None
+        self.current_round: ServerRound | None = None
         self._faults, self._cohort = Faults(), DrawnCohort()
         self._restart: Restart | None = None  # of the current round, which an engine could not run
 
@@ -49,7 +49,7 @@ class Rounds:
         """Draw the next round's cohort."""
         s, number = self.settings, self.server.round
         self._faults = faults = Faults(s.drops_failed, s.max_failed_share, s.max_update_ratio, number)
-        self._cohort = self.sampling.draw(number, partial(self.work.hello, round=number, failed=faults.add))
+        self._cohort = self.sampling.draw(number, partial(self.work.participants, round=number, failed=faults.add))
         if not self._cohort.members and not faults.causes and not s.is_private:
             rank_zero_info(f"Nobody takes part in round {number}: it changes nothing.")
 
@@ -88,12 +88,12 @@ class Rounds:
                 work.restart(self.server.round, self._restart)
                 undo = work.savepoint()  # the last one would keep an unused engine alive
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
-        assert self.at_work is not None
-        return self.at_work, statuses
+        assert self.current_round is not None
+        return self.current_round, statuses
 
     def leave(self) -> None:
         """Release the current round."""
-        self.at_work, self._cohort = None, DrawnCohort()
+        self.current_round, self._cohort = None, DrawnCohort()
         self.work.end()
 
     def _try(self, status: Callable[[], Status]) -> list[Status] | None:
@@ -104,7 +104,9 @@ class Rounds:
         ranks, server, split, statuses = self.ranks, self.server, self.work.split, [Status()]
         if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
-        half = self.at_work = ServerRound(server, self.settings, self.sampling.population, self._cohort, self._faults)
+        half = self.current_round = ServerRound(
+            server, self.settings, self.sampling.population, self._cohort, self._faults
+        )
         mine, workers, transfer = list(half.members.values()), dict[int, int](), None
         states = ClientStates(server.new_client, server.clients, server.expected_state)
         if ranks.size > 1:

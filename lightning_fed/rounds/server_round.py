@@ -17,7 +17,7 @@ from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
 from lightning_fed.rounds.totals import RoundTotals
 from lightning_fed.server.aggregation.base import averaged_points
-from lightning_fed.server.aggregation.mean import Exchange
+from lightning_fed.server.aggregation.mean import Collectives
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -157,7 +157,7 @@ class ServerRound:
         """Return this process's part of the phase for the other processes, without sums of vectors."""
         return {"totals": self._totals.partial(self._complete().phase), "failed": self.faults.causes}
 
-    def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:
+    def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Collectives | None = None) -> bool:
         """Complete the phase, over all processes if given each one's :meth:`partial`.
 
         Returns:

@@ -15,7 +15,7 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
 from lightning_fed.server.aggregation.base import FULL_GRAD
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange
+from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -32,7 +32,7 @@ class RoundTotals:
     """Every sum of one round.
 
     ``update`` adds a reply. With several processes, each sends its ``partial`` to the others at the end of a phase, and
-    ``merge`` combines them. Sums of vectors use the :class:`Exchange`. ``compute`` returns the results.
+    ``merge`` combines them. Sums of vectors use the :class:`Collectives`. ``compute`` returns the results.
 
     Args:
         server: The server's state.
@@ -190,7 +190,7 @@ class RoundTotals:
             "is_invalid": self.is_invalid,
         }
 
-    def merge(self, phase: str, partials: Sequence[Mapping[str, Any]], ranks: Exchange) -> None:
+    def merge(self, phase: str, partials: Sequence[Mapping[str, Any]], ranks: Collectives) -> None:
         """Combine every process's :meth:`partial` of the phase that ends."""
         x, parts = self.server.x, dict[str, list[Any]]()
         for partial in partials:
@@ -418,7 +418,7 @@ class Drift:
             if moves:
                 r.copy_(r.to(offset.device).add_(offset, alpha=1 / self.weight))
 
-    def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
+    def merge(self, weights: Sequence[float], ranks: Collectives, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
         models, changes = self._messages.models, None
         if models is not None:

@@ -91,7 +91,7 @@ class Server:
         """The number of clients that have participated."""
         return len(self._participation)
 
-    def shown(self) -> Vector:
+    def evaluation_x(self) -> Vector:
         """Return the parameters [P] used for validation and checkpoints."""
         return self.algorithm.evaluate_at(self.x, self.state)
 
@@ -116,7 +116,7 @@ class Server:
     def client_state(self, index: int) -> State:
         """Return a client's state, a new one if it has not participated yet."""
         kept = self.clients.get(index)
-        return self.new_client() if kept is None else self.expected_state.placed(kept)
+        return self.new_client() if kept is None else self.expected_state.to_device(kept)
 
     def close_round(self, mean: State, models: Vector | None, state: State, cohort: Cohort, buffers: State) -> float:
         """Take the server's step, keep the round's states, and return the Euclidean norm of the step.

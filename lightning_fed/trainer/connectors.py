@@ -16,7 +16,7 @@ from lightning_fed.checkpoints.folders import (
     restore_scores,
 )
 from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from
-from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run, roots
+from lightning_fed.checkpoints.search import best_of_newest_run, check_exists, last_of_newest_run, roots
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     MisconfigurationException,
@@ -45,7 +45,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
     else.
     """
 
-    kept: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
+    last_saved: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
@@ -117,7 +117,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         saved = (checkpoint.get("loops") or {}).get("fit_loop", {}).get("state_dict", {})
         if "format" in saved and "optimizer_states" in checkpoint:
             self._check_run(saved, path)
-            self.kept = (int(saved["round"]), path)
+            self.last_saved = (int(saved["round"]), path)
             return
         if "format" in saved:
             rank_zero_warn(
@@ -205,7 +205,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         except (ValueError, MisconfigurationException) as error:
             raise FederatedError(f"ckpt_path={ckpt_path!r}: {error}") from error
         if path is not None:
-            check_is_there(trainer, path)
+            check_exists(trainer, path)
         return path
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:

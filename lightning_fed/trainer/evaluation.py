@@ -187,7 +187,7 @@ class ClientEvaluation:
             engine.buffers.write(buffers)
             if steps:
                 self._fine_tune(y, train, steps, round, index)
-            engine.flat.point_to(engine.flat.cut(y))
+            engine.flat.bind(engine.flat.cut(y))
             seed_global(derive_seed(self.seed, Purpose.VALIDATION, round, index), y.device)
             stream = generator(self.seed, Purpose.VALIDATION, round, index)
             logged = self._validate(examples.unaugmented(stream))

@@ -11,7 +11,7 @@ import torch
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.callbacks.monitors import Monitors
-from lightning_fed.checkpoints.folders import keep_last_round
+from lightning_fed.checkpoints.folders import save_last_round
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     MisconfigurationException,
@@ -237,7 +237,7 @@ class FederatedLoop(_FitLoop):
             self._end_stopped(self._stop)
             raise exception_of(self._stop)
         if (error := self.monitors.error) is not None:
-            keep_last_round(trainer, self.round, trainer._checkpoint_connector.kept)
+            save_last_round(trainer, self.round, trainer._checkpoint_connector.last_saved)
             raise error
 
     def _leave_round(self) -> None:
@@ -253,7 +253,7 @@ class FederatedLoop(_FitLoop):
         if self.is_closing:
             return  # interrupted at once: there is no completed round to save
         connector.received_sigterm = stop >= Stop.TERMINATE
-        keep_last_round(trainer, self.round, trainer._checkpoint_connector.kept)
+        save_last_round(trainer, self.round, trainer._checkpoint_connector.last_saved)
         if stop == Stop.REQUEUE:
             connector.requeue()
 
@@ -375,7 +375,7 @@ class FederatedLoop(_FitLoop):
     def round_state(self) -> State:
         """The server state that clients read in the current round; outside of one, :attr:`server`."""
         rounds = self.run_state.rounds
-        return self.server if rounds is None or rounds.at_work is None else rounds.at_work.state
+        return self.server if rounds is None or rounds.current_round is None else rounds.current_round.state
 
     @property
     def population(self) -> Population | None:
@@ -402,7 +402,7 @@ class FederatedLoop(_FitLoop):
     def client_model(self) -> tuple[Vector, State] | None:
         """The parameters [P] and buffers of the client whose hooks are called, if training."""
         prepared = self.prepared
-        return None if prepared is None else (self.run_state.engine.parameters_at_work.clone(), prepared.buffers.read())
+        return None if prepared is None else (self.run_state.engine.current_parameters.clone(), prepared.buffers.read())
 
     def client_state(self, client_id: ClientId) -> State | None:
         """Return a client's state after the last completed round; None if another process has it."""

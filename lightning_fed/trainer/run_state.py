@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning_fed.checkpoints.client_states import ClientStatesPlace
+from lightning_fed.checkpoints.client_states import ClientStatesStorage
 from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, start_server
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
@@ -51,7 +51,7 @@ class RunState:
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
         self.trainer, self.settings = trainer, settings
-        self.client_states = ClientStatesPlace(trainer, settings.client_states, settings.client_states_dir)
+        self.client_states = ClientStatesStorage(trainer, settings.client_states, settings.client_states_dir)
         self.population: Population | None = None
         self.prepared: PreparedModule | None = None
         self.server_model: ServerModel | None = None
@@ -139,7 +139,7 @@ class RunState:
             return {**self._checkpoint, "client_states": self.client_states.copied(self._checkpoint)}
         if self._server is None:
             return {}
-        if self.ranks.size > 1 and self.rounds is not None and self.rounds.at_work is not None:
+        if self.ranks.size > 1 and self.rounds is not None and self.rounds.current_round is not None:
             raise FederatedError(
                 "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
                 " different clients. Save at the end of a round, or train in one process."

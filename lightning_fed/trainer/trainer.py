@@ -124,7 +124,7 @@ class FederatedTrainer(pl.Trainer):
         100
     """
 
-    _told_of_threads = False
+    _has_reported_threads = False
     _val_check_time_interval: float | None  # seconds, as Lightning has found them in val_check_interval
 
     @defaults_of_environment
@@ -296,8 +296,8 @@ class FederatedTrainer(pl.Trainer):
     def _run_stage(self) -> Any:
         """Run a stage, with the threads that suit the model; here the model is complete, and the process is its own."""
         with threads_for(self.lightning_module, self.strategy.root_device) as before:
-            if before is not None and not self._told_of_threads:
-                self._told_of_threads = True
+            if before is not None and not self._has_reported_threads:
+                self._has_reported_threads = True
                 rank_zero_info(
                     f"The model is small: this run takes 1 thread instead of PyTorch's {before}. To choose yourself,"
                     " set OMP_NUM_THREADS or call torch.set_num_threads."
@@ -342,7 +342,7 @@ class FederatedTrainer(pl.Trainer):
         with self.fit_loop.run_state.client_states.writing(filepath):
             super().save_checkpoint(filepath, weights_only, storage_options)
         if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):
-            self._checkpoint_connector.kept = (self.fit_loop.round, filepath)
+            self._checkpoint_connector.last_saved = (self.fit_loop.round, filepath)
 
 
 def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:

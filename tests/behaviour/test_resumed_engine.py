@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import Ditto, FedAvg, Scaffold
-from lightning_fed.engines.vectorized.trial import Trial
+from lightning_fed.engines.vectorized.trial import TrialStep
 from tests.helpers.engines import Ordinary, run, state_of
 from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, data, same
@@ -141,9 +141,9 @@ def test_a_module_of_half_precision_is_tried_in_it(precision: str) -> None:
 @pytest.mark.parametrize("precision", few(PRECISIONS, ["bf16-true"]))
 def test_a_trial_leaves_all_as_it_was(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    trial = Trial.run
+    trial = TrialStep.run
 
-    def watched(self: Trial, group: Any) -> None:
+    def watched(self: TrialStep, group: Any) -> None:
         def seen() -> list[Any]:
             tensors = (*self.module.parameters(), *self.module.buffers())
             return [(t.dtype, t.data_ptr(), t.detach().clone()) for t in tensors]
@@ -161,7 +161,7 @@ def test_a_trial_leaves_all_as_it_was(precision: str, monkeypatch: pytest.Monkey
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.cross_entropy(self.net(batch[0]) + self.shift, batch[1])
 
-    monkeypatch.setattr(Trial, "run", watched)
+    monkeypatch.setattr(TrialStep, "run", watched)
     run(**{**FIT, "make": Frozen}, **PRECISIONS[precision](), engine="vectorized", max_rounds=1)
     assert looked == [True]
 

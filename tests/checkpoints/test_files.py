@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_fed.checkpoints import files as checkpoint_io
-from lightning_fed.checkpoints.files import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
+from lightning_fed.checkpoints.files import AtomicCheckpointIO, damage_of, link, newest_valid, remove_temporary_files
 from lightning_fed.core.errors import FederatedError
 from tests.helpers.checkpoints import run_keeping as run
 from tests.helpers.selection import few
@@ -135,7 +135,7 @@ def test_leftovers_go_and_a_save_under_way_stays(tmp_path: Path) -> None:
     (tmp_path / ".a.ckpt.77.part").write_bytes(b"half")
     with (tmp_path / ".b.ckpt.78.part").open("wb") as stream:
         checkpoint_io._lock(stream)
-        assert [gone.name for gone in remove_leftovers(tmp_path)] == [".a.ckpt.77.part"]
+        assert [gone.name for gone in remove_temporary_files(tmp_path)] == [".a.ckpt.77.part"]
     assert os.listdir(tmp_path) == [".b.ckpt.78.part"]
 
 
@@ -195,7 +195,7 @@ def test_torch_alone_takes_a_changed_byte(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes().replace(torch.tensor([41.0]).numpy().tobytes(), b"\x01\x02\x03\x04"))
     assert not same(torch.load(path, weights_only=True), CONTENT)  # which is why it is looked at before
-    assert "the checksum" in str(fault_of(path))
+    assert "the checksum" in str(damage_of(path))
 
 
 def damage(path: Path) -> None:
@@ -232,7 +232,7 @@ def test_what_is_offered_is_sound_whole_and_no_link(tmp_path: Path) -> None:
         else:
             (tmp_path / name).write_bytes(b"PK")
         os.utime(tmp_path / name, (10 + i, 10 + i))
-    assert newest_sound(tmp_path) == tmp_path / "old.ckpt"
+    assert newest_valid(tmp_path) == tmp_path / "old.ckpt"
 
 
 @pytest.mark.parametrize(("change", "age"), [(1, "a newer"), (-1, "an older")])

@@ -133,10 +133,10 @@ def test_a_client_whose_reply_is_not_valid_is_not_waited_for_but_may_send_anothe
     asked = list[Any]()
 
     class Silent(Wire):
-        def exchange(self, tasks: Mapping[Any, Message], greetings: Mapping[Any, Message]) -> Iterator[Any]:
+        def exchange(self, tasks: Mapping[Any, Message], registrations: Mapping[Any, Message]) -> Iterator[Any]:
             header = next(iter(tasks.values())).header
             if (header["phase"], header["round"]) != ("train", 1):
-                yield from super().exchange(tasks, greetings)
+                yield from super().exchange(tasks, registrations)
                 return
             replies = {client: self.answer(task) for client, task in tasks.items()}
             wrong = {client: Message(reply.header, {}) for client, reply in replies.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.message import MOST, printable, shown
+from lightning_fed.deploy.message import MOST, printable, quoted
 from lightning_fed.deploy.reply_checks import Fields, check_finite, check_tensor
 
 
@@ -59,11 +59,11 @@ def test_a_tensor_has_exactly_a_shape_and_a_type() -> None:
 def test_what_is_quoted_is_one_short_line() -> None:
     assert printable("a\nb\x1b[0m\u2028ü") == "a\\nb\\x1b[0m\\u2028ü"
     assert printable("x" * 30, 10) == "x" * 10 + " ..."
-    assert [shown(value) for value in (None, 1.5, "a\tb", [[[]]], {"a": 1})] == [
+    assert [quoted(value) for value in (None, 1.5, "a\tb", [[[]]], {"a": 1})] == [
         "None",
         "1.5",
         "'a\\tb'",
         "a list",
         "a dict",
     ]
-    assert len(shown(10**400)) < 70
+    assert len(quoted(10**400)) < 70

@@ -25,10 +25,10 @@ class States:
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.at_once: list[Sequence[int]] = []
 
-    def keep(self, index: int, state: dict[str, Tensor]) -> None:
+    def stage(self, index: int, state: dict[str, Tensor]) -> None:
         self.kept[index] = state
 
-    def keep_all(self, indices: Sequence[int], states: dict[str, Tensor]) -> None:
+    def stage_all(self, indices: Sequence[int], states: dict[str, Tensor]) -> None:
         self.at_once.append(indices)
         for row, index in enumerate(indices):
             self.kept[index] = {name: value[row] for name, value in states.items()}

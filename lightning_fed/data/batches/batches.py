@@ -14,7 +14,7 @@ from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
 
-__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "misfit"]
+__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "batching_problem"]
 
 _AHEAD = 2**22  # bytes of the batches that are looked up together on an accelerator
 
@@ -225,7 +225,7 @@ class LoaderBatches(_IndexedBatches):
             try:
                 batch = next(loaded)
             except (TypeError, RuntimeError) as error:
-                message = None if self.settings.collate_fn is not None else misfit(self.dataset, error)
+                message = None if self.settings.collate_fn is not None else batching_problem(self.dataset, error)
                 if message is None:
                     raise
                 raise ClientError(message) from error
@@ -246,7 +246,7 @@ class LoaderBatches(_IndexedBatches):
         )
 
 
-def misfit(dataset: Any, error: Exception) -> str | None:
+def batching_problem(dataset: Any, error: Exception) -> str | None:
     """Return a message if ``default_collate`` cannot batch the examples, None for any other error."""
     text = str(error)
     if isinstance(error, TypeError) and "default_collate" in text:

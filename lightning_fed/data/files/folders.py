@@ -52,8 +52,8 @@ class _Folders(FederatedDataModule):
     def _folder(self, client_id: ClientId) -> Path:
         """Return a client's folder; only listed folders are ever opened."""
         names = self.client_ids
-        place = bisect_left(names, str(client_id))  # type: ignore[type-var]
-        if names[place : place + 1] != [client_id]:
+        position = bisect_left(names, str(client_id))  # type: ignore[type-var]
+        if names[position : position + 1] != [client_id]:
             raise FederatedError(f"{type(self).__name__}: {self.root} has no client folder {client_id!r}.")
         return inside(type(self).__name__, Path(self.root), Path(self.root) / str(client_id))
 

@@ -43,7 +43,7 @@ class Columns:
     numbers: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def place(self, row: int) -> str:
+    def line(self, row: int) -> str:
         """Return a row's position in the file, for messages: its line, if the file has lines."""
         if self.path.suffix == ".parquet":
             return f"row {row + 1}"
@@ -88,12 +88,12 @@ class Columns:
                 held.add(number is None)
             if number is None and _WITH_COMMA.fullmatch(text):
                 raise FederatedError(
-                    f"{self.path}, {self.place(int(np.argmax(rows == position)))}: column {name!r} holds {text!r}."
+                    f"{self.path}, {self.line(int(np.argmax(rows == position)))}: column {name!r} holds {text!r}."
                     " Write numbers with a decimal point and without commas, or name the columns to use in features."
                 )
             number = _TRUTHS.get(text.lower()) if number is None else number
             if number is None or len(held) > 1:  # truth values are numbers, but not next to others
-                self.left_out[name] = f"{self.place(int(np.argmax(rows == position)))} holds {text!r}"
+                self.left_out[name] = f"{self.line(int(np.argmax(rows == position)))} holds {text!r}"
                 return None
             numbers.append(number)
         values: npt.NDArray[np.float64] = np.array(numbers, np.float64)[rows]
@@ -101,7 +101,7 @@ class Columns:
 
     def _refuse(self, rows: npt.NDArray[np.bool_], name: str, problem: str) -> None:
         if rows.any():
-            raise FederatedError(f"{self.path}, {self.place(int(rows.argmax()))}: column {name!r} {problem}")
+            raise FederatedError(f"{self.path}, {self.line(int(rows.argmax()))}: column {name!r} {problem}")
 
 
 def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
@@ -274,7 +274,7 @@ class ClientTable(StoredDataModule):
         elif holes:
             row = next(row for row, value in enumerate(values) if value in holes)
             raise FederatedError(
-                f"{table.path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
+                f"{table.path}, {table.line(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
                 " elsewhere. Fill it in, or drop the row."
             )
         self.classes = sorted(set(numbers.values()))
@@ -287,8 +287,10 @@ class ClientTable(StoredDataModule):
         for row, name in enumerate(table.keys[self.client]):
             rows_of.setdefault(check_client_id(name), []).append(row)
         words = [] if self.split is None else table.keys[self.split]
-        if strange := sorted(set(map(str, words)) - set(_PARTS)):
-            raise FederatedError(f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
+        if unexpected := sorted(set(map(str, words)) - set(_PARTS)):
+            raise FederatedError(
+                f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {unexpected[0]!r}."
+            )
         fraction = 0.2 if self.val_fraction is None else self.val_fraction
         drawn = random_state(self.seed).permutation(len(x)).argsort().tolist()  # each row's random rank
         parts: list[Parts] = [{} for _ in _PARTS]

@@ -9,8 +9,8 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.flare.arrays import packed, unpacked
-from lightning_fed.deploy.resident import Maker, named
 from lightning_fed.deploy.site_process import SiteProcess
+from lightning_fed.deploy.site_worker import Maker, named
 
 __all__ = ["serve_site"]
 

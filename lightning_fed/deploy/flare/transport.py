@@ -67,10 +67,10 @@ class FlareTransport:
             raise FederatedError(f"sites={dict(sites)!r} names a client twice.")
 
     def exchange(
-        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+        self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
-        missing, end = {**greetings, **tasks}, time.monotonic() + self._timeout
+        missing, end = {**registrations, **tasks}, time.monotonic() + self._timeout
         sites = {self._site_of[client]: _Site() for client in missing}
         come: queue.SimpleQueue[tuple[str, int, dict[str, Any] | str]] = queue.SimpleQueue()
         try:
@@ -80,7 +80,7 @@ class FlareTransport:
                 for name, site in sites.items():
                     if site.task is None and site.not_before <= time.monotonic():
                         self._send(name, site, missing, come)
-                for answer in self._come(sites, come):
+                for answer in self._replies_in(sites, come):
                     missing.pop(answer.client, None)
                     yield answer
                 if come.empty() and time.monotonic() > end:
@@ -106,7 +106,7 @@ class FlareTransport:
             arrays = packed({str(number): content for number, content in enumerate(contents.values())})
             site.task = self._give(name, arrays, lambda found: come.put((name, found)))
 
-    def _come(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
+    def _replies_in(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
         """Yield what the next task that ends has brought, if one does soon."""
         try:
             name, found = come.get(timeout=_LOOK)

@@ -148,7 +148,7 @@ class SequentialEngine(Engine):
         seed = derive_seed(self.seed, Purpose.TRAINING, inputs.round, who.index)
         seed_global(self.split.seed(seed), self.flat.y.device)
         stream = generator(self.seed, Purpose.BATCHES, inputs.round, who.index)
-        batches = self.placed(plan.batches)
+        batches = self.to_device(plan.batches)
         for length in plan.epochs:
             if length == 0:
                 continue

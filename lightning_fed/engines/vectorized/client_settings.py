@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
-from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
+from lightning_fed.callbacks.base import FederatedCallback, any_uses_hook, uses_hook
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
@@ -24,7 +24,7 @@ from lightning_fed.engines.vectorized.changes import (
     parts_of,
 )
 
-__all__ = ["CLIENT_HOOKS", "ClientSettings", "HeldSettings"]
+__all__ = ["CLIENT_HOOKS", "ClientSettings", "SettingsSnapshot"]
 
 CLIENT_HOOKS = ("on_client_start", "on_client_end")
 """The callbacks' hooks for single clients."""
@@ -68,14 +68,14 @@ class ClientSettings:
         self._first: tuple[ClientId, Settings] | None = None  # the first client of the chunk whose hooks ran
         self._worked: tuple[ClientId, Settings] | None = None  # a client of this round that has trained
         self._after: Settings = {}  # after the last chunk's training
-        self._held: list[Any] = []  # objects that settings of the data module are compared by
+        self._alive: list[Any] = []  # objects that settings of the data module are compared by
 
     def begin_round(self) -> None:
         """Record all settings, if hooks may change them for single clients."""
-        self.is_needed = hears(self.trainer, *CLIENT_HOOKS)
+        self.is_needed = any_uses_hook(self.trainer, *CLIENT_HOOKS)
         self._first = self._worked = None
         if self.is_needed:
-            self._held.clear()
+            self._alive.clear()
             self._after = {}
             self._at_start, self._buffers = self._now(), self._buffers_now()
 
@@ -114,7 +114,7 @@ class ClientSettings:
 
     def worked(self) -> None:
         """Record settings after the clients of a chunk trained."""
-        if hears(self.trainer, "on_client_end"):
+        if any_uses_hook(self.trainer, "on_client_end"):
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:
@@ -174,11 +174,11 @@ class ClientSettings:
         found["trainer", "fit_loop.corrected_clip"] = describe(trainer.fit_loop.corrected_clip)
         if with_data and trainer.datamodule is not None:  # by identity, since it may hold all data
             data = vars(trainer.datamodule).items()
-            found |= {("trainer", _DATA + key): describe(value, self._held) for key, value in data if key != "trainer"}
+            found |= {("trainer", _DATA + key): describe(value, self._alive) for key, value in data if key != "trainer"}
         return found
 
 
-class HeldSettings:
+class SettingsSnapshot:
     """Saves all settings, and attributes of callbacks with client hooks, to restore them if a round restarts.
 
     These are attributes, the contents of lists, dicts and sets, and the numbers in tensors. Other effects of hooks
@@ -198,7 +198,7 @@ class HeldSettings:
         methods = [part for _, part in _methods(prepared)]
         self._snapshot = Snapshot([*(part for _, part in parts), *methods, *callbacks])
         for group in prepared.optimizer.param_groups:  # each separately, for any number of parameters
-            self._snapshot.hold(group)
+            self._snapshot.add(group)
         datamodule = trainer.datamodule
         self._data = {} if datamodule is None else dict(vars(datamodule))  # its new objects may stay
         self._of_trainer = {name: getattr(trainer, name) for name in _TRAINER}
@@ -211,9 +211,9 @@ class HeldSettings:
         self._small = [(tensor, tensor.detach().clone()) for _, tensor in tensors if tensor.numel() <= _COPIED]
         self._large = [(name, tensor, numbers_in(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore everything; raise for a changed large tensor, since it has no copy."""
-        self._snapshot.put_back()
+        self._snapshot.restore()
         if self._data:
             vars(self._trainer.datamodule).clear()
             vars(self._trainer.datamodule).update(self._data)

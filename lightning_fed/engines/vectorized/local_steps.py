@@ -70,14 +70,14 @@ class LocalSteps:
         unused = self._unused_by_all(groups) if work.skips else frozenset[int]()
         for group in groups:
             among = clients if len(groups) == 1 else Clients(work.y, group.clients, work.layout)
-            taken = self.step.untraced(among, group)
-            self.means.add(group.clients, group.examples, taken.loss, taken.values, self.module.sizes)
-            if taken.local:
-                work.keep_local(among, taken.local)
+            output = self.step.untraced(among, group)
+            self.means.add(group.clients, group.examples, output.loss, output.values, self.module.sizes)
+            if output.local:
+                work.keep_local(among, output.local)
             if len(groups) == 1:
-                work.move(clients, taken.directions, unused)
+                work.move(clients, output.directions, unused)
             else:
-                among.put(directions, taken.directions)
+                among.put(directions, output.directions)
         if len(groups) > 1:
             work.move(clients, clients.cut(directions), unused)
 
@@ -166,14 +166,14 @@ class LocalSteps:
         views, leaves, local = (list(islice(rest, count)) for count in counts)
         shared, own = list(islice(rest, len(step.shared))), list(rest)
         names = list(step.local)
-        given = StepInput(views, leaves, own, dict(zip(names, local, strict=True)), shared, step.point(shared))
+        inputs = StepInput(views, leaves, own, dict(zip(names, local, strict=True)), shared, step.point(shared))
 
-        def of_one(given: StepInput) -> StepOutput:
-            return step(self.module.gradient, given, group.spec, 0)
+        def of_one(inputs: StepInput) -> StepOutput:
+            return step(self.module.gradient, inputs, group.spec, 0)
 
-        taken: StepOutput = clients.each(of_one, (DIMS,))(given)
-        new = [state[name] for state in taken.local for name in names]
-        return [*taken.directions, *new], taken.loss, taken.values
+        output: StepOutput = clients.each(of_one, (DIMS,))(inputs)
+        new = [state[name] for state in output.local for name in names]
+        return [*output.directions, *new], output.loss, output.values
 
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return the result of :meth:`Trace.once`, computed for the whole chunk if it can be split.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fed import callbacks
 from lightning_fed.callbacks.measures import WeightedMeasure, Weighting
-from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run
+from lightning_fed.checkpoints.search import best_of_newest_run, check_exists, last_of_newest_run
 from lightning_fed.cli.configuration import CellParts
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError, refusal_in
@@ -231,7 +231,7 @@ class Trials:
         """Let a run whose rounds are all done go on."""
         reached = 0
         if self._ckpt_path is not None:
-            check_is_there(trainer, self._ckpt_path)
+            check_exists(trainer, self._ckpt_path)
             saved = trainer.strategy.checkpoint_io.load_checkpoint(self._ckpt_path).get("loops") or {}
             reached = int(saved.get("fit_loop", {}).get("state_dict", {}).get("round", 0))
         planned = trainer.max_rounds

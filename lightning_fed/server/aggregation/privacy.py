@@ -16,7 +16,7 @@ from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange
+from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.aggregation.robust import ClippedAggregation
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
 
@@ -148,7 +148,7 @@ class PrivateAggregation(ClippedAggregation):
         self._note_steps(steps)
         self._added += steps
 
-    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Collectives, x: Vector) -> None:
         """Sum over all processes; only the first one adds noise."""
         self._noisy_sum(x, ranks.rank)
         super().merge(partials, ranks, x)

@@ -14,7 +14,7 @@ from lightning_fed.core.devices import accumulation, narrowed, widened
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import FULL_GRAD, Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange
+from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
 
@@ -111,7 +111,7 @@ class CollectedAggregation(Aggregation):
         self._collected: dict[int, State] = {}
         self._by_rank: list[list[int]] = []
         self._shapes: dict[str, torch.Size] = {}
-        self._ranks: Exchange | None = None
+        self._ranks: Collectives | None = None
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
         """Collect the messages of clients; a non-finite message is a :class:`ClientError`."""
@@ -136,7 +136,7 @@ class CollectedAggregation(Aggregation):
         steps = {index: self._steps[index] for index in sorted(self._collected)}
         return {"steps": steps, "shapes": {name: tuple(shape) for name, shape in self._shapes.items()}}
 
-    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Collectives, x: Vector) -> None:
         """Record which process has which messages; :meth:`compute` exchanges them."""
         self._ranks = ranks
         self._by_rank = [list(partial["steps"]) for partial in partials]

@@ -103,7 +103,7 @@ class ExpectedState:
     ids: Sequence[ClientId]
     device: torch.device = _CPU
 
-    def placed(self, state: State) -> State:
+    def to_device(self, state: State) -> State:
         """Return a state on the device of the training."""
         return state if self.device.type == "cpu" else {name: value.to(self.device) for name, value in state.items()}
 
@@ -131,11 +131,11 @@ class ExpectedState:
             or (parts.solver and _solver_fault(parts.solver, self.num_parameters))
         )
         if fault:
-            raise self.strange(index, fault)
-        parts.own, parts.buffers, parts.residuals = map(self.placed, (parts.own, parts.buffers, parts.residuals))
+            raise self.mismatch(index, fault)
+        parts.own, parts.buffers, parts.residuals = map(self.to_device, (parts.own, parts.buffers, parts.residuals))
         return parts
 
-    def strange(self, index: int, fault: str) -> FederatedError:
+    def mismatch(self, index: int, fault: str) -> FederatedError:
         """Return the error for a client's state that is not from this run."""
         return FederatedError(
             f"What client {self.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
@@ -171,7 +171,7 @@ class ClientStates:
         if len(indices) == 1 or not self.expected.own:
             return None
         together = self.store.stacked(indices, self.new())
-        return None if together is None else Stacked(self.expected.placed(together))
+        return None if together is None else Stacked(self.expected.to_device(together))
 
     def residuals(self, index: int, send: State) -> State:
         """Return a client's compression residuals, which must match its messages."""
@@ -179,14 +179,14 @@ class ClientStates:
             return {}
         residuals = self.expected.sorted(index, state).residuals
         if fault := _difference(residuals, {name: value for name, value in send.items() if name in residuals}):
-            raise self.expected.strange(index, fault)
+            raise self.expected.mismatch(index, fault)
         return residuals
 
-    def keep(self, index: int, state: State) -> None:
+    def stage(self, index: int, state: State) -> None:
         """Stage a client's new state until the round is complete."""
         self.store.stage(index, state)
 
-    def keep_all(self, indices: Sequence[int], states: State) -> None:
+    def stage_all(self, indices: Sequence[int], states: State) -> None:
         """Stage copies of several clients' states [S, ...]."""
         self.store.stage_all(indices, states)
 
@@ -199,7 +199,7 @@ def _difference(state: State, wanted: State) -> str:
             return f"it has no {name!r}"
         both_float = value.is_floating_point() and like.is_floating_point()
         if value.shape != like.shape or (both_float and value.dtype != like.dtype):
-            return f"{name!r} is {_shown(value)}, and {_shown(like)} here"
+            return f"{name!r} is {_format(value)}, and {_format(like)} here"
     return ""
 
 
@@ -212,5 +212,5 @@ def _solver_fault(state: State, num_params: int) -> str:
     return ""
 
 
-def _shown(value: torch.Tensor) -> str:
+def _format(value: torch.Tensor) -> str:
     return f"{list(value.shape)} of {value.dtype}"

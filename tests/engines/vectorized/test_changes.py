@@ -350,7 +350,7 @@ def test_marks_and_snapshots_look_into_collections_and_plain_objects() -> None:
     snapshot = Snapshot([module])
     module.pairs["a"].append(2)
     module.pairs["a"][1]["c"] = module.own.value = 3.0
-    snapshot.put_back()
+    snapshot.restore()
     assert (len(module.pairs["a"]), list(module.pairs["a"][1]), module.own.value) == (2, ["b"], 1.0)
     module.myself = module.pairs
     module.pairs["pairs"] = module.pairs  # ends all the same

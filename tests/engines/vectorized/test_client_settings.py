@@ -363,13 +363,13 @@ def test_a_resumed_run_goes_on_with_the_same_engine_and_bits(tmp_path: Path) -> 
 @pytest.mark.parametrize("hook", few(["on_client_start", "on_client_end"], []))
 @pytest.mark.parametrize("method", few([FedAvg, Scaffold], []))
 def test_clients_that_fail_are_left_out_all_the_same(hook: str, method: Any) -> None:
-    def spoiled() -> FederatedDataModule:
+    def with_invalid() -> FederatedDataModule:
         parts = clients((8, 8, 8, 8))
         parts[2].tensors[0][0] = float("nan")
         return FederatedDataModule(parts, batch_size=4)
 
     options: dict[str, Any] = {"on_client_error": "drop", "max_failed_share": 0.5, "limit_val_batches": 0}
-    options |= {"make": Adjustable, "algorithm": method(), "datamodule": spoiled}
+    options |= {"make": Adjustable, "algorithm": method(), "datamodule": with_invalid}
     found, expected = (
         run(engine, callbacks=[Sets(attribute, lambda client, _: UNALIKE[client], hook)], **options)
         for engine in ("auto", "sequential")

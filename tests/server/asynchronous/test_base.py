@@ -211,17 +211,17 @@ def test_a_synchronous_run_does_not_go_on_from_an_asynchronous_one(aggregator: A
 
 @pytest.mark.parametrize(("size", "concurrency"), [(1, 1), (3, 7), (6, 2), (8, 8)])
 def test_events_are_those_of_clients_at_work(size: int, concurrency: int) -> None:
-    population, at_work, last = range(8), list[Arrival](), 0.0
+    population, in_progress, last = range(8), list[Arrival](), 0.0
     events = Arrivals(5, population, LATE, size, concurrency)
     for r in range(30):
         between = events.in_round(r)
         assert len(set(between.begin)) == len(between.begin)
         assert len(between.arrive) == size
         assert len(between.left) <= concurrency
-        there = Counter([*at_work, *(Arrival(r, i) for i in between.begin)])
+        there = Counter([*in_progress, *(Arrival(r, i) for i in between.begin)])
         assert there == Counter([*between.arrive, *between.left])
         assert last <= between.time
-        at_work, last = between.left, between.time
+        in_progress, last = between.left, between.time
     assert Arrivals(5, population, LATE, size, concurrency).in_round(17) == events.in_round(17)
     assert Arrivals(6, population, LATE, size, concurrency).in_round(17) != events.in_round(17)
 

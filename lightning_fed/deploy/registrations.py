@@ -7,15 +7,15 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import is_count, shown
+from lightning_fed.deploy.message import is_count, quoted
 
-__all__ = ["Announced", "Announcements"]
+__all__ = ["Registration", "Registrations"]
 
 _log = logging.getLogger("lightning_fed.deploy")
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class Registration:
     """The sizes of a client's data: examples, batches in a local epoch, examples in a full batch and for validation."""
 
     size: int
@@ -24,7 +24,7 @@ class Announced:
     val_size: int = 0
 
 
-class Announcements:
+class Registrations:
     """The registrations of a run's clients.
 
     A client that has not registered in time is absent. It still counts as one of N and may be sampled, with the mean
@@ -36,16 +36,16 @@ class Announcements:
         self, client_ids: Sequence[ClientId], max_examples: int | None = None, batch_size: int | None = None
     ) -> None:
         self.client_ids, self._max_examples, self._batch_size = client_ids, max_examples, batch_size
-        self.known: dict[ClientId, Announced] = {}  # in the order of the ids once :meth:`close` was called
-        self.absent: set[ClientId] = set()
-        self._late: dict[ClientId, Announced] = {}
+        self.known: dict[ClientId, Registration] = {}  # in the order of the ids once :meth:`close` was called
+        self.unregistered: set[ClientId] = set()
+        self._late: dict[ClientId, Registration] = {}
 
-    def take(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
-        """Take in a client's hello; one that was absent counts from :meth:`admit` on."""
+    def add(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
+        """Take in a client's hello; one that was absent counts from :meth:`accept_late` on."""
         counts: dict[str, Any] = {name: header.get(name) for name in ("size", "batches", "val_size")}
         for name, value in counts.items():
             if not is_count(value):
-                raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {shown(value)}.")
+                raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {quoted(value)}.")
         if self._max_examples is not None and counts["size"] > self._max_examples:
             raise FederatedError(
                 f"The reply of client {client_id!r} says that it has {counts['size']:,} examples, more than"
@@ -54,29 +54,31 @@ class Announcements:
         batch_size = header.get("batch_size")
         if self._batch_size is not None and batch_size != self._batch_size:
             raise FederatedError(
-                f"The site of client {client_id!r} has batch_size={shown(batch_size)}, and the run's is"
+                f"The site of client {client_id!r} has batch_size={quoted(batch_size)}, and the run's is"
                 f" {self._batch_size}. Give its data module the run's, or leave batch_size unset for the run."
             )
-        found = Announced(**counts, batch_size=batch_size if is_count(batch_size, 1) else None)
-        (self._late if client_id in self.absent else self.known)[client_id] = found
+        found = Registration(**counts, batch_size=batch_size if is_count(batch_size, 1) else None)
+        (self._late if client_id in self.unregistered else self.known)[client_id] = found
 
     def close(self) -> None:
         """Mark the clients that have not said hello as absent."""
         sizes = [known.size for known in self.known.values() if known.size]
         self._compare_batch_sizes()
-        typical = Announced(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
-        self.absent = set(self.client_ids) - self.known.keys()
+        typical = Registration(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
+        self.unregistered = set(self.client_ids) - self.known.keys()
         self.known = {client_id: self.known.get(client_id, typical) for client_id in self.client_ids}
 
-    def silent(self) -> list[ClientId]:
+    def pending(self) -> list[ClientId]:
         """Return the absent clients that have not said hello yet."""
-        return [client_id for client_id in self.client_ids if client_id in self.absent and client_id not in self._late]
+        return [
+            client_id for client_id in self.client_ids if client_id in self.unregistered and client_id not in self._late
+        ]
 
-    def admit(self) -> bool:
+    def accept_late(self) -> bool:
         """Let the late clients take part; return whether there are any."""
         late, self._late = self._late, {}
         self.known |= late
-        self.absent -= late.keys()
+        self.unregistered -= late.keys()
         if late:
             self._compare_batch_sizes()
         return bool(late)
@@ -85,5 +87,5 @@ class Announcements:
         """Warn if sites have several: on purpose, perhaps."""
         of = {known.batch_size: client_id for client_id, known in self.known.items() if known.batch_size}
         if len(of) > 1:
-            shown_sizes = ", ".join(f"{size} (client {of[size]!r})" for size in sorted(of)[:5])
-            _log.warning("Sites have different batch sizes: %s. RemoteClients(batch_size=...) allows one.", shown_sizes)
+            named = ", ".join(f"{size} (client {of[size]!r})" for size in sorted(of)[:5])
+            _log.warning("Sites have different batch sizes: %s. RemoteClients(batch_size=...) allows one.", named)

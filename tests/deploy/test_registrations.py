@@ -11,7 +11,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.deploy import Message, Refusal
-from lightning_fed.deploy.announced import Announced, Announcements
+from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.server import WeightedSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import SIZES, Wire, make_trainer, parameters
@@ -128,25 +128,25 @@ def hello(size: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_client_without_a_hello_counts_with_the_mean_size_until_it_is_admitted() -> None:
-    found = Announcements(["a", "b", "c"])
-    found.take("c", hello(10))
-    found.take("a", hello(5))
+    found = Registrations(["a", "b", "c"])
+    found.add("c", hello(10))
+    found.add("a", hello(5))
     found.close()
     assert list(found.known) == ["a", "b", "c"]  # in the order of their stored indices
     assert [found.known[client].size for client in "abc"] == [5, 8, 10]
-    assert (found.absent, found.silent(), found.admit()) == ({"b"}, ["b"], False)
-    found.take("b", hello(3))
-    assert (found.absent, found.silent(), found.known["b"].size) == ({"b"}, [], 8)
-    assert found.admit()
-    assert (found.absent, found.known["b"]) == (set(), Announced(3, 3, 4))
+    assert (found.unregistered, found.pending(), found.accept_late()) == ({"b"}, ["b"], False)
+    found.add("b", hello(3))
+    assert (found.unregistered, found.pending(), found.known["b"].size) == ({"b"}, [], 8)
+    assert found.accept_late()
+    assert (found.unregistered, found.known["b"]) == (set(), Registration(3, 3, 4))
 
 
 def test_a_hello_without_counts_is_refused() -> None:
     with pytest.raises(FederatedError, match="has 11 examples, more than max_examples=10 allows"):
-        Announcements(["a"], max_examples=10).take("a", hello(11))
-    Announcements(["a"], max_examples=10).take("a", hello(10))
-    found = Announcements(["a"])
-    found.take("a", hello(1, batch_size=-3))
+        Registrations(["a"], max_examples=10).add("a", hello(11))
+    Registrations(["a"], max_examples=10).add("a", hello(10))
+    found = Registrations(["a"])
+    found.add("a", hello(1, batch_size=-3))
     assert found.known["a"].batch_size is None
     for name, value in (
         ("size", 10**400),
@@ -157,24 +157,24 @@ def test_a_hello_without_counts_is_refused() -> None:
         ("size", None),
     ):
         with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
-            Announcements(["a"]).take("a", {**hello(1), name: value})
+            Registrations(["a"]).add("a", {**hello(1), name: value})
 
 
 def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> None:
-    sites = Announcements(["bank", "clinic"], batch_size=4)
-    sites.take("bank", hello(8))
+    sites = Registrations(["bank", "clinic"], batch_size=4)
+    sites.add("bank", hello(8))
     with pytest.raises(FederatedError, match="The site of client 'clinic' has batch_size=16, and the run's is 4. Give"):
-        sites.take("clinic", hello(8, batch_size=16))
+        sites.add("clinic", hello(8, batch_size=16))
     assert list(sites.known) == ["bank"]
 
 
 def test_different_batch_sizes_that_nobody_asked_for_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    sites = Announcements(["bank", "clinic", "plant"])
+    sites = Registrations(["bank", "clinic", "plant"])
     with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
-        sites.take("bank", hello(8))
-        sites.take("clinic", hello(8))
+        sites.add("bank", hello(8))
+        sites.add("clinic", hello(8))
         sites.close()
         assert not caplog.text
-        sites.take("plant", hello(8, batch_size=16))
-        sites.admit()
+        sites.add("plant", hello(8, batch_size=16))
+        sites.accept_late()
     assert "Sites have different batch sizes: 4 (client 'clinic'), 16 (client 'plant')." in caplog.text
