@@ -333,6 +333,7 @@ for args in ([], ["--ckpt_path", "lightning_logs/version_0/checkpoints/last.ckpt
 """
 
 
+@pytest.mark.thorough
 def test_lightning_shows_no_advertisement_and_no_changed_dirpath() -> None:
     code = RESUMED.replace("CONFIG", repr(QUICKSTART))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)

@@ -237,6 +237,7 @@ def test_a_failure_is_told_in_one_line_without_control_characters(tmp_path: Path
     assert report.failed[1] == "Client 1 has failed: a list"
 
 
+@pytest.mark.thorough
 def test_what_every_method_sends_is_known_before_it_is_sent(tmp_path: Path, monkeypatch: Any) -> None:
     """So a message has exactly the shape and type that the method's own ``finish`` gives it."""
     seen: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from tests.helpers.lab import results_of
 from tests.helpers.optional import needs_matplotlib
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure, ((axes,),) = new_figure(1, 1)

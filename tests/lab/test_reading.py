@@ -114,6 +114,7 @@ def said_in(config: Any, path: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
     return set().union({(path, None)}, *(said_in(part, (*path, key)) for key, part in parts))
 
 
+@pytest.mark.thorough
 def test_whatever_the_experiments_of_papers_say_is_understood_in_some_cell() -> None:
     configurations = Configurations()
     left = [(said_in(config), name, config) for paper in NAMES for name, config in cells_of(paper)]

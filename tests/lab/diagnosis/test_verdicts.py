@@ -35,6 +35,7 @@ def test_the_first_round_of_scaffold_is_not_held_against_its_step_size() -> None
     assert causes(diagnose(**quadratics))["the step size is too large"] == "likely"
 
 
+@pytest.mark.thorough
 def test_drift_is_named_and_its_cure_makes_it_go() -> None:
     apart = {"data__init_args__alpha": 0.02, "trainer__local_steps": 20, "model__init_args__lr": 0.3}
     report = diagnose(rounds=1, **apart)
