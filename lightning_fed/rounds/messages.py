@@ -123,7 +123,7 @@ class ReplyOrder:
         """Return the replies that can be added now that this one has arrived; duplicates are ignored."""
         clients = set(reply.clients)
         what = f"A reply to {reply.phase!r} of round {reply.round} is of"
-        if unexpected := clients - self._position.keys():
+        if unexpected := clients.difference(self._position):
             raise FederatedError(
                 f"{what} the client with stored index {min(unexpected)}, which was not asked. Answer for the clients"
                 " that the task names."

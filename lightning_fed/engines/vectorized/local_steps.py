@@ -44,7 +44,10 @@ class LocalSteps:
         self._rates, self._rate = work.rates, -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
-        self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
+        if not (self.step.key or work.skips):  # no input but parameters and batch: bound until something else changes
+            settings = (module.traces.generation, work.is_bare, work.rates, work.decay, work.clip, len(work.y))
+            self._bound = work.memory.bound(settings)
+        self._of_chunk: dict[Any, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
         """Take a step of clients on their batches; ``may_trace`` if their shapes recur often enough for a trace."""
@@ -179,11 +182,15 @@ class LocalSteps:
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return the result of :meth:`Trace.once`, computed for the whole chunk if it can be split.
 
-        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time.
+        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time. The traces of one
+        client's batch sizes share it.
         """
         step, count = self.step, len(self.work.y)
         if clients.is_one:
-            return trace.once([*step.shared, *clients.of(step.own)])
+            key = clients.rows, trace.fixed
+            if key not in self._of_chunk:
+                self._of_chunk[key] = trace.once([*step.shared, *clients.of(step.own)])
+            return self._of_chunk[key]
         if trace not in self._of_chunk:
             self._of_chunk[trace] = trace.once([*step.shared, *step.own])
         sums, once = self._of_chunk[trace]
@@ -196,7 +203,7 @@ class LocalSteps:
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""
-        if bound.sizes is None:
+        if bound.sizes is None or bound.trace not in self.module.compared:
             found = self._run_checked(bound, clients, group)
             if found is None:
                 return False
