@@ -103,10 +103,10 @@ class Settings:
         self._check_local_schedule()
         self._check_failures()
         self._check_callables()
-        self._check_lora()
         self._check_participation()
         self._settle_messages()
         self._settle_learning()
+        self._check_lora()
         self._set(client_states_dir=self._folder())
 
     def _set(self, **values: Any) -> None:
@@ -313,6 +313,10 @@ class Settings:
         for name in ("aggregator", "asynchronous", "compression"):
             if (value := getattr(self, name)) is not None:
                 raise FederatedError(lora_needs_mean(f"{name}={value!r} changes it"))
+        if self.attack is not None and self.attack.changes_messages:
+            raise FederatedError(lora_needs_mean(f"attack={self.attack!r} changes what clients send"))
+        if getattr(self.sampler, "probabilities", None) is not None:
+            raise FederatedError(lora_needs_mean(f"sampler={self.sampler!r} makes an estimate of it"))
         if self.algorithm.population_loss or not takes_mean_model(self.algorithm):
             raise FederatedError(lora_needs_mean(f"{self.algorithm!r} does more"))
 

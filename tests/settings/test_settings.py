@@ -24,7 +24,15 @@ from lightning_fed.algorithms import (
     PFedMe,
     Scaffold,
 )
-from lightning_fed.server import CoordinateMedian, FedBuff, RoundRobinSampler, TopK, UniformSampler
+from lightning_fed.server import (
+    CoordinateMedian,
+    FedBuff,
+    RoundRobinSampler,
+    SignFlipAttack,
+    TopK,
+    UniformSampler,
+    UpdateNormSampler,
+)
 from lightning_fed.server.step import plain_sgd
 from lightning_fed.settings.settings import Settings
 
@@ -86,6 +94,11 @@ def test_they_are_frozen() -> None:
         ({"aggregator": CoordinateMedian()}, r"aggregator=CoordinateMedian\(\) changes it"),
         ({"asynchronous": FedBuff(size=2, concurrency=4)}, r"asynchronous=FedBuff\(.* changes it"),
         ({"compression": TopK(0.1)}, r"compression=TopK\(share=0.1\) changes it"),
+        ({"attack": SignFlipAttack(0.1)}, "attack=SignFlipAttack.* changes what clients send"),
+        (
+            {"sampler": UpdateNormSampler(2), "clients_per_round": None},
+            "sampler=UpdateNormSampler.* makes an estimate of it",
+        ),
         *(({"algorithm": method}, re.escape(f"{method!r} does more")) for method in DO_MORE),
     ],
 )
