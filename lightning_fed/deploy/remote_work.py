@@ -47,7 +47,7 @@ class RemoteWork(ClientHalf):
         for client_id, count in drawn.items():
             known = self._sites.known[client_id]
             if client_id in self._sites.unregistered:
-                error = ClientError(f"Client {client_id!r} has not said hello.", client_id)
+                error = ClientError(f"Client {client_id!r} has not registered.", client_id)
                 if failed is None:
                     raise error
                 failed(error)

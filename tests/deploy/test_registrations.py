@@ -85,7 +85,7 @@ def test_an_absent_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> N
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=3, **DROPS))
     late(wire)
     _, reports = wire.run()
-    assert [report.failed for report in reports] == [{LATE: f"Client {LATE} has not said hello."}] * 2 + [{}]
+    assert [report.failed for report in reports] == [{LATE: f"Client {LATE} has not registered."}] * 2 + [{}]
     assert [LATE in clients for _, phase, clients in wire.phases if phase == "train"] == [False, False, True]
     wire.kill()
     few = {**DROPS, "max_failed_share": 0.1}
@@ -119,7 +119,8 @@ def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
     _, reports = wire.run()
     assert [report.round for report in reports] == list(range(5))
     assert (
-        "Client 2 does not answer: The site of client 2 does not run what the server runs: its seed is 3" in caplog.text
+        "Client 2 does not answer: The site of client 2 has other settings than the server: its seed is 3"
+        in caplog.text
     )
     assert "of client 2 says that its size is -1" in caplog.text
 

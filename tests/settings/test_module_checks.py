@@ -137,6 +137,6 @@ def test_buffers_that_are_sent_past_an_aggregator_are_refused() -> None:
         if mode == "server":
             check_buffers(CoordinateMedian(), buffers)
         else:
-            with pytest.raises(FederatedError, match=f"does not go with buffers='{mode}'.*'running_mean'"):
+            with pytest.raises(FederatedError, match=f"cannot be combined with buffers='{mode}'.*'running_mean'"):
                 check_buffers(CoordinateMedian(), buffers)
     check_buffers(CoordinateMedian(), Buffers({}, "average"))

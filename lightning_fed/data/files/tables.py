@@ -200,7 +200,7 @@ def read_columns(
         if is_csv and sum(1 for _ in read_table(path, delimiter)) < 2:  # a row of another length raises first
             raise FederatedError(f"{path} has no rows.") from error
         kind = "CSV" if is_csv else "Parquet"
-        raise FederatedError(f"{path} is no {kind} file that can be read: {error}.") from error
+        raise FederatedError(f"{path} cannot be read as a {kind} file: {error}.") from error
     for name in keys:
         columns.add_key(name, table.column(name))
     for name in numbers:
@@ -372,7 +372,7 @@ class ClientTable(StoredDataModule):
     def _load(self) -> None:
         path = find("ClientTable", Path(self.path), "Write the table there.", "Or correct path.")
         if not path.is_file():
-            raise FederatedError(f"ClientTable: {path} is no file. Correct path.")
+            raise FederatedError(f"ClientTable: {path} is not a file. Correct path.")
         words = {**self.categories, **self.ordered}
         keys = [self.client, *([] if self.split is None else [self.split])]
         ruled = self.missing if isinstance(self.missing, Mapping) else ()
