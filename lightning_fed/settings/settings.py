@@ -104,9 +104,9 @@ class Settings:
         self._check_failures()
         self._check_callables()
         self._check_participation()
+        self._check_lora()
         self._settle_messages()
         self._settle_learning()
-        self._check_lora()
         self._set(client_states_dir=self._folder())
 
     def _set(self, **values: Any) -> None:
