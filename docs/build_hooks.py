@@ -273,7 +273,7 @@ def _reference() -> Iterator[tuple[str, str]]:
         yield file, "\n\n".join(parts) + "\n"
     if wrong := found - Counter(_public()) | (Counter(_public()) - found):
         raise ValueError(f"docs/reference.yaml must have each public name once; see {', '.join(sorted(wrong))}")
-    about = "All public names, by topic. Everything else may change without notice."
+    about = "All public names, by topic. [Public API and releases](../releasing.md) has the rules for changes."
     yield "index", "\n\n".join(["# Reference", about, "\n".join(overview)]) + "\n"
 
 

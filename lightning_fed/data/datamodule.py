@@ -132,8 +132,14 @@ class FederatedDataModule(pl.LightningDataModule):
         >>> from torch.utils.data import TensorDataset
         >>> from lightning_fed.data import Iid
         >>> train = TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
-        >>> data = FederatedDataModule(train=train, partition=Iid(num_clients=10), batch_size=4)
-        >>> data.num_clients, data.client_size(0), data.client_batches(0).num_batches()
+        >>> data = FederatedDataModule(
+        ...     train=train, partition=Iid(num_clients=10), batch_size=4
+        ... )
+        >>> (
+        ...     data.num_clients,
+        ...     data.client_size(0),
+        ...     data.client_batches(0).num_batches(),
+        ... )
         (10, 10, 3)
     """
 
@@ -216,9 +222,13 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If the loader selects or repeats examples, or is not a ``DataLoader``.
 
         Example:
-            >>> dataset = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12) % 3)
+            >>> dataset = torch.utils.data.TensorDataset(
+            ...     torch.randn(12, 2), torch.arange(12) % 3
+            ... )
             >>> loader = DataLoader(dataset, batch_size=2, shuffle=True)
-            >>> FederatedDataModule.from_loader(loader, partition=lambda labels: [range(6), range(6, 12)]).num_clients
+            >>> FederatedDataModule.from_loader(
+            ...     loader, partition=lambda labels: [range(6), range(6, 12)]
+            ... ).num_clients
             2
         """
         return cls(partition=partition, val=val, **{**settings_of(loader), **kwargs})

@@ -133,8 +133,15 @@ class FederatedTrainer(pl.Trainer):
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> from lightning_fed.algorithms import Scaffold
-        >>> trainer = FederatedTrainer(algorithm=Scaffold(), max_rounds=100, clients_per_round=20, local_epochs=5,
-        ...                            logger=False, enable_checkpointing=False, accelerator="cpu")
+        >>> trainer = FederatedTrainer(
+        ...     algorithm=Scaffold(),
+        ...     max_rounds=100,
+        ...     clients_per_round=20,
+        ...     local_epochs=5,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     accelerator="cpu",
+        ... )
         >>> trainer.max_rounds
         100
     """
