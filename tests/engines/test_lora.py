@@ -10,7 +10,23 @@ import torch
 from torch import Tensor
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import FedProx, Scaffold
+from lightning_fed.algorithms import (
+    Algorithm,
+    FedCM,
+    FedDane,
+    FedPer,
+    FedProx,
+    FedProxVR,
+    FedRep,
+    FedSAM,
+    Mime,
+    MimeLite,
+    MimeMVR,
+    MoFedSAM,
+    Scaffold,
+    ScaffoldM,
+    SGDm,
+)
 from tests.deploy.wire import Wire, make_trainer, simulated
 from tests.helpers.adapters import Adapted, Reference, adapted, exact_trainer, merged_weights
 from tests.helpers.processes import in_processes
@@ -33,21 +49,23 @@ class Rounds(FederatedCallback):
         self.states: list[dict[str, Tensor]] = []
         self.down: list[int] = []
         self.up: list[int] = []
+        self.weights: list[Any] = []
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         self.states.append({name: value.clone() for name, value in pl_module.state_dict().items()})
         self.down.append(round_report.bytes_down)
         self.up.append(round_report.bytes_up)
+        self.weights.append(round_report.weights)
 
 
 class Ends(FederatedCallback):
     """Keeps the clients' merged weights."""
 
     def __init__(self) -> None:
-        self.merged: list[dict[str, Tensor]] = []
+        self.merged: list[tuple[Any, dict[str, Tensor]]] = []  # with the client
 
     def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
-        self.merged.append(merged_weights(pl_module.state_dict()))
+        self.merged.append((client_report.client_id, merged_weights(pl_module.state_dict())))
 
 
 def run(module: Any = None, datamodule: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Rounds]:
@@ -90,6 +108,36 @@ def test_the_merged_weights_are_the_mean_of_the_clients_ones(
     assert float(moved.abs().max()) > 1e-3  # far above the tolerances
 
 
+METHODS: list[Algorithm] = [
+    FedProx(0.1),
+    FedDane(0.1),
+    Scaffold(),
+    ScaffoldM(beta=0.2),
+    Mime(base=SGDm()),
+    MimeLite(base=SGDm()),
+    MimeMVR(a=0.1),
+    FedCM(0.4),
+    FedSAM(0.05),
+    MoFedSAM(0.05, 0.4),
+    FedProxVR(0.1),
+    FedPer(["*head*"]),
+    FedRep(["*head*"], head_epochs=1),
+]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
+def test_it_is_the_mean_of_every_method_that_takes_the_mean_of_the_models(algorithm: Algorithm, engine: str) -> None:
+    ends = Ends()
+    _, rounds = run(
+        datamodule=problem(4), algorithm=algorithm, engine=engine, clients_per_round=3, max_rounds=2, callbacks=[ends]
+    )
+    for number, (state, weights) in enumerate(zip(rounds.states, rounds.weights, strict=True)):
+        models = ends.merged[3 * number :][:3]
+        mean = {n: sum(weights[i] * one[n] for i, one in models) for n in ("one", "two")}
+        assert gap(merged_weights(state), mean) < 1e-12
+
+
 def test_separate_means_are_not_that_mean() -> None:
     reference = Reference(adapted().double().state_dict())
     reference.round([one.tensors for one in clients(SIZES)], SIZES, steps=3)
@@ -102,7 +150,7 @@ def test_a_frozen_a_has_an_exact_mean_and_is_not_sent(engine: str) -> None:
     ends = Ends()
     module, rounds = run(lora="frozen_a", engine=engine, weighting="uniform", callbacks=[ends])
     for number, state in enumerate(rounds.states):
-        mean = {n: torch.stack([one[n] for one in ends.merged[4 * number :][:4]]).mean(0) for n in ("one", "two")}
+        mean = {n: torch.stack([one[n] for _, one in ends.merged[4 * number :][:4]]).mean(0) for n in ("one", "two")}
         assert gap(merged_weights(state), mean) < 1e-12
     start = adapted().double().state_dict()
     for layer in ("one", "two"):
