@@ -122,7 +122,7 @@ class ExampleGradients:
         except RuntimeError as error:
             raise FederatedError(
                 f"The gradients of single examples of {type(self._module).__name__} cannot be computed at once"
-                f" ({summary_of(error)}). Pass ClientPrivacy(examples_at_once=1), which takes one example after another."
+                f" ({summary_of(error)}). Pass ClientPrivacy(examples_at_once=1), which takes one after another."
             ) from error
         return found
 

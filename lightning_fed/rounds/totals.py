@@ -242,7 +242,7 @@ class RoundTotals:
 
         Returns:
             The averaged messages, empty without participants; the mean of the client models [P] if the message "delta"
-            is their change; the server's new buffers; and the drift, nan if there are no clients or a change is unknown.
+            is their change; the server's new buffers; and the drift, nan without clients or with a change unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
