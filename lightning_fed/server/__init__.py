@@ -2,6 +2,7 @@
 
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK
+from lightning_fed.server.aggregation.krum import Bulyan, Krum, MultiKrum
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.aggregation.robust import (
     CoordinateMedian,
@@ -13,6 +14,8 @@ from lightning_fed.server.aggregation.robust import (
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.asynchronous.methods import FedAsync, FedBuff
+from lightning_fed.server.attacks import Attack, LabelFlipAttack, NoiseAttack, SignFlipAttack
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.learning_sampler import LearningSampler
 from lightning_fed.server.oort import OortSampler
@@ -31,9 +34,12 @@ __all__ = [
     "QSGD",
     "Aggregator",
     "Asynchronous",
+    "Attack",
     "AvailabilitySampler",
     "BernoulliSampler",
+    "Bulyan",
     "ClientClock",
+    "ClientPrivacy",
     "Compressor",
     "CoordinateMedian",
     "DifferentialPrivacy",
@@ -45,12 +51,17 @@ __all__ = [
     "FedRMSProp",
     "FedYogi",
     "GeometricMedian",
+    "Krum",
+    "LabelFlipAttack",
     "LearningSampler",
+    "MultiKrum",
+    "NoiseAttack",
     "NormClipping",
     "OortSampler",
     "PowerOfChoiceSampler",
     "RobustAggregator",
     "RoundRobinSampler",
+    "SignFlipAttack",
     "SystemsHeterogeneity",
     "TopK",
     "TrimmedMean",

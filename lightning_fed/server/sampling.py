@@ -127,7 +127,9 @@ class WeightedSampler(CountingSampler):
             positive weight.
 
     Example:
-        >>> WeightedSampler(2, weights={"a": 1.0, "b": 0.0})(seed=0, round=0, population=["a", "b"])
+        >>> WeightedSampler(2, weights={"a": 1.0, "b": 0.0})(
+        ...     seed=0, round=0, population=["a", "b"]
+        ... )
         ['a', 'a']
     """
 

@@ -18,8 +18,10 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients
 from lightning_fed.rounds.cohort import CohortSampling, secret_seed
+from lightning_fed.rounds.local_plans import limited
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -190,8 +192,8 @@ class RunState:
                     else "This trainer's earlier fit"
                 )
                 raise FederatedError(
-                    f"{of} is of a run with real clients, {len(versions)} of which keep states on their sites: a"
-                    " simulation cannot go on without them. Go on with fit(model, RemoteClients(...))."
+                    f"{of} is of a run with real clients, and {len(versions)} of them keep states on their sites: a"
+                    " simulation cannot continue without these. Continue with fit(model, RemoteClients(...))."
                 )
             self.sites = {}
         self.load_population()
@@ -236,6 +238,22 @@ class RunState:
         self.clients = work = prepare_clients(prepared, population, self.settings.engine, clients)
         return prepared, population, work
 
+    def _make_ledger(self) -> PrivacyLedger | None:
+        """Return the account of the privacy that clients spend on their examples, None without ``client_privacy``."""
+        privacy, population = self.settings.client_privacy, self.population
+        if privacy is None:
+            return None
+        assert population is not None
+        largest = max(population.sizes, default=1) if population.sizes_are_known else 1
+        if privacy.delta >= 1 / largest:
+            rank_zero_warn(
+                f"client_privacy has delta={privacy.delta:g}, which is not below 1/n = {1 / largest:.3g} of the largest"
+                " client: such a guarantee says little about one example."
+            )
+        limit = self.trainer.limit_train_batches
+        num_batches = self.trainer.datamodule.batch_settings.num_batches
+        return PrivacyLedger(privacy, num_batches, lambda batches: limited(batches, limit))
+
     # ------------------------------------------------------------------ start and end of a fit
 
     def start(self) -> None:
@@ -252,7 +270,13 @@ class RunState:
                 self._resume_counts(saved)
                 self._resume_precision(saved)
             self._server = server = start_server(
-                prepared, self.client_states, self.ranks, notes, saved, None if saved is not None else self._earlier
+                prepared,
+                self.client_states,
+                self.ranks,
+                notes,
+                saved,
+                None if saved is not None else self._earlier,
+                self._make_ledger(),
             )
         except BaseException:  # a server of an earlier fit must not be shown in this module
             prepared.release()
@@ -299,6 +323,11 @@ class RunState:
                 f" processes with a gradient scaler each, and this run has {ranks.size}. All start from the scale of"
                 " the first one, so other local steps may overflow and be skipped."
             )
+
+    def show_rates(self) -> None:
+        """Show the rates that the next round begins with, if schedules step within rounds."""
+        assert self.prepared is not None
+        self.prepared.begin_round(self.settings.first_step(self.server.round, self.server.longest_steps))
 
     def close_round(self, report: RoundReport) -> None:
         """Complete a round."""

@@ -84,7 +84,7 @@ class FlareTransport:
                     yield answer
                 if come.empty() and time.monotonic() > end:
                     for client in missing.keys() & tasks.keys():
-                        yield Refusal(client, f"no reply has come for {self._timeout:g} s")
+                        yield Refusal(client, f"no reply arrived for {self._timeout:g} s")
                     return
         finally:
             for site in sites.values():
