@@ -52,9 +52,10 @@ class FederatedLoop(_FitLoop):
     A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
 
         for round in range(max_rounds):
-            draw the cohort; let its clients work (see :class:`lightning_fed.rounds.round.Rounds`)
-            the server takes its step along the mean of their messages, and their new states are kept
-            schedules step; validation of the server model when due; one report; checkpoint
+            sample the cohort, and train its clients
+            step the server along the mean of their messages
+            store the clients' new states
+            step schedules, validate if due, report, save a checkpoint
 
     Callbacks reach it as ``trainer.fit_loop``: the current round and state (:attr:`round`, :attr:`state`), and
     measurements of clients (:meth:`full_gradient`, :meth:`evaluate_clients`). A measurement leaves no trace in the run,

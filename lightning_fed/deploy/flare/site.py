@@ -40,7 +40,11 @@ def serve_site(
 
     Example::
 
-        serve_site("hospital.task:make_trainer", "hospital.task:make_model", "hospital.task:make_data")
+        serve_site(
+            "hospital.task:make_trainer",
+            "hospital.task:make_model",
+            "hospital.task:make_data",
+        )
     """
     given = {"trainer": make_trainer, "model": make_model, "data": make_data}
     makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}

@@ -27,7 +27,11 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
 
     Example::
 
-        app = client_app("hospital.task:make_trainer", "hospital.task:make_model", "hospital.task:make_data")
+        app = client_app(
+            "hospital.task:make_trainer",
+            "hospital.task:make_model",
+            "hospital.task:make_data",
+        )
     """
     given = {"trainer": make_trainer, "model": make_model, "data": make_data}
     makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}

@@ -59,7 +59,12 @@ def server_app(
 
     Example::
 
-        app = server_app("hospital.task:make_trainer", "hospital.task:make_model", ["north", "south"], "hospital.ckpt")
+        app = server_app(
+            "hospital.task:make_trainer",
+            "hospital.task:make_model",
+            ["north", "south"],
+            "hospital.ckpt",
+        )
     """
     app = ServerApp()
 
