@@ -151,7 +151,8 @@ class SimulatedTime(FederatedCallback):
         """Refuse a second clock."""
         if self.clock is not None and trainer.fit_loop.is_asynchronous:
             raise FederatedError(
-                "SimulatedTime(clock=...) does not go with asynchronous=..., whose clock it goes by. Leave it unset."
+                "SimulatedTime(clock=...) cannot be combined with asynchronous=..., which has its own clock. Leave it"
+                " unset."
             )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:

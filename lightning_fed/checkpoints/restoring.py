@@ -47,7 +47,7 @@ def restored_from(path: Any, what: str) -> Iterator[None]:
         listed = f"{type(error).__name__}: {' '.join(lines[:3])}".rstrip(".")
         raise FederatedError(
             f"The checkpoint {path} does not fit this run: restoring {what} ended in {listed}. Resume with the model"
-            " and the settings it was written with, or start anew, without ckpt_path."
+            " and the settings it was written with, or start a new run, without ckpt_path."
         ) from error
 
 
@@ -65,9 +65,9 @@ def _continue(
     server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
     loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
     if differing := differing_options(built, loaded, is_scheduled, origin):
-        rank_zero_warn(f"The server's optimizer goes on with {its}'s {', '.join(differing)}.")
+        rank_zero_warn(f"The server's optimizer continues with {its}'s {', '.join(differing)}.")
     if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
-        rank_zero_warn(f"The run goes on with {its}'s seed {saved['seed']}, not with {settings.seed}.")
+        rank_zero_warn(f"The run continues with {its}'s seed {saved['seed']}, not with {settings.seed}.")
     compare_work(saved.get("work", {}), notes, keeps_states, origin)
     if keeps_states and server.expected_state.own and saved["step"]["x"].dtype != server.x.dtype:
         raise FederatedError(
@@ -124,10 +124,10 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
                 f"{change}, and what its clients keep belongs to their data."
                 f" {origin.remedy('the data and the partition')}"
             )
-        rank_zero_warn(f"{change}. The run goes on with {origin.this}'s.")
+        rank_zero_warn(f"{change}. The run continues with {origin.this}'s.")
     if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer raises when its state is loaded
         listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
-        rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run goes on with {origin.this}'s.")
+        rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class EarlierFit:
             config.scheduler.load_state_dict(state)
         if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
             rank_zero_warn(
-                f"The local optimizer goes on with the earlier fit's {', '.join(differing)}. To train with other"
+                f"The local optimizer continues with the earlier fit's {', '.join(differing)}. To train with other"
                 " options, make a new FederatedTrainer."
             )
         if not torch.equal(prepared.flat.y, server.evaluation_x()):

@@ -38,7 +38,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
     settings: Settings = loop.settings
     if any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in loop.trainer.callbacks):
         raise FederatedError(
-            "GradientAccumulationScheduler changes the local work from round to round, of which sites do not hear."
+            "GradientAccumulationScheduler changes the local work from round to round, and sites are not notified."
             " Set accumulate_grad_batches=... for all rounds."
         )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
@@ -99,7 +99,7 @@ def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: obj
         remedy = "Start both with the same model and the same trainer arguments."
         if name.startswith("version"):
             remedy = "Install the same version on both."
-        raise FederatedError(f"The site of client {client!r} does not run what the server runs: {found}. {remedy}")
+        raise FederatedError(f"The site of client {client!r} has other settings than the server: {found}. {remedy}")
 
 
 def _plain(options: Mapping[str, Any]) -> str:

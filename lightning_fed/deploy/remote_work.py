@@ -42,12 +42,12 @@ class RemoteWork(ClientHalf):
     def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Return those of the clients drawn that are there and have examples; see :meth:`ClientHalf.participants`."""
+        """Return the drawn clients that have registered and have examples; see :meth:`ClientHalf.participants`."""
         trainer, members, self._attempt = self.trainer, [], -1
         for client_id, count in drawn.items():
             known = self._sites.known[client_id]
             if client_id in self._sites.unregistered:
-                error = ClientError(f"Client {client_id!r} has not said hello.", client_id)
+                error = ClientError(f"Client {client_id!r} has not registered.", client_id)
                 if failed is None:
                     raise error
                 failed(error)

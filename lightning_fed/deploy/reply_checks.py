@@ -31,7 +31,7 @@ class Fields:
     def _checked(self, name: str, value: Any, is_good: bool, expected: str) -> Any:
         if not is_good:
             raise FederatedError(
-                f"{self._who} is no reply: its {name} is {quoted(value)}, where {expected} is expected."
+                f"{self._who} is not valid: its {name} is {quoted(value)}, and {expected} is expected."
             )
         return value
 

@@ -35,12 +35,12 @@ def check_header(message: Message) -> None:
 
 
 def check_registration(message: Message) -> None:
-    """Refuse a hello that does not name the run's clients and the server's facts."""
-    who = f"The server's hello to client {message.client!r}"
+    """Raise if a registration request lacks the run's clients or the server's facts."""
+    who = f"The server's registration request to client {message.client!r}"
     for facts in map(message.header.get, ("facts", "optimizer")):
         if not isinstance(facts, Mapping) or not all(isinstance(fact, str) for pair in facts.items() for fact in pair):
             raise FederatedError(
-                f"{who} does not say what the server runs. Use the same version of lightning_fed everywhere."
+                f"{who} does not contain the server's settings. Use the same version of lightning_fed everywhere."
             )
     check_client_ids(f"{who}: its clients", message.header.get("clients"))
 

@@ -37,7 +37,7 @@ def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
         sender = message.header.get("client")
     except (FederatedError, AttributeError) as error:
         return Refusal(client_id, str(error))
-    return message if sender == client_id else Refusal(client_id, f"A reply has come of client {quoted(sender)}.")
+    return message if sender == client_id else Refusal(client_id, f"The reply is from client {quoted(sender)}.")
 
 
 class Transport(Protocol):

@@ -47,8 +47,8 @@ def make_engine(
         reason = reason_in(error)
         if before == "vectorized":
             rank_zero_warn(
-                "engine='auto' goes on with 'sequential', though this run was trained with 'vectorized' before: the"
-                f" result will not have the bits of a run without the break. The reason: {reason}"
+                "engine='auto' continues with 'sequential', though this run was trained with 'vectorized' before. The"
+                f" result will differ in rounding from an uninterrupted run. The reason: {reason}"
             )
         else:
             rank_zero_info(f"engine='auto' takes 'sequential', since {reason}")

@@ -114,8 +114,8 @@ class PreparedModule:
         if (round > 0 or plateaus) and len(plateaus) != len(metric_schedules):
             raise FederatedError(
                 f"{len(metric_schedules)} schedules of {type(self.module).__name__} are ReduceLROnPlateau, which follow"
-                f" a metric of earlier rounds: round {round} needs the state of each, found {len(plateaus)}. Pass"
-                " set_round(round, plateaus=[scheduler.state_dict() ...]), or use a schedule that goes by rounds."
+                f" a metric of earlier rounds. Round {round} needs the state of each, found {len(plateaus)}. Pass"
+                " set_round(round, plateaus=[scheduler.state_dict() ...]), or use a schedule of the round number."
             )
         self._rewind(round)
         loop = self.trainer.fit_loop
@@ -178,13 +178,13 @@ def personal_names(
     reasons = {  # a method may need more than the shared part of a model
         "gives clients no local steps to train them in": not algorithm.local_work,
         "takes clients' gradients at the server's model": bool(algorithm.full_grad_at or algorithm.anchor_at),
-        "gives every client a whole model of its own": algorithm.init_client_at_start,
+        "gives every client its own whole model": algorithm.init_client_at_start,
         "watches the loss of the server's model": algorithm.population_loss,
     }
     for reason, holds in reasons.items():
         if personal and holds:
             raise FederatedError(
-                f"personal parameters do not go with {algorithm!r}, which {reason}: the server has a part of the model"
-                " only. Use another method, such as FedAvg or Scaffold('ii')."
+                f"personal parameters cannot be combined with {algorithm!r}, which {reason}: the server has a part of"
+                " the model only. Use another method, such as FedAvg or Scaffold('ii')."
             )
     return frozenset(trained.keys() & personal), frozenset(personal.intersection(buffers))

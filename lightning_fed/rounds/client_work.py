@@ -107,7 +107,7 @@ class ClientWork(ClientHalf):
         except FederatedError as error:
             if self.settings.engine != "auto" or not self.may_restart:
                 raise
-            warnings.warn(f"engine='auto' goes on with 'sequential', since {reason_in(error)}", stacklevel=2)
+            warnings.warn(f"engine='auto' continues with 'sequential', since {reason_in(error)}", stacklevel=2)
             self.give_up()
             self.begin(round, members, reads_later)
 

@@ -92,8 +92,8 @@ class CohortSampling:
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:
     """Return the cohorts' secret seed, which privacy depends on; all processes must call it."""
     rank_zero_info(
-        f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that the run does not"
-        " repeat itself. What is known of clients' training is not logged."
+        f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so the run does not repeat"
+        " itself. Values from clients' training are not logged."
     )
     delta, most = aggregator.delta, 1 / len(population)
     if delta >= most:

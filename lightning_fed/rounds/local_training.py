@@ -111,7 +111,7 @@ class ClientGradients:
             for point, norm in found.items():
                 if not math.isfinite(norm):
                     raise ClientError(
-                        f"Client {who.client_id!r} came back from round {number} with a full-batch gradient at {point}"
+                        f"Client {who.client_id!r} returned, in round {number}, a full-batch gradient at {point}"
                         " that is not finite. Lower the learning rate, or look at its data.",
                         who.client_id,
                     )

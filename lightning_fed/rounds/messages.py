@@ -129,7 +129,7 @@ class ReplyOrder:
         known = clients & self._answered
         if known and known != clients:
             raise FederatedError(
-                f"{what} several clients, some of which have answered before, such as the one with stored index"
+                f"{what} several clients, and some of them have answered before, such as the one with stored index"
                 f" {min(known)}. Answer for each client once."
             )
         if known or not clients:

@@ -144,8 +144,8 @@ class RoundTotals:
                 send = {**send, **self.algorithm.implied(send, state)}
             except KeyError as error:
                 raise FederatedError(
-                    f"A reply leaves out {sorted(reply.implied)}, and {error} as well, from which"
-                    f" {type(self.algorithm).__name__} would work it out. Send one of them."
+                    f"A reply leaves out {sorted(reply.implied)}, and also {error}, which"
+                    f" {type(self.algorithm).__name__} needs to compute it. Send one of them."
                 ) from error
         return {name: value for name, value in send.items() if name not in self.algorithm.aside}
 

@@ -49,13 +49,13 @@ def check_module(trainer: pl.Trainer) -> None:
         raise no_federated_data(trainer.datamodule)
     if type(trainer.datamodule).train_dataloader is not FederatedDataModule.train_dataloader:
         raise FederatedError(
-            f"{type(trainer.datamodule).__name__} overrides train_dataloader, which no round asks for: every client has"
-            " a loader of its own. Override client_dataset(client_id), or client_dataloader(client_id, generator), or"
-            " pass collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
+            f"{type(trainer.datamodule).__name__} overrides train_dataloader, which no round calls: every client has"
+            " its own loader. Override client_dataset(client_id), or client_dataloader(client_id, generator), or pass"
+            " collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
         )
     if not module.automatic_optimization:
         raise FederatedError(
-            f"{name} uses manual optimization, where no correction can be injected between backward and step."
+            f"{name} uses manual optimization, so the method cannot correct the gradient between backward and step."
             " Remove `self.automatic_optimization = False` and return the loss from training_step."
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -73,8 +73,8 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
             raise FederatedError(
-                f"{name} ({type(layer).__name__}) normalises by the statistics of a batch, of which processes see"
-                " parts with strategy='ddp': results would depend on their number. Use GroupNorm, or"
+                f"{name} ({type(layer).__name__}) normalises by the statistics of a batch, and with strategy='ddp' each"
+                " process has a part of the batch: results would depend on the number of processes. Use GroupNorm, or"
                 " strategy='clients', which leaves batches whole."
             )
 
@@ -84,9 +84,9 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
     sent = [name for name in buffers.server if name not in buffers.personal]
     if buffers.mode != "server" and sent:
         raise FederatedError(
-            f"aggregator={aggregator!r} does not go with buffers={buffers.mode!r}: it does not stand in for"
-            f" the mean of buffers such as {sent[0]!r}. Set buffers='server', or use layers without"
-            " running statistics, such as GroupNorm."
+            f"aggregator={aggregator!r} cannot be combined with buffers={buffers.mode!r}: it does not replace the mean"
+            f" of buffers such as {sent[0]!r}. Set buffers='server', or use layers without running statistics, such as"
+            " GroupNorm."
         )
 
 
@@ -110,8 +110,8 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
         if config.interval != "epoch":
             raise FederatedError(
                 f"The LR scheduler {type(config.scheduler).__name__} has interval={config.interval!r}: a schedule over"
-                " the local steps of one client would start anew in every round. Use interval='epoch' (the default):"
-                " it is then stepped once a round."
+                " the local steps of one client would restart in every round. Use interval='epoch' (the default), which"
+                " steps it once a round."
             )
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):

@@ -189,8 +189,8 @@ class Settings:
                 raise FederatedError(f"{one.name} must be one of {allowed}, found {chosen!r}.")
         if self.keeps_solver and self.algorithm.uses_solver_state:
             raise FederatedError(
-                f"local_optimizer_state='keep' does not go with {self.algorithm!r}, which loads the server's statistics"
-                " into the local optimizer before every step. Leave it at 'reset'."
+                f"local_optimizer_state='keep' cannot be combined with {self.algorithm!r}, which loads the server's"
+                " statistics into the local optimizer before every step. Leave it at 'reset'."
             )
         if self.keeps_solver:
             self._check_has_local_work("local_optimizer_state", "Leave it at 'reset'.")
@@ -266,8 +266,8 @@ class Settings:
         if self.gradient_sampler is not None and not has_own_cohort:
             own = ", or choose grad_cohort='own'" if "grad_cohort" in method.options() else ""
             raise FederatedError(
-                f"gradient_sampler={self.gradient_sampler!r} does not apply to {method!r}, which averages no gradients"
-                f" over a cohort of their own. Leave it unset{own}."
+                f"gradient_sampler={self.gradient_sampler!r} does not apply to {method!r}, which does not average"
+                f" gradients over their own cohort. Leave it unset{own}."
             )
         if self.heterogeneity is not None:
             self._check_has_local_work("heterogeneity")
@@ -305,8 +305,9 @@ class Settings:
         for name in ("clients_per_round", "sampler", "aggregator", "heterogeneity", "on_client_error"):
             if (value := getattr(self, name)) not in (None, "raise"):
                 raise FederatedError(
-                    f"{name}={value!r} does not go with asynchronous={type(self.asynchronous).__name__}(...), which"
-                    " says who begins when, how long clients take and how their answers count. Leave it unset."
+                    f"{name}={value!r} cannot be combined with asynchronous={type(self.asynchronous).__name__}(...),"
+                    " which determines who begins when, how long clients take and how their answers count. Leave it"
+                    " unset."
                 )
 
     def _check_private(self) -> None:
@@ -321,7 +322,7 @@ class Settings:
             if (value := getattr(self, name)) not in (None, "raise"):
                 remedy = "Leave it at 'raise'." if value == "drop" else "Leave it unset."
                 raise FederatedError(
-                    f"{name}={value!r} does not go with aggregator={self.aggregator!r}{reason}. {remedy}"
+                    f"{name}={value!r} cannot be combined with aggregator={self.aggregator!r}{reason}. {remedy}"
                 )
 
     def _folder(self) -> str | None:

@@ -104,7 +104,7 @@ class FederatedLoop(_FitLoop):
         if self.trainer.should_stop and not self._can_stop_early and self._says_why_it_continues:
             self._says_why_it_continues = False
             rank_zero_info(
-                f"The run was asked to stop after {self.round} rounds and {self.steps_taken} local steps, but goes on"
+                f"The run was asked to stop after {self.round} rounds and {self.steps_taken} local steps, but continues"
                 f" until min_epochs={self.min_epochs} rounds and min_steps={self.min_steps or 0} local steps are done."
             )
         return bool(self.trainer.should_stop and self._can_stop_early)
@@ -115,7 +115,7 @@ class FederatedLoop(_FitLoop):
         if self.round > 0 and (limit := self._limit_reached()):
             raised = "trainer.max_rounds" if limit.startswith("max_rounds") else "max_steps"
             rank_zero_warn(
-                f"fit() has nothing to do: {self.round} rounds are done and {limit}. Raise {raised} to go on from"
+                f"fit() has nothing to do: {self.round} rounds are done and {limit}. Raise {raised} to continue from"
                 " there."
             )
             return True

@@ -186,8 +186,8 @@ class RunState:
                     else "This trainer's earlier fit"
                 )
                 raise FederatedError(
-                    f"{of} is of a run with real clients, {len(versions)} of which keep states on their sites: a"
-                    " simulation cannot go on without them. Go on with fit(model, RemoteClients(...))."
+                    f"{of} is of a run with real clients, and {len(versions)} of them keep states on their sites: a"
+                    " simulation cannot continue without these. Continue with fit(model, RemoteClients(...))."
                 )
             self.sites = {}
         self.load_population()

@@ -190,8 +190,8 @@ class FederatedTrainer(pl.Trainer):
         adopt_launcher(self)
         if settings.drops_failed and isinstance(self.strategy, WithinClientStrategy):
             raise FederatedError(
-                "on_client_error='drop' does not go with strategy='ddp', whose processes work on one client together"
-                " and stop together. Use strategy='clients', or leave on_client_error at 'raise'."
+                "on_client_error='drop' cannot be combined with strategy='ddp', whose processes work on one client"
+                " together and stop together. Use strategy='clients', or leave on_client_error at 'raise'."
             )
         if isinstance(self.strategy, UnwrappedDDPStrategy):  # Lightning's sampler would show some examples twice
             self._accelerator_connector.use_distributed_sampler = False
@@ -217,8 +217,8 @@ class FederatedTrainer(pl.Trainer):
             return max(self.max_epochs, 1)
         if self.max_steps != -1:
             raise FederatedError(
-                f"trainer.estimated_stepping_batches is the number of rounds, which max_steps={self.max_steps} does not"
-                " tell before the run: it depends on who is drawn. Pass max_rounds too."
+                f"trainer.estimated_stepping_batches is the number of rounds. With max_steps={self.max_steps} it is"
+                " unknown before the run: it depends on the clients drawn. Pass max_rounds too."
             )
         return float("inf")
 
@@ -237,8 +237,8 @@ class FederatedTrainer(pl.Trainer):
     def _check_is_one(self, name: str) -> None:
         if self.fit_loop.runs_several:
             raise FederatedError(
-                f"engine='vectorized' cannot say what trainer.{name} is in training_step: clients are run at once, and"
-                " it differs from one to another. Do without it, or use engine='sequential'."
+                f"engine='vectorized' has no value for trainer.{name} in training_step: clients are run at once, and it"
+                " differs from one to another. Do not use it, or use engine='sequential'."
             )
 
     def fit(
@@ -274,7 +274,7 @@ class FederatedTrainer(pl.Trainer):
             raise no_federated_data(train_dataloaders)
         if val_dataloaders is not None:
             raise FederatedError(
-                "fit(val_dataloaders=...) does not go with a data module, which has the validation set:"
+                "fit(val_dataloaders=...) cannot be combined with a data module, which has the validation set:"
                 " FederatedDataModule(val=...), a data set or a loader."
             )
         check_trainer(self)

@@ -58,7 +58,7 @@ def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_oth
     assert torch.equal(parameters(module), parameters(simulated(make).lightning_module))
     trainer.max_rounds = 6
     with pytest.raises(
-        FederatedError, match="This trainer's earlier fit is of a run with real clients, 4 of which keep"
+        FederatedError, match="This trainer's earlier fit is of a run with real clients, and 4 of them keep"
     ):
         trainer.fit(module, make_data())
 

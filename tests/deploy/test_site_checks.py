@@ -78,9 +78,9 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "another model": (task({"x": torch.zeros(3)}), r"the x of shape \[3\] and type torch.float32; this site"),
     "another precision": (task({"x": parameters(model()).double()}), "type torch.float64"),
     "a buffer that is not there": (task({"buffers.own": torch.zeros(1)}), "no such buffer"),
-    "a hello without facts": (hello(facts=None), "does not say what the server runs"),
-    "a hello with nested facts": (hello(facts={"method": ["FedAvg"]}), "does not say what the server runs"),
-    "a hello without an optimizer": (hello(optimizer=None), "does not say what the server runs"),
+    "a hello without facts": (hello(facts=None), "does not contain the server's settings"),
+    "a hello with nested facts": (hello(facts={"method": ["FedAvg"]}), "does not contain the server's settings"),
+    "a hello without an optimizer": (hello(optimizer=None), "does not contain the server's settings"),
     "a hello without clients": (hello(clients=None), "give a sequence of ints or strs"),
 }  # fmt: skip
 

@@ -67,6 +67,6 @@ def test_a_second_copy_counts_once_and_strangers_are_refused_by_name() -> None:
     assert order.arrive(reply()) == []
     with pytest.raises(FederatedError, match="'train' of round 3 is of the client with stored index 1, which was not"):
         order.arrive(reply(2, 1))
-    with pytest.raises(FederatedError, match="some of which have answered before, such as the one with stored index 7"):
+    with pytest.raises(FederatedError, match="some of them have answered before, such as the one with stored index 7"):
         order.arrive(reply(7, 2))
     assert order.missing() == [2, 9, 4]

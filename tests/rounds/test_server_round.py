@@ -241,7 +241,7 @@ def test_replies_of_strangers_are_refused_by_name() -> None:
     with pytest.raises(FederatedError, match="the client with stored index 2, which was not asked"):
         half.receive(2)
     half.receive(3)
-    with pytest.raises(FederatedError, match="some of which have answered before, such as the one with stored index 3"):
+    with pytest.raises(FederatedError, match="some of them have answered before, such as the one with stored index 3"):
         half.receive(0, 3)
     with pytest.raises(
         FederatedError, match=r"sent the messages \['delta', 'more'\], but `reduces` declares \['delta'\]"

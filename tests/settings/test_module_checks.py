@@ -66,7 +66,7 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
     lazy.layer = nn.LazyLinear(2)  # type: ignore[assignment]
     check_module(fit_of(Net()))
     for trainer, message in (
-        (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round asks for"),
+        (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round calls"),
         (fit_of(manual), "Net uses manual optimization.*return the loss"),
         (fit_of(Iterates()), "Iterates.training_step.dataloader_iter. is not supported"),
         (fit_of(lazy), "Net.layer.weight has no shape yet"),
@@ -118,6 +118,6 @@ def test_buffers_that_are_sent_past_an_aggregator_are_refused() -> None:
         if mode == "server":
             check_buffers(CoordinateMedian(), buffers)
         else:
-            with pytest.raises(FederatedError, match=f"does not go with buffers='{mode}'.*'running_mean'"):
+            with pytest.raises(FederatedError, match=f"cannot be combined with buffers='{mode}'.*'running_mean'"):
                 check_buffers(CoordinateMedian(), buffers)
     check_buffers(CoordinateMedian(), Buffers({}, "average"))

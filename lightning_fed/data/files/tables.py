@@ -137,7 +137,7 @@ def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: 
         if is_csv and sum(1 for _ in read_table(path)) < 2:  # a row of another length raises first
             raise FederatedError(f"{path} has no rows.") from error
         kind = "CSV" if is_csv else "Parquet"
-        raise FederatedError(f"{path} is no {kind} file that can be read: {error}.") from error
+        raise FederatedError(f"{path} cannot be read as a {kind} file: {error}.") from error
     for name in keys:
         columns.add_key(name, table.column(name))
     for name in numbers:
@@ -242,7 +242,7 @@ class ClientTable(StoredDataModule):
     def _load(self) -> None:
         path = find("ClientTable", Path(self.path), "Write the table there.", "Or correct path.")
         if not path.is_file():
-            raise FederatedError(f"ClientTable: {path} is no file. Correct path.")
+            raise FederatedError(f"ClientTable: {path} is not a file. Correct path.")
         keys, numeric = [self.client, *([] if self.split is None else [self.split])], list(self.features or [])
         (keys if self.targets == "classes" else numeric).append(self.target)
         table = read_columns(path, keys, numeric, rest=self.features is None)

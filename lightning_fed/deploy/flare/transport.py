@@ -85,7 +85,7 @@ class FlareTransport:
                     yield answer
                 if come.empty() and time.monotonic() > end:
                     for client in missing.keys() & tasks.keys():
-                        yield Refusal(client, f"no reply has come for {self._timeout:g} s")
+                        yield Refusal(client, f"no reply arrived for {self._timeout:g} s")
                     return
         finally:
             for site in sites.values():
@@ -127,4 +127,4 @@ class FlareTransport:
             if key in messages:
                 yield reply_from(client, messages[key])
             else:
-                yield Refusal(client, refused.get(key, "There is none in what its site has sent."))
+                yield Refusal(client, refused.get(key, "Its site's answer has no reply of this client."))

@@ -95,7 +95,7 @@ class FlowerTransport:
                 yield come
             if time.monotonic() > end:
                 for client in tasks.keys() & missing.keys():
-                    what = "no reply has come" if client in self._node_of else "no node has been there"
+                    what = "no reply arrived" if client in self._node_of else "no node was connected"
                     yield Refusal(client, f"{what} for {self._timeout:g} s")
                 return
             if not found:
@@ -179,7 +179,7 @@ class FlowerTransport:
             if key in messages:
                 yield reply_from(client, messages[key])
             else:
-                yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
+                yield Refusal(client, refused.get(key, "Its node's answer has no reply of this client."))
 
     def _note_clients(self, asked: _Sent, names: Sequence[str]) -> None:
         unexpected = [name for name in names if name not in self._by_text]
@@ -190,7 +190,7 @@ class FlowerTransport:
         earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
         for key in earlier:
             if clients := self._sent.pop(key).clients:
-                _log.warning("Node %d has lost what it was asked for %s; it is asked again.", asked.node, clients)
+                _log.warning("Node %d has lost its task for %s; it is asked again.", asked.node, clients)
 
     def _note_error(self, node: int, reason: str) -> None:
         self._not_before[node] = time.monotonic() + _BACK_OFF

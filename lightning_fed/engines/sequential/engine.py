@@ -210,7 +210,7 @@ class SequentialEngine(Engine):
         if len(numbers.losses):
             raise ClientError(
                 "training_step returned losses, but backward left no gradient on any trained parameter, so no local"
-                " step was taken. Look at what the module's or the strategy's backward does."
+                " step was taken. Check the module's or the strategy's backward."
             )
         raise ClientError(
             "training_step returned None for every batch, so no local step was taken. Return a loss for at least"

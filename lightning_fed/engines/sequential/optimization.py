@@ -108,7 +108,7 @@ class ClientOptimization(_AutomaticOptimization):
             optimizer.zero_grad()
             loss = result.closure_loss
             if loss is None:
-                Closure.warning_cache.warn("`training_step` returned `None`: the batch is no local step.")
+                Closure.warning_cache.warn("`training_step` returned `None`: the batch does not count as a local step.")
             else:
                 check_loss(loss)
                 loss.backward()
@@ -123,7 +123,7 @@ class ClientOptimization(_AutomaticOptimization):
         if accumulated != 1:
             raise FederatedError(
                 f"A callback has set accumulate_grad_batches={accumulated}, and the method takes a second gradient on"
-                " the batch of every step, of which there is one. Leave it at 1."
+                " the one batch of every step. Leave it at 1."
             )
         batch, batch_idx, draw_again = self._current_batch
         out = torch.empty_like(point)

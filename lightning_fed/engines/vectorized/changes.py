@@ -364,8 +364,8 @@ class ChangeTracker:
         if self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
                 f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
-                " engine='vectorized' tries the module out and traces it anew each time, which is slow. If no step"
-                " reads it, keep it elsewhere, in a callback for one; or use engine='sequential'."
+                " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
+                " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
             )
 
     def expect_hooks(self) -> None:
@@ -398,9 +398,9 @@ class ChangeTracker:
             kind, _, name = tensor.partition(".")
         if name is not None:
             raise FederatedError(
-                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it changes the"
-                f" {kind} {name!r} of {type(self.module).__name__}, which it did not when it was tried out. Change"
-                " that, or use engine='sequential'."
+                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
+                f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
+                " engine='sequential'."
             )
 
     def end_round(self) -> None:
@@ -411,6 +411,6 @@ class ChangeTracker:
         if name is not None:
             self._has_warned = True
             rank_zero_warn(
-                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients are at work."
-                " With engine='vectorized' their local steps go by its value at the start of the round."
+                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients train. With"
+                " engine='vectorized' their local steps use its value at the start of the round."
             )

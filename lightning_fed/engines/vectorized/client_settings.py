@@ -105,8 +105,8 @@ class ClientSettings:
         for kind, name in differing:
             if kind == "requires_grad":
                 raise OnlySequentialError(
-                    "engine='vectorized' trains the parameters that were to be trained when the round began, and a hook"
-                    f" changes {self._name(kind, name)} before client {client_id!r}. Leave it as it is, or use"
+                    "engine='vectorized' trains the parameters that required a gradient when the round began, and a"
+                    f" hook changes {self._name(kind, name)} before client {client_id!r}. Leave it as it is, or use"
                     " engine='sequential'."
                 )
         kinds = {kind for kind, _ in differing}

@@ -377,7 +377,7 @@ def check_settings(engine: Engine) -> None:
     elif engine.algorithm.trains != "all" and decouples:
         reason = f"{type(engine.algorithm).__name__} lets parameters rest that the weight decay of AdamW would move"
     elif engine.buffers.kept:
-        reason = f"clients keep buffers of their own, such as {min(engine.buffers.kept)!r}, which is not offered"
+        reason = f"clients keep their own buffers, such as {min(engine.buffers.kept)!r}, which is not offered"
     if reason is not None:
         raise FederatedError(
             f"engine='vectorized' cannot run {type(module).__name__}: {reason}. Change that, or use"

@@ -89,8 +89,8 @@ class DifferentialPrivacy(Aggregator):
             flaw = "which uses a sum over the population"
         if flaw is not None:
             raise FederatedError(
-                f"aggregator={self!r} does not go with {type(algorithm).__name__}, {flaw}. Use a method that sends one"
-                " message, such as FedAvg or FedProx."
+                f"aggregator={self!r} cannot be combined with {type(algorithm).__name__}, {flaw}. Use a method that"
+                " sends one message, such as FedAvg or FedProx."
             )
         if not isinstance(sampler, BernoulliSampler) or not isinstance(sampler.probability, int | float):
             raise FederatedError(

@@ -138,9 +138,9 @@ class ExpectedState:
     def mismatch(self, index: int, fault: str) -> FederatedError:
         """Return the error for a client's state that is not from this run."""
         return FederatedError(
-            f"What client {self.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
-            f" states that it refers to, are another run's: resume from one of this run's own. Or {self.method}.finish"
-            " keeps something else than its init_client."
+            f"The stored state of client {self.ids[index]!r} does not belong to this run: {fault}. The checkpoint, or"
+            " the files of client states that it refers to, are another run's: resume from one of this run's own. Or"
+            f" {self.method}.finish keeps another state than its init_client returns."
         )
 
 

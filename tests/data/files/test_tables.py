@@ -211,7 +211,7 @@ DAMAGED = [
     ("who,x,y\n", "has no rows"),
     ("who,x,y", "has no rows"),
     ("", "has no column 'who'"),
-    (b"who,x,y\n\xff,1,0\n", "is no utf-8-sig text"),
+    (b"who,x,y\n\xff,1,0\n", "is not utf-8-sig text"),
 ]
 
 
@@ -321,7 +321,7 @@ def test_damaged_parquet_is_refused_with_the_row(tmp_path):
     ):
         with pytest.raises(FederatedError, match=message):
             ClientTable(path, **options).setup("fit")
-    with pytest.raises(FederatedError, match="is no Parquet file"):
+    with pytest.raises(FederatedError, match="cannot be read as a Parquet file"):
         ClientTable(write(tmp_path, "who,x\n", "bad.parquet"), "who", "y").setup("fit")
 
 
@@ -334,7 +334,7 @@ def test_lists_in_parquet_are_neither_clients_nor_classes(tmp_path):
 
 def test_a_folder_is_no_table(tmp_path):
     (tmp_path / "table.csv").mkdir()
-    with pytest.raises(FederatedError, match=r"table.csv is no file"):
+    with pytest.raises(FederatedError, match=r"table.csv is not a file"):
         ClientTable(str(tmp_path / "table.csv"), "who", "y").setup("fit")
 
 

@@ -54,7 +54,7 @@ def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> 
 
 def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare) -> None:
     flare.spoils = lambda site, result: None if site == "site-2" else result
-    with pytest.raises(FederatedError, match=r"'hello': 1\..*Client 1: no reply has come for 1 s"):
+    with pytest.raises(FederatedError, match=r"'hello': 1\..*Client 1: no reply arrived for 1 s"):
         flare.run(1.0)
     assert len(flare.given_back) == 1, "its task is taken back"
     heard: list[str] = []
@@ -95,7 +95,7 @@ def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
         return dict.fromkeys(result, seen["site-1"]["0"]) if site == "site-3" else result
 
     flare.spoils = forged
-    with pytest.raises(FederatedError, match="'hello': 2, 3.*A reply has come of client 0"):
+    with pytest.raises(FederatedError, match="'hello': 2, 3.*The reply is from client 0"):
         flare.run()
 
 
