@@ -132,8 +132,14 @@ class FederatedDataModule(pl.LightningDataModule):
         >>> from torch.utils.data import TensorDataset
         >>> from lightning_fed.data import Iid
         >>> train = TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
-        >>> data = FederatedDataModule(train=train, partition=Iid(num_clients=10), batch_size=4)
-        >>> data.num_clients, data.client_size(0), data.client_batches(0).num_batches()
+        >>> data = FederatedDataModule(
+        ...     train=train, partition=Iid(num_clients=10), batch_size=4
+        ... )
+        >>> (
+        ...     data.num_clients,
+        ...     data.client_size(0),
+        ...     data.client_batches(0).num_batches(),
+        ... )
         (10, 10, 3)
     """
 
@@ -216,9 +222,13 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If the loader selects or repeats examples, or is not a ``DataLoader``.
 
         Example:
-            >>> dataset = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12) % 3)
+            >>> dataset = torch.utils.data.TensorDataset(
+            ...     torch.randn(12, 2), torch.arange(12) % 3
+            ... )
             >>> loader = DataLoader(dataset, batch_size=2, shuffle=True)
-            >>> FederatedDataModule.from_loader(loader, partition=lambda labels: [range(6), range(6, 12)]).num_clients
+            >>> FederatedDataModule.from_loader(
+            ...     loader, partition=lambda labels: [range(6), range(6, 12)]
+            ... ).num_clients
             2
         """
         return cls(partition=partition, val=val, **{**settings_of(loader), **kwargs})
@@ -274,6 +284,13 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_ids(self, value: Sequence[ClientId]) -> None:
         self._client_ids = check_client_ids(type(self).__name__, value)
         self._check_number(self._client_ids, self._num_clients)
+
+    def describe_columns(self) -> Sequence[str]:
+        """Return what inputs and targets mean, in words that sites compare when they register; empty if unknown.
+
+        The words leave a site, so they must hold names and declared categories, and nothing of a row.
+        """
+        return ()
 
     @property
     def known_sizes(self) -> list[int] | None:

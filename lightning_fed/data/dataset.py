@@ -44,7 +44,12 @@ class FederatedDataset:
 
     Example:
         >>> from torch.utils.data import TensorDataset
-        >>> data = FederatedDataset({"ann": TensorDataset(torch.zeros(3)), "bob": TensorDataset(torch.zeros(5))})
+        >>> data = FederatedDataset(
+        ...     {
+        ...         "ann": TensorDataset(torch.zeros(3)),
+        ...         "bob": TensorDataset(torch.zeros(5)),
+        ...     }
+        ... )
         >>> list(data.ids), data.size("bob")
         (['ann', 'bob'], 5)
     """
@@ -86,7 +91,9 @@ class FederatedDataset:
         Example:
             >>> from torch.utils.data import TensorDataset
             >>> from lightning_fed.data import Iid
-            >>> data = FederatedDataset.from_partition(TensorDataset(torch.arange(10)), Iid(num_clients=3))
+            >>> data = FederatedDataset.from_partition(
+            ...     TensorDataset(torch.arange(10)), Iid(num_clients=3)
+            ... )
             >>> [data.size(client_id) for client_id in data.ids]
             [4, 3, 3]
         """

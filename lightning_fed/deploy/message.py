@@ -162,6 +162,7 @@ def task_in(message: Message, index: int, buffers: State, device: torch.device) 
         cohort_grad=parts["cohort_grad"],
         buffers={**buffers, **parts["buffers"]},
         mean_examples=math.nan if header.get("mean_examples") is None else header["mean_examples"],
+        first_step=header.get("first_step", 0),
     )
     return task, parts["keep"]
 

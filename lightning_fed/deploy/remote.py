@@ -82,6 +82,16 @@ class RemoteClients(FederatedDataModule):
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) has a simulated clock, and real clients"
                 " take real time. Leave it unset."
             )
+        if loop.settings.lora == "exact":
+            raise FederatedError(
+                "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
+                " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
+            )
+        if loop.settings.client_privacy is not None:
+            raise FederatedError(
+                f"client_privacy={loop.settings.client_privacy!r} is for simulations: its noise follows from the seed,"
+                " which the server of real clients knows. Leave it unset."
+            )
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)

@@ -153,6 +153,8 @@ def _report(client: ClientId, fields: Fields, header: Mapping[str, Any], who: st
     loss, norm, seconds = (report.number(name) for name in ("loss", "update_norm", "seconds"))
     if math.isinf(loss) or math.isinf(norm) or not math.isfinite(seconds):
         raise FederatedError(f"{who} is not valid: its loss, norm or time is not finite.")
+    if norm < 0 or seconds < 0:
+        raise FederatedError(f"{who} is not valid: its norm or its time is negative.")
     return ClientReport(client, report.count("size"), report.count("steps"), loss, metrics, norm, seconds)
 
 

@@ -134,6 +134,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             "batches": batches.num_batches() if batches.size else 0,
             "batch_size": self._data.batch_size,
             "val_size": 0 if val is None else size_of(val),
+            "columns": list(self._data.describe_columns()),
         }
         return Message({**address(task), **facts})
 

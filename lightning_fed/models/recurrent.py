@@ -107,7 +107,12 @@ class SentimentLSTM(Classifier):
         FederatedError: If an argument is not allowed, the vectors cannot be read, or a batch does not fit.
 
     Example:
-        >>> model = SentimentLSTM(vocab_size=5, embedding_dim=3, vectors=torch.ones(5, 3), freeze_embedding=True)
+        >>> model = SentimentLSTM(
+        ...     vocab_size=5,
+        ...     embedding_dim=3,
+        ...     vectors=torch.ones(5, 3),
+        ...     freeze_embedding=True,
+        ... )
         >>> model(torch.tensor([[0, 0, 4, 2], [1, 3, 1, 2]])).shape
         torch.Size([2, 2])
     """

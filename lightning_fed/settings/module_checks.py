@@ -13,6 +13,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
+from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.server.aggregation.base import Aggregator
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_buffers",
     "check_module",
     "check_optimization",
+    "check_schedules",
     "no_federated_data",
 ]
 
@@ -98,21 +100,14 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
         algorithm: The method.
 
     Raises:
-        FederatedError: If there is no optimizer, it does not support corrections, a schedule steps within a client, or
-            both the method and the optimizer precondition gradients.
+        FederatedError: If there is no optimizer, it does not support corrections, or both the method and the optimizer
+            precondition gradients.
     """
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
     (optimizer,) = trainer.optimizers  # Lightning has already rejected several
     if type(optimizer).__name__ == "_MockOptimizer":
         raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
     refuse_unsupported(optimizer, f"{name}: the local optimizer")
-    for config in trainer.lr_scheduler_configs:
-        if config.interval != "epoch":
-            raise FederatedError(
-                f"The LR scheduler {type(config.scheduler).__name__} has interval={config.interval!r}: a schedule over"
-                " the local steps of one client would restart in every round. Use interval='epoch' (the default), which"
-                " steps it once a round."
-            )
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(
@@ -121,3 +116,45 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
             " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
         )
     return optimizer
+
+
+def check_schedules(trainer: pl.Trainer, local_schedule: LocalScheduleMode | None) -> None:
+    """Raise for schedules by local step without the trainer's choice of their count, or the choice without them.
+
+    Args:
+        trainer: The trainer, whose strategy has set up optimizers and schedules.
+        local_schedule: The trainer's ``local_schedule``.
+
+    Raises:
+        FederatedError: With the schedule at fault, and the values to choose from.
+    """
+    by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+    by_round = [config for config in trainer.lr_scheduler_configs if config.interval != "step"]
+    if not by_step and local_schedule is not None:
+        names = ", ".join(type(config.scheduler).__name__ for config in by_round)
+        found = f"{names}, which steps once a round" if names else "no schedule"
+        raise FederatedError(
+            f"local_schedule={local_schedule!r} is for schedules with interval='step', and"
+            f" {type(trainer.lightning_module).__name__}.configure_optimizers() returns"
+            f" {found}. Leave local_schedule unset, or return {{'scheduler': ..., 'interval': 'step'}}."
+        )
+    if not by_step:
+        return
+    name = type(by_step[0].scheduler).__name__
+    if local_schedule is None:
+        raise FederatedError(
+            f"The LR scheduler {name} has interval='step': it steps after each local step, and clients take theirs in"
+            " every round from the start. Choose what it counts: local_schedule='restart' (the steps of a client in the"
+            " round), 'continue' (the client's own steps in all its rounds) or 'total' (the steps of the run). Or use"
+            " interval='epoch' (the default): it is then stepped once a round."
+        )
+    if by_round:
+        raise FederatedError(
+            f"{name} steps by local step and {type(by_round[0].scheduler).__name__} by round: both change the rates of"
+            " one local optimizer, and the result would depend on the order of clients. Use one interval for all."
+        )
+    if any(config.reduce_on_plateau for config in by_step):
+        raise FederatedError(
+            f"{name} follows a metric, and has interval='step': no metric is known between local steps. Use"
+            " interval='epoch' (the default): it is then stepped once a round."
+        )

@@ -5,6 +5,7 @@ from typing import Any
 from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.settings.client_privacy_checks import check_private_clients
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy
 
@@ -120,6 +121,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         _check_second_gradients(trainer)
     if settings.is_private:
         _check_private(trainer)
+    check_private_clients(trainer)
     for callback in trainer.callbacks:
         interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
         if interval is not None and trainer.world_size > 1:

@@ -79,6 +79,20 @@ def test_a_site_whose_personal_parameters_begin_elsewhere_is_refused(tmp_path: P
         wire.run()
 
 
+class Frozen(Net):
+    """The module with a frozen first layer, which is never sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+def test_a_site_with_other_frozen_parameters_is_refused(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg"), Frozen)  # every one draws its own
+    with pytest.raises(FederatedError, match="its frozen parameters is .*, the server's is"):
+        wire.run()
+
+
 def test_local_work_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
     with pytest.raises(FederatedError, match="GradientAccumulationScheduler changes the local work"):

@@ -97,6 +97,8 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "a metric with a control character": (lambda m: changed(m, metrics={"\x1b[31m": 1.0}), r"metrics is '\\\\x1b"),
     "steps on no examples": (lambda m: changed(m, examples=0), "local steps on no examples"),
     "an infinite time": (lambda m: told(m, seconds=float("inf")), "loss, norm or time is not finite"),
+    "a time below zero": (lambda m: told(m, seconds=-1.0), "its norm or its time is negative"),
+    "a norm below zero": (lambda m: told(m, update_norm=-2.0), "its norm or its time is negative"),
     "a nested header": (lambda m: changed(m, server_read=nested(900)), "its server_read is a list"),
     "a nested metric": (lambda m: changed(m, metrics={"a": nested(900)}), "'a' is a list"),
     "no implied": (

@@ -43,7 +43,7 @@ def test_names_are_printable_texts() -> None:
             Fields("it", {"a": value}).names("a")
     with pytest.raises(FederatedError, match="'x' is a list, and a name"):
         Fields("it", {"a": {"x": []}}).texts("a")
-    with pytest.raises(FederatedError, match="its report is None, where a mapping"):
+    with pytest.raises(FederatedError, match="its report is None, and a mapping"):
         Fields("it", None)
 
 

@@ -25,6 +25,7 @@ from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import plain_sgd
 from lightning_fed.settings.settings import Settings
+from tests.helpers.counting import Counted
 
 IDS = ["ann", "bob", "cy", "dee", "eve"]
 SIZES = dict(zip(IDS, (13, 8, 21, 5, 16), strict=True))
@@ -175,6 +176,20 @@ def test_the_mean_is_that_of_the_clients_by_examples() -> None:
     assert torch.allclose(x.double(), start.double() + mean, atol=1e-6)
     assert report.weights == pytest.approx({"dee": 5 / 42, "ann": 13 / 42, "eve": 16 / 42, "bob": 8 / 42})
     assert report.loss == pytest.approx((5 * 3.5 + 13 * 0.5 + 16 * 4.5 + 8 * 1.5) / 42)
+
+
+def test_the_work_of_a_round_grows_as_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    for count in (20, 80):
+        ids = list(map(Counted, range(1000, 1000 + count)))
+        monkeypatch.setattr(f"{__name__}.IDS", ids)
+        monkeypatch.setattr(f"{__name__}.SIZES", dict.fromkeys(ids, 7))
+        half = Half(cohort=range(count))
+        half.receive(*range(count))
+        Counted.looks = 0
+        half.close()
+        looks.append(Counted.looks)
+    assert looks[1] < 5 * looks[0]
 
 
 def test_several_clients_may_answer_together_in_any_order_too() -> None:

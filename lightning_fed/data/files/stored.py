@@ -106,10 +106,10 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
     return files
 
 
-def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:
+def read_rows(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and fields of each non-empty CSV row, with or without a byte order mark."""
     with path.open(encoding=encoding, newline="") as file:
-        rows = csv.reader(file)
+        rows = csv.reader(file, delimiter=delimiter)
         try:
             for row in rows:
                 if row:
@@ -120,9 +120,9 @@ def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, li
             raise FederatedError(f"{path}, line {rows.line_num} is not CSV ({error}).") from error
 
 
-def read_table(path: Path) -> Iterator[tuple[int, list[str]]]:
+def read_table(path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of :func:`read_rows`; each must have as many fields as the first one, the heading."""
-    rows = read_rows(path)
+    rows = read_rows(path, delimiter=delimiter)
     line, heading = next(rows, (0, []))
     yield line, heading
     for line, row in rows:

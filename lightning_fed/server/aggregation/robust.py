@@ -236,7 +236,9 @@ class CoordinateMedian(RobustAggregator):
     Example:
         >>> import torch
         >>> messages = torch.tensor([[1.0, 0.0], [2.0, 5.0], [99.0, 6.0]])
-        >>> CoordinateMedian().combine(messages, torch.full((3,), 1 / 3), lambda part: part)
+        >>> CoordinateMedian().combine(
+        ...     messages, torch.full((3,), 1 / 3), lambda part: part
+        ... )
         tensor([2., 5.])
     """
 
@@ -265,7 +267,9 @@ class TrimmedMean(RobustAggregator):
     Example:
         >>> import torch
         >>> messages = torch.tensor([[0.0], [1.0], [3.0], [1e6]])
-        >>> TrimmedMean(beta=0.25).combine(messages, torch.full((4,), 1 / 4), lambda part: part)
+        >>> TrimmedMean(beta=0.25).combine(
+        ...     messages, torch.full((4,), 1 / 4), lambda part: part
+        ... )
         tensor([2.], dtype=torch.float64)
     """
 
@@ -306,8 +310,12 @@ class GeometricMedian(RobustAggregator):
 
     Example:
         >>> import torch
-        >>> messages = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [100.0, 100.0]])
-        >>> z = GeometricMedian(iterations=20).combine(messages, torch.full((5,), 1 / 5), lambda part: part)
+        >>> messages = torch.tensor(
+        ...     [[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [100.0, 100.0]]
+        ... )
+        >>> z = GeometricMedian(iterations=20).combine(
+        ...     messages, torch.full((5,), 1 / 5), lambda part: part
+        ... )
         >>> bool((z < 1.1).all())
         True
     """

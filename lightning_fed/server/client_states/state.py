@@ -12,13 +12,14 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.server.client_states.store import ClientStore
 
 __all__ = [
+    "LOCAL_STEPS",
     "PERSONAL",
     "ClientState",
     "ClientStates",
     "ExpectedState",
     "Stacked",
     "method_part",
-    "with_personal",
+    "with_kept",
 ]
 
 _CPU = torch.device("cpu")
@@ -26,6 +27,9 @@ _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 PERSONAL = "personal.parameters"
 """The name of a client's personal parameters [Q], next to the method's state."""
+
+LOCAL_STEPS = "schedule.steps"
+"""The name of the number of a client's local steps in all its rounds, if its schedule counts them."""
 
 
 @dataclass
@@ -54,13 +58,23 @@ class ClientState:
 
 
 def method_part(client: State) -> State:
-    """Return a client's state without its personal parameters, which methods do not use."""
-    return {name: value for name, value in client.items() if name != PERSONAL}
+    """Return a client's state without personal parameters and its count of steps, which methods do not use."""
+    return {name: value for name, value in client.items() if name not in (PERSONAL, LOCAL_STEPS)}
 
 
-def with_personal(keep: State, client: State, personal: Tensor) -> State:
-    """Return clients' states with personal parameters [Q] or [S, Q]; an empty ``keep`` means unchanged."""
-    return {**(keep or client), PERSONAL: personal} if personal.shape[-1] else keep
+def with_kept(keep: State, client: State, personal: Tensor, local_steps: int | None = None) -> State:
+    """Return clients' states with what methods do not use; an empty ``keep`` means unchanged.
+
+    Args:
+        keep: The method's new states.
+        client: The method's states before.
+        personal: The personal parameters [Q] or [S, Q].
+        local_steps: The client's number of local steps in all its rounds, if its schedule counts them.
+    """
+    more = {PERSONAL: personal} if personal.shape[-1] else {}
+    if local_steps is not None:
+        more[LOCAL_STEPS] = torch.tensor(local_steps)
+    return {**(keep or client), **more} if more else keep
 
 
 class Stacked(Sequence[State]):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import Message, Refusal
-from lightning_fed.deploy.flare import transport
+from lightning_fed.deploy import Message, Refusal, transport
 from lightning_fed.deploy.flare.arrays import packed
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
 from tests.deploy.flare.fake import Flare, expected
