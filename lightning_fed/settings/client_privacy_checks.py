@@ -65,14 +65,14 @@ def check_private_module(trainer: pl.Trainer) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
             raise FederatedError(
-                f"{what} {name} ({type(layer).__name__}), which mixes the examples of a batch: no example would have a"
-                " gradient of its own. Use GroupNorm, or opacus.validators.ModuleValidator.fix(network)."
+                f"{what} {name} ({type(layer).__name__}), which mixes the examples of a batch: no example would have"
+                " its own gradient. Use GroupNorm, or opacus.validators.ModuleValidator.fix(network)."
             )
     data = trainer.datamodule
     names = ("client_dataloader", "client_batches")
     own = [name for name in names if getattr(type(data), name) is not getattr(FederatedDataModule, name)]
     if own:
         raise FederatedError(
-            f"{what} {type(data).__name__}.{own[0]}: how often a loader of your own uses an example is unknown."
-            " Override client_dataset(client_id) instead."
+            f"{what} {type(data).__name__}.{own[0]}: how often your own loader uses an example is unknown. Override"
+            " client_dataset(client_id) instead."
         )

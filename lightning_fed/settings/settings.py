@@ -280,8 +280,8 @@ class Settings:
         self._check_has_local_work("local_schedule")
         if chosen == "total" and self.local_steps is None and isinstance(self.aggregator, DifferentialPrivacy):
             raise FederatedError(
-                f"local_schedule='total' with local_epochs does not go with aggregator={self.aggregator!r}: the rates"
-                " would tell the size of the largest client of each round, which the accounting leaves out. Set"
+                f"local_schedule='total' with local_epochs cannot be combined with aggregator={self.aggregator!r}: the"
+                " rates would reveal the size of the largest client of each round, which the accounting leaves out. Set"
                 " local_steps instead, or use local_schedule='restart'."
             )
 
@@ -387,13 +387,13 @@ class Settings:
         method, who = self.algorithm, f"sampler={self.sampler!r} weights clients by their probabilities, and so"
         if dict(method.reduces) != {"delta": "weighting"} or averaged_points(method):
             raise FederatedError(
-                f"{who} cannot be combined with {method!r}, whose clients send {dict(method.reduces)}: the estimate"
-                " is made for the weighted mean of the models' changes alone. Use a method such as FedAvg or FedProx."
+                f"{who} cannot be combined with {method!r}, whose clients send {dict(method.reduces)}: the estimate is"
+                " made for the weighted mean of the models' changes alone. Use a method such as FedAvg or FedProx."
             )
         if self.weighting not in ("examples", "uniform"):
             raise FederatedError(
-                f"{who} cannot be combined with weighting={self.weighting!r}, which is not known of clients"
-                " outside the cohort. Set 'examples' or 'uniform'."
+                f"{who} cannot be combined with weighting={self.weighting!r}, which is unknown for clients outside the"
+                " cohort. Set 'examples' or 'uniform'."
             )
         reasons = {
             "aggregator": "is no weighted sum",

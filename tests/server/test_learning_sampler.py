@@ -280,7 +280,7 @@ def test_what_was_learned_and_does_not_fit_is_refused(tmp_path: Path) -> None:
                 ({"algorithm": Scaffold()}, "Scaffold.*Use a method such as FedAvg"),
                 ({"algorithm": FedExP()}, "FedExP"),
                 ({"algorithm": Mime()}, "Mime"),
-                ({"weighting": "steps"}, "weighting='steps', which is not known of clients outside"),
+                ({"weighting": "steps"}, "weighting='steps', which is unknown for clients outside"),
                 ({"aggregator": CoordinateMedian()}, "aggregator=CoordinateMedian.*Leave it unset"),
                 ({"heterogeneity": SystemsHeterogeneity(0.5)}, "heterogeneity=.*Leave it unset"),
                 ({"on_client_error": "drop"}, "on_client_error='drop'.*Leave it at 'raise'"),

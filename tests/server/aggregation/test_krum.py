@@ -179,7 +179,7 @@ def test_engines_and_chunks_agree(algorithm: Any, rule: Aggregator) -> None:
         (lambda: Krum(-1), r"Krum\(num_bad=-1\): num_bad must be an integer of at least 0"),
         (lambda: Bulyan(0.2), "num_bad must be an integer"),
         (lambda: MultiKrum(1, num_selected=0), "num_selected must be an integer of at least 1"),
-        (lambda: trainer(aggregator=Krum(0), weighting="examples"), "weighting='examples' does not go with"),
+        (lambda: trainer(aggregator=Krum(0), weighting="examples"), "weighting='examples' cannot be combined with"),
         (
             lambda: trainer(aggregator=Krum(1), clients_per_round=4),
             r"Krum\(num_bad=1\) needs at least 5 clients in every round, found clients_per_round=4",
