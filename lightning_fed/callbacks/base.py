@@ -15,6 +15,7 @@ __all__ = [
     "boards",
     "call_round_hook",
     "reads_reports",
+    "sets_for_clients",
     "uses_hook",
     "write_histogram",
 ]
@@ -69,10 +70,11 @@ class FederatedCallback(pl.Callback):
         work depends on it, the round runs again without it: see :meth:`on_round_restart`.
 
         The hook may set attributes of the module, options of the optimizer (``trainer.optimizers[0]``) and the like for
-        one client. They stay until a hook changes them. ``engine="vectorized"`` refuses different values for different
-        clients of a round. ``engine="auto"`` then restarts the round with the sequential engine, once in a run. Before,
-        it puts back what the hooks of clients have set in this round: settings, and the attributes of the callbacks
-        that have such hooks. If all clients get the same values, the vectorized engine continues with these.
+        one client. After its ``on_client_end`` they are put back, so neither the next client nor the server's model has
+        them. ``engine="vectorized"`` refuses different values for different clients of a round. ``engine="auto"`` then
+        restarts the round with the sequential engine, once in a run. Before, it puts back what the hooks of clients
+        have set in this round: settings, and the attributes of the callbacks that have such hooks. If all clients get
+        the same values, the vectorized engine continues with these.
 
         Args:
             trainer: The trainer.
@@ -87,8 +89,8 @@ class FederatedCallback(pl.Callback):
         Args:
             trainer: The trainer.
             pl_module: The module; it holds the client's model. Changes to its weights and buffers are discarded, since
-                the message is complete. Attributes stay as they are set, for the next client: see
-                :meth:`on_client_start`.
+                the message is complete. Attributes stay as they are set, for all later clients, except those that
+                :meth:`on_client_start` has set for this one.
             client_report: The report of the client's work.
         """
 
@@ -118,7 +120,16 @@ def any_uses_hook(trainer: pl.Trainer, *hooks: str) -> bool:
 
 def reads_reports(trainer: pl.Trainer) -> bool:
     """Return whether a hook may read a client's report before the round's end; this package's read no loss or norm."""
-    hook = "on_client_end"
+    return _users_hear(trainer, "on_client_end")
+
+
+def sets_for_clients(trainer: pl.Trainer) -> bool:
+    """Return whether a hook may set something for one client; this package's own set nothing."""
+    return _users_hear(trainer, "on_client_start")
+
+
+def _users_hear(trainer: pl.Trainer, hook: str) -> bool:
+    """Return whether a callback of the user's overrides a hook."""
     return any(
         isinstance(c, FederatedCallback)
         and uses_hook(c, hook, FederatedCallback)

@@ -125,7 +125,7 @@ class ClientMeasure(Measure):
 
     def refusal(self) -> FederatedError:
         """Return the error that nobody can be measured."""
-        return FederatedError(f"{type(self).__name__} has nobody to measure: no client has {self.needs}.")
+        return FederatedError(f"{type(self).__name__} has no client to measure: none has {self.needs}.")
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
         """Return whether a client can be measured; one that is built on demand may turn out to be empty."""

@@ -53,8 +53,8 @@ class StoreFolder:
             self.lock.acquire(timeout=self.patience)
         except Timeout:
             raise FederatedError(
-                f"Another run keeps its client states in {self.path}. Wait for its end, or give this run a folder of"
-                " its own: client_states_dir=..."
+                f"Another run keeps its client states in {self.path}. Wait for its end, or give this run its own"
+                " folder: client_states_dir=..."
             ) from None
         except OSError as error:
             raise FederatedError(
@@ -179,8 +179,8 @@ def _find_store(reference: Reference, checkpoint: Path) -> Path:
     if folders:  # the first one that has all, or else the first one
         return max(folders, key=lambda folder: all((folder / name).is_dir() for name in names))
     raise FederatedError(
-        f"{checkpoint} keeps its client states in the folder {str(path)!r} beside it, and there is none. Copy that"
-        f" folder along with the checkpoint: it is expected at {os.path.abspath(beside[0])}."
+        f"{checkpoint} keeps its client states in the folder {str(path)!r} next to it, and there is no such folder."
+        f" Copy that folder along with the checkpoint: it is expected at {os.path.abspath(beside[0])}."
     )
 
 

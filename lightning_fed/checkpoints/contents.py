@@ -9,8 +9,9 @@ import torch
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import call, rank_zero_warn
+from lightning_fed.core.errors import FederatedError
 
-__all__ = ["SafeContents", "fill_in"]
+__all__ = ["SafeContents", "check_loads", "fill_in"]
 
 _LEFT_OUT = "left_out"  # key of the list of entries left out of a checkpoint
 _OURS = ("state_dict", "loops", "optimizer_states")  # tensors and numbers for any module
@@ -124,6 +125,16 @@ def _entries(checkpoint: dict[str, Any]) -> Iterator[tuple[_Path, dict[str, Any]
     server = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("step", {})
     schedule = server.get("schedule") or {}
     yield from ((("server_lr_scheduler", str(name)), schedule, name) for name in schedule)
+
+
+def check_loads(value: Any, what: str) -> None:
+    """Raise if a value that a run must not leave out of its checkpoints does not load without running code."""
+    safe = _without_numpy(value)
+    if not _loads(safe):
+        raise FederatedError(
+            f"{what} holds {', '.join(_kinds(safe))}, which does not load without running code. Return numbers, text,"
+            " tensors, and dicts and lists of them."
+        )
 
 
 def _loads(value: Any) -> bool:

@@ -65,8 +65,8 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
         except OSError as error:
             reason = error.strerror or str(error)
             raise FederatedError(
-                f"The checkpoint {file} could not be written: {reason}. What was there before is untouched. Make room,"
-                " or save elsewhere (ModelCheckpoint's dirpath), and go on with ckpt_path='last'."
+                f"The checkpoint {file} could not be written: {reason}. Earlier files are unchanged. Make room, or save"
+                " elsewhere (ModelCheckpoint's dirpath), and resume with ckpt_path='last'."
             ) from error
         finally:
             part.unlink(missing_ok=True)
@@ -114,13 +114,13 @@ def local_path(path: Any) -> Path | None:
 def damage_of(file: Path) -> str | None:
     """Return the fault of a local checkpoint, or None if every byte is as written."""
     if not file.is_file():
-        return "it is no file"
+        return "it is not a file"
     try:
         with zipfile.ZipFile(file) as archive:
             names = {name.rpartition("/")[2] for name in archive.namelist()}
             bad = archive.testzip()
     except _UNREADABLE as error:
-        return f"it is cut off, or no checkpoint ({error})"
+        return f"it is truncated, or not a checkpoint ({error})"
     if bad is not None:
         return f"the checksum of {bad} is not that of its bytes"
     return None if "data.pkl" in names else "it is an archive, but not one of torch.save"
@@ -242,5 +242,5 @@ def _links_to(file: Path) -> list[Path]:
 def _remedy_for(file: Path) -> str:
     sound = newest_valid(file.parent, other_than=file)
     if sound is None:
-        return "There is no sound checkpoint beside it; start anew, without ckpt_path."
-    return f"The newest sound one beside it: ckpt_path={str(sound)!r}."
+        return "There is no valid checkpoint next to it. Start a new run, without ckpt_path."
+    return f"The newest valid one next to it: ckpt_path={str(sound)!r}."

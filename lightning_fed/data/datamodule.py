@@ -255,7 +255,7 @@ class FederatedDataModule(pl.LightningDataModule):
         unexpected = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
         if unexpected:
             named = ", ".join(sorted(map(repr, unexpected)))
-            raise FederatedError(f"client_val has {named}, which are no clients' ids.")
+            raise FederatedError(f"client_val has unknown client ids: {named}.")
 
     @property
     def num_clients(self) -> int:
@@ -284,6 +284,13 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_ids(self, value: Sequence[ClientId]) -> None:
         self._client_ids = check_client_ids(type(self).__name__, value)
         self._check_number(self._client_ids, self._num_clients)
+
+    def describe_columns(self) -> Sequence[str]:
+        """Return what inputs and targets mean, in words that sites compare when they register; empty if unknown.
+
+        The words leave a site, so they must hold names and declared categories, and nothing of a row.
+        """
+        return ()
 
     @property
     def known_sizes(self) -> list[int] | None:
@@ -417,8 +424,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _check_number(self, ids: Sequence[ClientId] | None, number: int | None) -> None:
         if ids is not None and number is not None and len(ids) != number:
             raise FederatedError(
-                f"{type(self).__name__} has {len(ids):,} client_ids and num_clients={number:,}: give client_ids alone,"
-                " which say how many there are."
+                f"{type(self).__name__} has {len(ids):,} client_ids and num_clients={number:,}. Give client_ids alone,"
+                " which also set the number."
             )
 
     @property
@@ -480,8 +487,8 @@ class FederatedDataModule(pl.LightningDataModule):
         clients = self.clients
         if clients is None:
             raise FederatedError(
-                f"{type(self).__name__} has no clients. Pass clients, or train and partition; or set them in setup();"
-                " or give num_clients and override client_dataset(client_id)."
+                f"{type(self).__name__} has no clients. Pass clients, or train and partition, or set them in setup()."
+                " For clients made on demand, give num_clients and override client_dataset(client_id)."
             )
         return clients
 

@@ -126,7 +126,7 @@ class Exchange:
         there, here = ((of["phase"], of["round"], of["attempt"]) for of in (header, asked))
         if there != here:
             found, now = (f"{of[0]!r} of round {of[1]} (attempt {of[2]})" for of in (there, here))
-            raise FederatedError(f"{who} is to {found}, and {now} is at hand.")
+            raise FederatedError(f"{who} is to {found}, and the current task is {now}.")
         if client_id not in tasks:
             raise FederatedError(f"{who}: it was not asked in this phase.")
         return client_id

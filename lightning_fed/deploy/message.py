@@ -86,7 +86,7 @@ class Message:
             length = int.from_bytes(content[:8], "little")
             header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_HEADER])
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FederatedError(f"These {len(content):,} bytes are no message: {printable(str(error))}.") from error
+            raise FederatedError(f"These {len(content):,} bytes are not a message: {printable(str(error))}.") from error
         return Message(header, tensors)
 
 
@@ -101,7 +101,7 @@ def check_message(message: Message, who: str) -> None:
     found = header.get("format") if isinstance(header, Mapping) else None
     if found != FORMAT:
         raise FederatedError(
-            f"{who} has received a message of format {quoted(found)}, and knows format {FORMAT}. Use the same version"
+            f"{who} has received a message of format {quoted(found)}, and reads format {FORMAT}. Use the same version"
             " of lightning_fed everywhere."
         )
     for name, kind in {"run": str, "phase": str, "round": int, "attempt": int}.items():
@@ -109,7 +109,7 @@ def check_message(message: Message, who: str) -> None:
             raise FederatedError(f"{who} has received a message whose {name} is {quoted(header.get(name))}.")
     for name, value in message.tensors.items():
         if not isinstance(value, Tensor):
-            raise FederatedError(f"{who} has received a message whose {name} is no tensor.")
+            raise FederatedError(f"{who} has received a message whose {name} is not a tensor.")
 
 
 def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
@@ -162,6 +162,7 @@ def task_in(message: Message, index: int, buffers: State, device: torch.device) 
         cohort_grad=parts["cohort_grad"],
         buffers={**buffers, **parts["buffers"]},
         mean_examples=math.nan if header.get("mean_examples") is None else header["mean_examples"],
+        first_step=header.get("first_step", 0),
     )
     return task, parts["keep"]
 

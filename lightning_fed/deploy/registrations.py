@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import is_count, quoted
+from lightning_fed.deploy.message import is_count, printable, quoted
 
 __all__ = ["Registration", "Registrations"]
 
@@ -16,12 +17,17 @@ _log = logging.getLogger("lightning_fed.deploy")
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The sizes of a client's data: examples, batches in a local epoch, examples in a full batch and for validation."""
+    """What a site says of a client's data.
+
+    These are the numbers of examples, of batches in a local epoch, of examples in a batch and for validation, and the
+    meaning of inputs and targets in words, if the data module knows it.
+    """
 
     size: int
     batches: int
     batch_size: int | None
     val_size: int = 0
+    columns: tuple[str, ...] = ()
 
 
 class Registrations:
@@ -29,7 +35,8 @@ class Registrations:
 
     A client that has not registered in time is absent. It still counts as one of N and may be sampled, with the mean
     number of examples of the others. If it is sampled, it fails in that round. It may register later. A client with
-    more than ``max_examples``, or with another batch size than the required one, is refused.
+    more than ``max_examples``, with another batch size than the required one, or whose inputs and targets mean
+    something else than those of an earlier one, is refused.
     """
 
     def __init__(
@@ -57,8 +64,26 @@ class Registrations:
                 f"The site of client {client_id!r} has batch_size={quoted(batch_size)}, and the run's is"
                 f" {self._batch_size}. Give its data module the run's, or leave batch_size unset for the run."
             )
-        found = Registration(**counts, batch_size=batch_size if is_count(batch_size, 1) else None)
+        columns = self._compare_columns(client_id, header.get("columns", []))
+        found = Registration(**counts, batch_size=batch_size if is_count(batch_size, 1) else None, columns=columns)
         (self._late if client_id in self.unregistered else self.known)[client_id] = found
+
+    def _compare_columns(self, client_id: ClientId, found: Any) -> tuple[str, ...]:
+        """Return the meaning of a client's columns; raise if an earlier client's differ."""
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise FederatedError(f"The reply of client {client_id!r} says that its columns are {quoted(found)}.")
+        mine = tuple(printable(name, 200) for name in found)
+        for other, known in {**self.known, **self._late}.items():
+            if not mine or not known.columns or mine == known.columns or other == client_id:
+                continue
+            pairs = zip_longest(mine, known.columns, fillvalue="nothing")
+            number, (own, its) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise FederatedError(
+                f"The sites of clients {client_id!r} and {other!r} do not mean the same by their inputs and targets:"
+                f" column {number} is {own!r} at the first and {its!r} at the second. Declare the same features,"
+                " categories and classes in the data module of every site."
+            )
+        return mine
 
     def close(self) -> None:
         """Mark the clients that have not said hello as absent."""

@@ -79,8 +79,18 @@ class RemoteClients(FederatedDataModule):
         check_single(trainer, "Remote clients are asked by a trainer of one process")
         if isinstance(loop.settings.aggregator, Asynchronous):
             raise FederatedError(
-                f"asynchronous={type(loop.settings.aggregator).__name__}(...) goes by a simulated clock, and real"
-                " clients take the time that they take. Leave it unset."
+                f"asynchronous={type(loop.settings.aggregator).__name__}(...) has a simulated clock, and real clients"
+                " take real time. Leave it unset."
+            )
+        if loop.settings.lora == "exact":
+            raise FederatedError(
+                "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
+                " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
+            )
+        if loop.settings.client_privacy is not None:
+            raise FederatedError(
+                f"client_privacy={loop.settings.client_privacy!r} is for simulations: its noise follows from the seed,"
+                " which the server of real clients knows. Leave it unset."
             )
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
@@ -102,7 +112,7 @@ class RemoteClients(FederatedDataModule):
 
     def _known(self, client_id: ClientId) -> Registration:
         if self._sites is None or client_id not in self._sites.known:
-            raise FederatedError(f"The size of client {client_id!r} is not known before it has said hello, in a fit.")
+            raise FederatedError(f"The size of client {client_id!r} is not known before it has registered, in a fit.")
         return self._sites.known[client_id]
 
     @property
@@ -122,6 +132,7 @@ class RemoteClients(FederatedDataModule):
     def client_dataset(self, client_id: ClientId) -> NoReturn:
         """Refuse: the data is not here."""
         raise FederatedError(
-            f"The data of client {client_id!r} are on its site. What looks at clients' data from the server, such as a"
-            " callback that measures gradients, works in a simulation only: leave it out of callbacks."
+            f"The data of client {client_id!r} are on its site. Callbacks and hooks that read clients' data on the"
+            " server, such as a callback that measures gradients, work in a simulation only. Leave them out of"
+            " callbacks."
         )

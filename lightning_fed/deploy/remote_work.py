@@ -47,7 +47,7 @@ class RemoteWork(ClientHalf):
         for client_id, count in drawn.items():
             known = self._sites.known[client_id]
             if client_id in self._sites.unregistered:
-                error = ClientError(f"Client {client_id!r} has not said hello.", client_id)
+                error = ClientError(f"Client {client_id!r} has not registered.", client_id)
                 if failed is None:
                     raise error
                 failed(error)
@@ -103,6 +103,7 @@ class RemoteWork(ClientHalf):
             "round": task.round,
             "attempt": attempt,
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
+            "first_step": task.first_step,
             "plateaus": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs if c.reduce_on_plateau],
             **measure,
         }
@@ -137,7 +138,8 @@ class RemoteWork(ClientHalf):
         self._measured += 1
         indices = tuple(map(self._loop.population.index_of, client_ids))
         x, state = (server.x, server.state) if own else (server.evaluation_x(), State())
-        task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers)
+        first_step = self._settings.first_step(server.round, server.longest_steps)
+        task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers, first_step=first_step)
         replies = self._ask(task, self._measured - 1, what=what, local_steps=steps, own=own)
         found = {report.client_id: dict(report.metrics) for reply in replies for report in reply.reports}
         return {client_id: found[client_id] for client_id in client_ids if client_id in found}

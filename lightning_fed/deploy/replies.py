@@ -115,9 +115,11 @@ def reply_of(
     if report is None:
         return replace(reply, send=send)
     if report.steps > task.steps.get(index, 0):
-        raise FederatedError(f"{who} tells of {report.steps} local steps, where {task.steps.get(index, 0)} were asked.")
+        raise FederatedError(
+            f"{who} reports {report.steps} local steps, and {task.steps.get(index, 0)} were requested."
+        )
     if report.steps and not examples:
-        raise FederatedError(f"{who} tells of {report.steps} local steps on no examples.")
+        raise FederatedError(f"{who} reports {report.steps} local steps on no examples.")
     moved = replace(reply, reports=(report,), examples=(examples,))
     changes = None if report.steps else torch.zeros_like(x)[None]  # nobody moves without a step
     if algorithm.local_work and not report.steps:
@@ -150,7 +152,9 @@ def _report(client: ClientId, fields: Fields, header: Mapping[str, Any], who: st
     report, metrics = Fields(who, header.get("report")), fields.numbers("metrics")
     loss, norm, seconds = (report.number(name) for name in ("loss", "update_norm", "seconds"))
     if math.isinf(loss) or math.isinf(norm) or not math.isfinite(seconds):
-        raise FederatedError(f"{who} is no reply: its loss, norm or time is not finite.")
+        raise FederatedError(f"{who} is not valid: its loss, norm or time is not finite.")
+    if norm < 0 or seconds < 0:
+        raise FederatedError(f"{who} is not valid: its norm or its time is negative.")
     return ClientReport(client, report.count("size"), report.count("steps"), loss, metrics, norm, seconds)
 
 

@@ -21,6 +21,7 @@ __all__ = ["TaskChecks", "check_header", "check_registration"]
 
 _RUN = re.compile(r"[0-9a-f]{16}")
 _MOST = 2**31  # rounds, and attempts at one
+_MOST_STEPS = 2**20  # local steps in a round, of a client that may be on another site
 
 
 def check_header(message: Message) -> None:
@@ -36,11 +37,11 @@ def check_header(message: Message) -> None:
 
 def check_registration(message: Message) -> None:
     """Refuse a hello that does not name the run's clients and the server's facts."""
-    who = f"The server's hello to client {message.client!r}"
+    who = f"The server's registration request to client {message.client!r}"
     for facts in map(message.header.get, ("facts", "optimizer")):
         if not isinstance(facts, Mapping) or not all(isinstance(fact, str) for pair in facts.items() for fact in pair):
             raise FederatedError(
-                f"{who} does not say what the server runs. Use the same version of lightning_fed everywhere."
+                f"{who} does not contain the server's settings. Use the same version of lightning_fed everywhere."
             )
     check_client_ids(f"{who}: its clients", message.header.get("clients"))
 
@@ -56,7 +57,7 @@ class TaskChecks:
         own: Any = trainer
         self._trainer, settings = own, own.fit_loop.settings
         assert isinstance(settings, Settings)
-        self._algorithm, self._is_private = settings.algorithm, settings.is_private
+        self._settings, self._algorithm, self._is_private = settings, settings.algorithm, settings.is_private
         self._measured = max((c.steps for c in own.callbacks if isinstance(c, ClientAccuracy)), default=0)
 
     def check_phase(self, message: Message) -> None:
@@ -98,6 +99,17 @@ class TaskChecks:
         if mean is not None and not (isinstance(mean, float | int) and math.isfinite(mean) and mean >= 0):
             raise FederatedError(f"{who} has mean_examples = {quoted(mean)}, which must be a number of examples.")
         self._check_plateaus(who, header.get("plateaus"))
+        self._check_first_step(who, header)
+
+    def _check_first_step(self, who: str, header: Mapping[str, Any]) -> None:
+        """Refuse a step of the run that it cannot be at in this round: to get there takes time."""
+        settings, number, found = self._settings, header["round"], header.get("first_step", 0)
+        if settings.local_schedule != "total":
+            _check_int(who, "first_step", found, 0, 0)
+        elif settings.local_steps is not None:
+            _check_int(who, "first_step", found, number * settings.local_steps, number * settings.local_steps)
+        else:
+            _check_int(who, "first_step", found, 0, number * _MOST_STEPS)
 
     def _check_plateaus(self, who: str, found: Any) -> None:
         configs = [config for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]

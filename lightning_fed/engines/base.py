@@ -286,6 +286,8 @@ class Engine(ABC):
     def abandon(self) -> int | None:
         """End the local work of a failed client; return its number of local steps, or None if it had not begun."""
         work, self.optimizer.work = self.optimizer.work, None
+        if self.optimizer.schedule is not None:
+            self.optimizer.schedule.rest()
         return None if work is None else work.num_steps
 
     def savepoint(self) -> Callable[[], None]:

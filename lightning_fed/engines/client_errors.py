@@ -67,7 +67,7 @@ def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> Clien
     first = next((k for k, loss in enumerate(losses) if not math.isfinite(loss)), None)
     where = "" if first is None else f"; its loss was first {losses[first]:g} at local step {first + 1}"
     return ClientError(
-        f"Client {report.client_id!r} came back from round {round} with {what}, after {report.steps} local"
+        f"Client {report.client_id!r} returned {what} in round {round}, after {report.steps} local"
         f" steps{where}. Lower the learning rate, clip gradients, or look at its data.",
         report.client_id,
     )

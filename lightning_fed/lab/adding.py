@@ -78,20 +78,19 @@ def _restricted(claim: Claim, old: tuple[Label, ...]) -> Claim:
 
 
 class EitherCells:
-    """Published cells, or else those of a store.
+    """Cells of several places: the first place that has a cell counts.
 
     Args:
-        published: The published cells.
-        stored: The others.
+        *places: The places, such as published cells and those of a store.
     """
 
-    def __init__(self, published: Cells, stored: Cells) -> None:
-        self._published, self._stored = published, stored
+    def __init__(self, *places: Cells) -> None:
+        self._places = places
 
     def record(self, cell: Cell) -> Record | None:
-        """Return a cell's record; None if it is not finished."""
-        return self._published.record(cell) or self._stored.record(cell)
+        """Return a cell's record; None if no place has it."""
+        return next((found for place in self._places if (found := place.record(cell)) is not None), None)
 
     def failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed, None if it was not run."""
-        return self._stored.failure(cell)
+        """Return why a cell failed; None if it did not, or was not run."""
+        return next((cause for place in self._places if (cause := place.failure(cell)) is not None), None)

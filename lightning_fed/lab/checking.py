@@ -28,11 +28,11 @@ def _check(grid: Grid, where: str, used: Iterable[str | None], at: Selection) ->
     used = set(used)
     points = [point for point in grid.points if is_within(point.by_axis, at)]
     if not points:
-        raise FederatedError(f"{where}: the scale {grid.scale.name} has nothing of what it shows.")
+        raise FederatedError(f"{where}: the scale {grid.scale.name} has none of its cells.")
     for axis in grid.axes:
         labels = dict.fromkeys(point.by_axis[axis] for point in points)
         if axis not in used and len(labels) > 1:
             raise FederatedError(
-                f"{where}: the axis {axis} has the labels {', '.join(labels)}, and they have no place in it. Name the"
-                " axis in rows, columns or lines, or one label in `at`."
+                f"{where} does not use the axis {axis} with the labels {', '.join(labels)}. Name the axis in"
+                " rows, columns or lines, or one label in `at`."
             )

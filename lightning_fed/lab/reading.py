@@ -229,7 +229,7 @@ def _check_tuned(where: str, experiment: Experiment) -> None:
     names = {name for tuned in (grid, *own.values()) for name, entry in tuned.items() if isinstance(entry, Mapping)}
     for place, tuned in own.items():
         if tuned and experiment.tune is None:
-            raise FederatedError(f"{place}: the file has no tune.by, the rule by which a value is chosen.")
+            raise FederatedError(f"{place}: the file has no tune.by, the rule that chooses a value.")
         for name in tuned:
             if name not in names:
                 raise unknown(place, "tuned value", name, sorted(names))

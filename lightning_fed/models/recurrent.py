@@ -168,8 +168,8 @@ class _StackedLSTM(nn.Module):
             embedded = self.embedding(codes.long())
         except IndexError as error:
             raise FederatedError(
-                f"{self.owner} got a code outside 0, ..., {self.embedding.num_embeddings - 1}: map unknown ones to a"
-                " code of their own, or set vocab_size."
+                f"{self.owner} got a code outside 0, ..., {self.embedding.num_embeddings - 1}. Map unknown ones to"
+                " their own code, or set vocab_size."
             ) from error
         states, _ = self.lstm(embedded)
         logits: Tensor = self.head(states if every_position else states[:, -1])

@@ -196,8 +196,8 @@ class StateTransfer(ClientStates):
         """Raise for a state if other processes do not know that clients keep any."""
         if not self._workers_are_known:
             raise FederatedError(
-                f"{self.expected.method}.finish keeps {sorted(state)} without an init_client that says what a new"
-                " client has: several processes would not know where to look for it. Override init_client."
+                f"{self.expected.method}.finish keeps {sorted(state)}, and its init_client returns no state. Several"
+                " processes would not exchange it. Override init_client, so that it returns a new client's state."
             )
 
     def returning(self) -> tuple[Kinds, Sent]:

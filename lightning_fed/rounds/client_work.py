@@ -12,6 +12,7 @@ from lightning_fed.callbacks.base import any_uses_hook
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.datamodule import FederatedDataModule
@@ -28,6 +29,7 @@ from lightning_fed.rounds.failures import stop_at
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans, check_lone_examples
 from lightning_fed.rounds.local_training import ClientGradients, InnerSolve, LocalTraining, prepared_for_inner_solve
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
+from lightning_fed.server.attacks import attacked
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings
@@ -57,6 +59,8 @@ class ClientWork(ClientHalf):
     def __init__(self, engines: Sequence[Engine], plans: LocalPlans, settings: Settings) -> None:
         self.plans, self.settings = plans, settings
         self.algorithm, self.trainer = engines[0].algorithm, engines[0].trainer
+        attack = settings.attack
+        self._attackers = plans.attackers if attack is not None and attack.changes_messages else frozenset[int]()
         self._use(engines)
         if len(engines) > 1 and self.chunk_size is not None:  # both use the same number
             self._use_chunk(self.chunk_size)
@@ -73,7 +77,7 @@ class ClientWork(ClientHalf):
         self.may_restart = any(engine.name == "vectorized" for engine in engines)
         self._inner_solve = InnerSolve(engines[1], self.settings) if len(engines) > 1 else None
         self._gradients = ClientGradients(self.engine)
-        self._local = LocalTraining(self.engine, self.settings, self._gradients, self._inner_solve)
+        self._local = LocalTraining(self.engine, self.settings, self._gradients, self._inner_solve, self._attackers)
 
     # ------------------------------------------------------------------ a round
 
@@ -107,7 +111,7 @@ class ClientWork(ClientHalf):
         except FederatedError as error:
             if self.settings.engine != "auto" or not self.may_restart:
                 raise
-            warnings.warn(f"engine='auto' goes on with 'sequential', since {reason_in(error)}", stacklevel=2)
+            warnings.warn(f"engine='auto' continues with 'sequential', since {reason_in(error)}", stacklevel=2)
             self.give_up()
             self.begin(round, members, reads_later)
 
@@ -259,6 +263,15 @@ class ClientWork(ClientHalf):
             send = {point: value[None] for point, value in gradients[0].items()}
         elif sends:
             send = {point: torch.stack([own[point] for own in gradients]) for point in self.algorithm.full_grad_at}
+        bad = [row for row, index in enumerate(indices) if index in self._attackers] if sends else []
+        if bad and len(indices) == 1:
+            send = {point: value.clone() for point, value in send.items()}  # the client's own work reads the true one
+        for row in bad:
+            assert self.settings.attack is not None
+            stream = generator(self.engine.seed, Purpose.ATTACK_ON_GRADIENTS, task.round, indices[row])
+            own = {point: value[row] for point, value in send.items()}
+            for point, value in attacked(self.settings.attack, own, stream).items():
+                send[point][row] = value
         return self._reply(task, indices, send=send, norms=self._gradients.norms_of(indices))
 
     def _answer_loss(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
@@ -288,6 +301,7 @@ class ClientWork(ClientHalf):
 
     def end_training(self) -> None:
         """Finish the work that is done once for all clients trained here in this round."""
+        self._local.put_back_settings()
         self._gradients.check()
         for engine in self.engines:
             engine.end_round()
@@ -326,7 +340,7 @@ def prepare_clients(
         chunk_before: The :attr:`ClientWork.chunk_size` before this run resumed.
     """
     settings, chunk_size = prepared.settings, chunk_before or prepared.settings.chunk_size
-    plans = LocalPlans(prepared.trainer, settings, population, clients)
+    plans = LocalPlans(prepared.trainer, settings, population, clients, prepared.seed)
     check_lstm(prepared.trainer, prepared.flat, plans.some)
     if type(prepared.trainer.datamodule).client_dataloader is not FederatedDataModule.client_dataloader:
         plans.check_counts()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.callbacks.base import any_uses_hook, call_round_hook, reads_reports
+from lightning_fed.callbacks.base import any_uses_hook, call_round_hook, reads_reports, sets_for_clients
 from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
@@ -19,11 +19,12 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.engines.vectorized.changes import changed, marks
+from lightning_fed.engines.vectorized.client_settings import SettingsSnapshot
 from lightning_fed.rounds.failures import Isolation, stop_at
 from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.outgoing import Outgoing
-from lightning_fed.server.client_states.state import ClientState, ClientStates
+from lightning_fed.server.client_states.state import LOCAL_STEPS, ClientState, ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
@@ -111,7 +112,7 @@ class ClientGradients:
             for point, norm in found.items():
                 if not math.isfinite(norm):
                     raise ClientError(
-                        f"Client {who.client_id!r} came back from round {number} with a full-batch gradient at {point}"
+                        f"Client {who.client_id!r} returned, in round {number}, a full-batch gradient at {point}"
                         " that is not finite. Lower the learning rate, or look at its data.",
                         who.client_id,
                     )
@@ -166,6 +167,7 @@ class InnerSolve:
                 result = self.engine.run(inputs, chunk, own, [{}] * len(chunk))
                 failed |= {result.participants[row].index: error for row, error in result.faults.items()}
                 for who, new in zip(result.participants, result.new_states(), strict=True):
+                    new.pop(LOCAL_STEPS, None)  # it counts the steps of the client's work alone
                     kept[who.index] = {**kept[who.index], **new}
             finally:
                 undo()
@@ -180,12 +182,19 @@ class LocalTraining:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, gradients: ClientGradients, inner_solve: InnerSolve | None
+        self,
+        engine: Engine,
+        settings: Settings,
+        gradients: ClientGradients,
+        inner_solve: InnerSolve | None,
+        attackers: frozenset[int] = frozenset(),
     ) -> None:
         self.engine, self.settings, self.gradients, self.inner_solve = engine, settings, gradients, inner_solve
         self.engines = [engine] if inner_solve is None else [engine, inner_solve.engine]
         self.trainer = engine.trainer
-        self._isolation, self._outgoing = Isolation(engine, settings.drops_failed), Outgoing(engine, settings)
+        self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
+        self._isolation = Isolation(engine, settings.drops_failed)
+        self._outgoing = Outgoing(engine, settings, attackers)
         self.begin_round()
 
     def begin_round(self, reads_later: bool = False) -> None:
@@ -194,6 +203,8 @@ class LocalTraining:
         With ``reads_later``, numbers on an accelerator may be read after all clients have trained. That is done if
         nothing reads them earlier and no client may be dropped.
         """
+        self.put_back_settings()
+        self._sets = sets_for_clients(self.trainer)
         self.result: ChunkResult | None = None
         self._ended = 0  # clients of the result whose hook has run
         self._before: Sequence[State] = []  # its clients' states before the work
@@ -201,17 +212,25 @@ class LocalTraining:
         self._uses_end_hook = any_uses_hook(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine
-        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression
+        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression or settings.client_privacy
         is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
         engine.reads_later = reads_later and is_alone and not (needs_numbers or reads_reports(self.trainer))
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 
     def _start(self, round: int, client_id: ClientId) -> None:
-        """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on."""
+        """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on.
+
+        It finds the settings that the last client's hook found, since its changes hold for that client alone.
+        """
         module = self.trainer.lightning_module
+        self.put_back_settings()
+        held = SettingsSnapshot(self.engine.prepared, with_callbacks=False) if self._sets else None
         before = marks(module) if self._has_measured else None
         call_round_hook(self.trainer, "on_client_start", round, client_id)
+        if held is not None:
+            self._held = held
+            held.keep_changed("on_client_start")
         if before is not None and (name := changed(before, marks(module))) is not None:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
@@ -220,6 +239,12 @@ class LocalTraining:
                 " Put what differs between clients into their data, set it for all clients in on_round_start, and keep"
                 " notes on clients in the callback."
             )
+
+    def put_back_settings(self) -> None:
+        """Put back what ``on_client_start`` has set for the last client, if anything."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.restore()
 
     def answer(
         self,

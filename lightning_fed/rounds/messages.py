@@ -31,6 +31,7 @@ class Task:
         cohort_grad: The cohort's mean full-batch gradients by point, once known.
         buffers: The server's buffers.
         mean_examples: The mean of n_i over the clients that have examples if the method may read it, else nan.
+        first_step: The step of the run at which local work begins, for ``local_schedule="total"``; else 0.
     """
 
     round: int
@@ -42,6 +43,7 @@ class Task:
     cohort_grad: State = field(default_factory=dict)
     buffers: State = field(default_factory=dict)
     mean_examples: float = math.nan
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class ReplyOrder:
         """Return the replies that can be added now that this one has arrived; duplicates are ignored."""
         clients = set(reply.clients)
         what = f"A reply to {reply.phase!r} of round {reply.round} is of"
-        if unexpected := clients - self._position.keys():
+        if unexpected := clients.difference(self._position):
             raise FederatedError(
                 f"{what} the client with stored index {min(unexpected)}, which was not asked. Answer for the clients"
                 " that the task names."
@@ -129,7 +131,7 @@ class ReplyOrder:
         known = clients & self._answered
         if known and known != clients:
             raise FederatedError(
-                f"{what} several clients, some of which have answered before, such as the one with stored index"
+                f"{what} several clients, and some of them have answered before, such as the one with stored index"
                 f" {min(known)}. Answer for each client once."
             )
         if known or not clients:

@@ -99,8 +99,8 @@ def _unlike_a_script(refusal: str) -> str:
         return ""
     ours = "ddp_notebook" if found[1].startswith("ddp") else "clients_fork"
     return (
-        f"strategy={found[1]!r} starts the script once per process, and a notebook is no script. Set strategy={ours!r},"
-        " which forks the notebook's process, or run a script."
+        f"strategy={found[1]!r} starts the script once per process, and a notebook is not a script. Set"
+        f" strategy={ours!r}, which forks the notebook's process, or run a script."
     )
 
 

@@ -48,8 +48,8 @@ def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> N
             with suppress(RuntimeError):
                 store.wait([f"{_KEYS}/read/{other}" for other in range(size)], timedelta(seconds=limit))
         raise FederatedError(
-            f"{problems[0]} Set GLOO_SOCKET_IFNAME on that machine to the interface by which the others reach it, such"
-            " as GLOO_SOCKET_IFNAME=eth0; `ip -brief address` lists them."
+            f"{problems[0]} Set GLOO_SOCKET_IFNAME on that machine to the interface that the others reach, such as"
+            " GLOO_SOCKET_IFNAME=eth0; `ip -brief address` lists them."
         )
 
 

@@ -75,9 +75,9 @@ class Peers:
             lines |= _called(listener, endpoints, rank, limit)
         if missing := set(range(size)) - {rank, *lines}:
             warnings.warn(
-                f"Process {rank} on {own.host} has no connection to {_named(missing, endpoints)}: if one of them is"
-                " killed it may take ClientsStrategy(timeout=...) to notice, and it is not named. Machines must reach"
-                " each other at any port, under the address by which they reach MASTER_ADDR, or by their host names.",
+                f"Process {rank} on {own.host} has no connection to {_named(missing, endpoints)}. If one of them is"
+                " killed, it may take ClientsStrategy(timeout=...) to notice, and it is not named. Machines must reach"
+                " each other at any port, at the address that they use for MASTER_ADDR, or by host name.",
                 stacklevel=2,
             )
         return Peers(rank, endpoints, lines, limit)
@@ -121,9 +121,9 @@ class Peers:
                 line.send(bytes(rank in gone for rank in range(len(self.endpoints))))
         first = " Process 0, which writes logs and checkpoints, is among them." if 0 in gone else ""
         return FederatedError(
-            f"Process {self.rank} on {self.endpoints[self.rank].host} misses {_named(gone, self.endpoints)}: ended, or"
-            f" on a machine that has not answered for {self.limit:g} s.{first} What was printed there last says why; a"
-            " checkpoint lets the run go on from there, with any number of processes."
+            f"Process {self.rank} on {self.endpoints[self.rank].host} has lost {_named(gone, self.endpoints)}. They"
+            f" have ended, or their machine has not answered for {self.limit:g} s.{first} See the last lines printed"
+            " there for the reason. The run can resume from a checkpoint, with any number of processes."
         )
 
 

@@ -157,9 +157,7 @@ class SharedMemory:
                     else f"Process {self.rank} has waited {waited:.0f} s for process {rank}, and"
                     " ClientsStrategy(timeout=...) says to wait no longer."
                 )
-                raise FederatedError(
-                    f"{what} What it printed last says why; a checkpoint lets the run go on from there."
-                )
+                raise FederatedError(f"{what} See its last lines for the reason. The run can resume from a checkpoint.")
         if interrupt is not None:
             raise interrupt
 

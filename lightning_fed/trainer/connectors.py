@@ -59,7 +59,9 @@ class RoundCheckpointConnector(_CheckpointConnector):
         try:
             super().resume_start(checkpoint_path, weights_only=weights_only)
         except KeyError as error:
-            raise FederatedError(f"{checkpoint_path} is no Lightning checkpoint: it has no entry {error}.") from error
+            raise FederatedError(
+                f"{checkpoint_path} is not a Lightning checkpoint: it has no entry {error}."
+            ) from error
         if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
             self._take(self._loaded_checkpoint, checkpoint_path)
         if self._loaded_checkpoint:
@@ -97,7 +99,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             is_scheduled = bool(self.trainer.lr_scheduler_configs)
             if differing := differing_options(options, options_of(optimizer), is_scheduled):
                 rank_zero_warn(
-                    f"The local optimizer goes on with the checkpoint's {', '.join(differing)}. To train with other"
+                    f"The local optimizer continues with the checkpoint's {', '.join(differing)}. To train with other"
                     " options, start from its weights alone: Model.load_from_checkpoint(path), then fit without"
                     " ckpt_path."
                 )
@@ -106,7 +108,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         """Check a checkpoint before it is restored, and leave only weights in one of another kind of run."""
         weights, module = checkpoint.get("state_dict"), self.trainer.lightning_module
         if weights is None:
-            raise FederatedError(f"{path} holds no 'state_dict': it is no Lightning checkpoint.")
+            raise FederatedError(f"{path} has no entry 'state_dict': it is not a Lightning checkpoint.")
         for name, value in module.state_dict().items():  # torch would give a long list
             other = weights.get(name)
             if isinstance(other, Tensor) and isinstance(value, Tensor) and other.shape != value.shape:
@@ -121,7 +123,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             return
         if "format" in saved:
             rank_zero_warn(
-                f"{path} was saved with save_weights_only=True: the run cannot go on from round {saved['round']}. It"
+                f"{path} was saved with save_weights_only=True: the run cannot continue from round {saved['round']}. It"
                 " starts at round 0 from these weights."
             )
         else:
@@ -155,7 +157,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             if callback.stopped_epoch > 0 or callback.wait_count >= callback.patience:
                 self.trainer.should_stop = True
                 rank_zero_info(
-                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To go on with it, leave that"
+                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To continue it, leave that"
                     " callback out."
                 )
         super().resume_end()

@@ -206,12 +206,19 @@ class ClientEvaluation:
         state = dict(base.state)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
         base.state.clear()
+        schedule = engine.optimizer.schedule
+        if schedule is not None:  # as for a new client
+            schedule.begin(schedule.start_of({}), steps)
         try:
             for i, batch in enumerate(islice(batches, steps)):
                 self._step(y, prepare_batch(self.trainer, batch), i)
+                if schedule is not None:
+                    schedule.advance()
         finally:
             base.state.clear()
             base.state.update(state)
+            if schedule is not None:
+                schedule.rest()
             for group, kept in zip(base.param_groups, groups, strict=True):
                 group.update(kept)
 

@@ -111,7 +111,7 @@ class Measurements:
             )
         index = self._population.index_of(client_id)
         if self._ask_sites is not None or not self._run.ranks.owns(index):
-            raise FederatedError(f"What client {client_id!r} keeps, its own model included, is not in this process.")
+            raise FederatedError(f"The state of client {client_id!r}, with its own model, is kept by another process.")
         with self._run.preserving_module():
             x, buffers = self._own_model(index)
             prepared.flat.restore()

@@ -46,8 +46,8 @@ class ServerModel:
         frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
         if frozen:
             raise FederatedError(
-                f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
-                " it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+                f"A hook has frozen the parameter {frozen[0]!r}: the trained parameters are fixed when the fit starts."
+                " Freeze it in the module's __init__, or set requires_grad and start a new fit of another trainer."
             )
         self.sync_hook_changes()
         self._loaded = None

@@ -135,17 +135,17 @@ def made(cause: str, bad: int = BAD) -> Callable[[], FederatedDataModule]:
 
 
 CAUSES: dict[str, str] = {
-    "nan loss": r"came back from round 0 with parameters that are not finite, after 6 local steps; its loss was first"
+    "nan loss": r"returned parameters that are not finite in round 0, after 6 local steps; its loss was first"
     r" nan at local step \d",
-    "inf loss": r"came back from round 0 with a loss that is not finite, after 6 local steps; its loss was first inf at"
+    "inf loss": r"returned a loss that is not finite in round 0, after 6 local steps; its loss was first inf at"
     r" local step 1",
-    "nan gradient": "came back from round 0 with parameters that are not finite",
-    "huge update": r"came back from round 0 with an update of norm \S+, \S+ times the cohort's median",
+    "nan gradient": "returned parameters that are not finite in round 0",
+    "huge update": r"returned an update of norm \S+ in round 0, \S+ times the cohort's median",
     "loader raises": r"failed in .* in round 0, local step \d: OSError: the disk is gone",
     "wrong shape": r"failed in .* in round 0, local step 1: RuntimeError: ",
     "wrong dtype": r"failed in .* in round 0, local step 1: \w+Error: ",
     "label out of range": r"failed in .* in round 0, local step \d: (IndexError|RuntimeError): ",
-    "empty batch": r"came back from round 0 with .*; its loss was first nan at local step 2",
+    "empty batch": r"returned .* in round 0, .*; its loss was first nan at local step 2",
     "no data": "failed in the making of its data in round 0: FileNotFoundError: clients/2.csv",
 }
 
@@ -488,7 +488,7 @@ def test_a_module_that_cannot_be_vectorized_is_refused_as_ever() -> None:
 
 
 def test_ddp_refuses_to_drop(tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match="on_client_error='drop' does not go with strategy='ddp'"):
+    with pytest.raises(FederatedError, match="on_client_error='drop' cannot be combined with strategy='ddp'"):
         run("sequential", strategy="ddp", devices=2, **DROP)
 
 

@@ -70,7 +70,7 @@ def test_a_stop_waits_for_what_the_run_has_to_do_and_says_so(
     with caplog.at_level("INFO"):
         run.fit(seeded(), data())
     assert run.current_epoch == rounds
-    assert caplog.text.count("asked to stop after 1 rounds and 12 local steps, but goes on") == int(rounds > 1)
+    assert caplog.text.count("asked to stop after 1 rounds and 12 local steps, but continues") == int(rounds > 1)
 
 
 def test_the_estimated_number_of_steps_of_a_schedule_is_that_of_rounds() -> None:

@@ -185,7 +185,7 @@ def test_a_resumed_auto_run_keeps_its_engine(tmp_path: Path) -> None:
 
 
 def test_a_resumed_auto_run_that_must_change_its_engine_warns(tmp_path: Path) -> None:
-    text = r"goes on with 'sequential', though this run was trained with 'vectorized'.*PerBatch.on_train_batch_end"
+    text = r"continues with 'sequential', though this run was trained with 'vectorized'.*PerBatch.on_train_batch_end"
     with pytest.warns(UserWarning, match=text):
         found = resumed(tmp_path, 1, 3, OPTIONS, {**OPTIONS, "callbacks": [PerBatch()]})
     assert engines_of(found) == ["sequential"]
@@ -233,7 +233,7 @@ class FailsTogether(Ordinary):
         return loss * (1 + 0 * batch[0].sum().item()) if len(batch[0]) == 1 else loss
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' goes on")
+@pytest.mark.filterwarnings("ignore:engine='auto' continues")
 @pytest.mark.parametrize(
     "algorithm", few([FedAvg(), Scaffold(), Ditto(0.1)], []), ids=lambda algorithm: type(algorithm).__name__
 )

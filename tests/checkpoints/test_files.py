@@ -219,7 +219,7 @@ def test_a_damaged_last_is_refused_and_the_newest_sound_one_offered(save_last: A
 
 def test_with_nothing_sound_the_way_out_is_to_start_anew(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"nothing")
-    with pytest.raises(FederatedError, match="no sound checkpoint beside it; start anew"):
+    with pytest.raises(FederatedError, match="no valid checkpoint next to it. Start a new run"):
         run(tmp_path, 1, ckpt_path=tmp_path / "a.ckpt")
 
 
@@ -248,7 +248,9 @@ def test_a_checkpoint_of_another_format_is_refused(change: int, age: str, tmp_pa
 def test_a_checkpoint_of_weights_alone_gives_the_first_model(tmp_path: Path) -> None:
     run(tmp_path, 1, keep=ModelCheckpoint(tmp_path, filename="w", save_weights_only=True))
     weights = torch.load(tmp_path / "w.ckpt", weights_only=True)["state_dict"]
-    with pytest.warns(UserWarning, match=r"save_weights_only=True: the run cannot go on from round 1\. It starts at"):
+    with pytest.warns(
+        UserWarning, match=r"save_weights_only=True: the run cannot continue from round 1\. It starts at"
+    ):
         began = fit(max_rounds=1, ckpt_path=tmp_path / "w.ckpt")
     other = seeded()
     other.load_state_dict(weights)

@@ -97,7 +97,7 @@ def test_missing_weights_are_counted_and_one_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_but_zeros_is_refused() -> None:
-    with pytest.raises(FederatedError, match="All clients have weight zero in .*: nobody could take part"):
+    with pytest.raises(FederatedError, match="All clients have weight zero in .*: no client could take part"):
         ClientWeights({"a": 0, "b": 0.0, "c": 1.0}).of(["a", "b"])
 
 

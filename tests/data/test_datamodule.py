@@ -578,7 +578,7 @@ class Stream(IterableDataset):
         ({"clients": [tensors(1)], "num_workers": -1}, r"num_workers=-1"),
         ({"clients": [tensors(1)], "collate_fn": "stack"}, r"collate_fn='stack'"),
         ({"clients": [tensors(1)], "client_val": {"ann": tensors(1)}}, r"client_val has 'ann', which are no"),
-        ({"clients": [tensors(1)], "client_val": {99: tensors(1)}}, r"client_val has 99, which are no clients' ids"),
+        ({"clients": [tensors(1)], "client_val": {99: tensors(1)}}, r"client_val has unknown client ids: 99"),
     ],
 )
 def test_arguments_are_refused_at_construction(arguments, message):

@@ -10,11 +10,12 @@ import torch
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.deploy import Message, Refusal
+from lightning_fed.deploy import Message, Refusal, RemoteClients
 from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.server import WeightedSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import SIZES, Wire, make_trainer, parameters
+from tests.helpers.optional import needs_pyarrow
 from tests.helpers.selection import few
 from tests.helpers.training import clients
 
@@ -84,7 +85,7 @@ def test_an_absent_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> N
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=3, **DROPS))
     late(wire)
     _, reports = wire.run()
-    assert [report.failed for report in reports] == [{LATE: f"Client {LATE} has not said hello."}] * 2 + [{}]
+    assert [report.failed for report in reports] == [{LATE: f"Client {LATE} has not registered."}] * 2 + [{}]
     assert [LATE in clients for _, phase, clients in wire.phases if phase == "train"] == [False, False, True]
     wire.kill()
     few = {**DROPS, "max_failed_share": 0.1}
@@ -118,7 +119,8 @@ def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
     _, reports = wire.run()
     assert [report.round for report in reports] == list(range(5))
     assert (
-        "Client 2 does not answer: The site of client 2 does not run what the server runs: its seed is 3" in caplog.text
+        "Client 2 does not answer: The site of client 2 has other settings than the server: its seed is 3"
+        in caplog.text
     )
     assert "of client 2 says that its size is -1" in caplog.text
 
@@ -178,3 +180,59 @@ def test_different_batch_sizes_that_nobody_asked_for_are_a_warning(caplog: pytes
         sites.add("plant", hello(8, batch_size=16))
         sites.accept_late()
     assert "Sites have different batch sizes: 4 (client 'clinic'), 16 (client 'plant')." in caplog.text
+
+
+def said(*columns: Any) -> dict[str, Any]:
+    return {"size": 3, "batches": 1, "val_size": 0, "batch_size": 4, "columns": list(columns)}
+
+
+def test_sites_must_mean_the_same_by_their_columns() -> None:
+    sites = Registrations(["a", "b", "c", "d"])
+    sites.add("a", said("age", "sex=f", "sex=m"))
+    sites.add("b", said())  # a data module that does not know
+    sites.add("c", said("age", "sex=f", "sex=m"))
+    told = r"'d' and 'a' do not mean the same by their .*: column 1 is 'sex=m' at the first and 'sex=f' at the second"
+    with pytest.raises(FederatedError, match=told):
+        sites.add("d", said("age", "sex=m", "sex=f"))
+    with pytest.raises(FederatedError, match=r"column 2 is 'nothing' at the first and 'sex=m' at the second"):
+        sites.add("d", said("age", "sex=f"))
+    sites.add("a", said("age", "sex=f", "sex=m"))  # again
+    for columns in ("age", [1], None):
+        with pytest.raises(FederatedError, match="says that its columns are"):
+            sites.add("b", {**said(), "columns": columns})
+    assert [known.columns for known in sites.known.values()] == [
+        ("age", "sex=f", "sex=m"),
+        (),
+        ("age", "sex=f", "sex=m"),
+    ]
+
+
+@needs_pyarrow
+def test_tables_of_two_sites_that_number_their_classes_differently_are_refused(tmp_path: Path) -> None:
+    from lightning_fed.data import ClientTable
+    from lightning_fed.deploy import FederatedSite
+
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg"))
+
+    def site(client: int, labels: list[str], **options: Any) -> FederatedSite:
+        path, names = tmp_path / f"{client}.csv", [f"x{n}" for n in range(6)]
+        rows = [f"{client},{','.join(str(n + k) for n in range(6))},{label}" for k, label in enumerate(labels)]
+        path.write_text("\n".join([",".join(["who", *names, "y"]), *rows]))
+        data = ClientTable(str(path), "who", "y", names, val_fraction=0, **options)
+        return FederatedSite(make_trainer("FedAvg"), model(), data, str(client), tmp_path / f"state {client}")
+
+    data = RemoteClients(wire, ["0", "1"])
+    for options, told in (
+        ({}, r"column 6 is 'y of \d classes with the checksum \w+' at the first and 'y of \d classes"),
+        ({"classes": ["well", "ill"]}, ""),
+    ):
+        wire.sites = {0: site(0, ["ill", "well"], **options), 1: site(1, ["well", "well"], **options)}
+        trainer = make_trainer("FedAvg", max_rounds=1, clients_per_round=None)
+        if told:
+            with pytest.raises(FederatedError, match=told):
+                trainer.fit(model(), data)
+        else:
+            trainer.fit(model(), data)
+            assert trainer.fit_loop.round == 1
+        for each in wire.sites.values():
+            each.__exit__(None, None, None)

@@ -39,7 +39,7 @@ def test_it_knows_the_sizes_of_data_that_it_does_not_have_once_clients_have_said
     wire.comes = comes
     data = wire.clients()
     assert data.client_ids == [0, 1, 2, 3]
-    with pytest.raises(FederatedError, match="size of client 1 is not known before it has said hello"):
+    with pytest.raises(FederatedError, match="size of client 1 is not known before it has registered"):
         data.client_size(1)
     wire.make().fit(model(), data)
     assert (data.known_sizes, data.client_size(1), data.batch_size) == ([15, 8, 22, 6], 8, 6)
@@ -128,3 +128,8 @@ def test_a_plain_trainer_and_several_processes_are_refused(tmp_path: Path, monke
     with pytest.raises(FederatedError, match="are asked by a trainer of one process, found 2 processes"):
         wire.run()
     assert not wire.phases
+
+
+def test_base_weights_of_adapters_do_not_reach_sites(tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match=r"lora='exact' changes the base weights in every round, and remote sites"):
+        Wire(tmp_path, partial(make_trainer, "FedAvg", lora="exact")).run()

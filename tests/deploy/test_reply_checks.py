@@ -12,7 +12,7 @@ from lightning_fed.deploy.reply_checks import Fields, check_finite, check_tensor
 
 @pytest.mark.parametrize("value", [-1, MOST + 1, 10**400, True, 1.0, float("inf"), "1", None, [], {"a": 1}])
 def test_a_count_is_a_whole_number_that_a_float_can_hold(value: Any) -> None:
-    with pytest.raises(FederatedError, match="it is no reply: its a is .*, where a whole number from 0 to 2"):
+    with pytest.raises(FederatedError, match="it is not valid: its a is .*, and a whole number from 0 to 2"):
         Fields("it", {"a": value}).count("a")
     assert [Fields("it", {"a": n}).count("a") for n in (0, MOST)] == [0, MOST]
     assert float(MOST) + 1.0 == MOST, "the first whole number that is none"
@@ -31,7 +31,7 @@ def test_numbers_by_name_are_finite_or_none_and_names_are_short() -> None:
     assert found["y"] != found["y"]
     wrong: list[Any] = [None, [], {"x": float("inf")}, {"x": {}}, {"x" * 201: 1.0}, {"a\nb": 1.0}, {1: 1.0}]
     for value in [*wrong, {str(i): 1.0 for i in range(1001)}]:
-        with pytest.raises(FederatedError, match="it is no reply"):
+        with pytest.raises(FederatedError, match="it is not valid"):
             Fields("it", {"a": value}).numbers("a")
 
 
@@ -39,7 +39,7 @@ def test_names_are_printable_texts() -> None:
     assert Fields("it", {"a": ["x", "y"]}).names("a") == ["x", "y"]
     assert Fields("it", {"a": {"x": "y"}}).texts("a") == {"x": "y"}
     for value in ("xy", {"x": 1}, [1], [["x"]], ["\x1b"]):
-        with pytest.raises(FederatedError, match="it is no reply"):
+        with pytest.raises(FederatedError, match="it is not valid"):
             Fields("it", {"a": value}).names("a")
     with pytest.raises(FederatedError, match="'x' is a list, where a name"):
         Fields("it", {"a": {"x": []}}).texts("a")

@@ -36,5 +36,5 @@ def test_a_figure_or_table_must_have_a_place_for_every_axis_and_something_to_sho
             check_outputs(Grid(read_experiment(write(axes=axes, **outputs))))
     scales = {"full": {}, "small": {"departures": LESS, "methods": ["FedAvg"]}}
     experiment = read_experiment(write(scales=scales, figures={"f": {"at": {"method": "SCAFFOLD"}}}))
-    with pytest.raises(FederatedError, match="figures.f: the scale small has nothing of what it shows"):
+    with pytest.raises(FederatedError, match="figures.f: the scale small has none of its cells"):
         check_outputs(Grid(experiment, "small"))

@@ -85,7 +85,7 @@ def test_a_client_without_a_finite_gradient_is_named() -> None:
     found, _ = gradients(FedDane(0.1))
     answers = {plan.participant.index: answer for plan, answer in found.each(INPUTS, plans(8, 1, 9))}
     assert isinstance(answers[8], ClientError)
-    assert "Client 8 came back from round 4 with a full-batch gradient at x that is not finite" in str(answers[8])
+    assert "Client 8 returned, in round 4, a full-batch gradient at x that is not finite" in str(answers[8])
     assert answers[8].culprit == 8
     assert str(answers[9]) == "Client 9 has no data."
     assert not isinstance(answers[1], ClientError)

@@ -39,7 +39,7 @@ class States:
 
 def outgoing(compression: Any = None, kept_buffers: Sequence[str] = ()) -> Outgoing:
     engine = SimpleNamespace(algorithm=FedAvg(), buffers=SimpleNamespace(kept=kept_buffers), seed=0)
-    return Outgoing(engine, SimpleNamespace(compression=compression))  # type: ignore[arg-type]
+    return Outgoing(engine, SimpleNamespace(compression=compression, attack=None))  # type: ignore[arg-type]
 
 
 def chunk(steps: Sequence[int] = (2, 2, 2), **options: Any) -> ChunkResult:

@@ -200,7 +200,7 @@ class CustomBatches(ClientBatches):
             sampler = getattr(loader.batch_sampler, "sampler", None)
             return len(sampler) if hasattr(sampler, "__len__") else len(loader.dataset)  # type: ignore[arg-type]
         except (AttributeError, TypeError) as error:
-            raise self._error("does not tell its number of examples", remedy) from error
+            raise self._error("does not have a known number of examples", remedy) from error
 
     def _error(self, problem: str, remedy: str) -> FederatedError:
         found = f"{kind_of(self._measured)} that {problem}"

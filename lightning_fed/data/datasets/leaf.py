@@ -67,7 +67,7 @@ def _parsed(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested, or a number is too long
-        raise FederatedError(f"{file} is no valid JSON: {error}. Download or make it again.") from error
+        raise FederatedError(f"{file} is not valid JSON: {error}. Download or make it again.") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
         found = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise FederatedError(

@@ -94,7 +94,7 @@ def read_embedding(path: Path, counts: Counter[str], max_words: int) -> tuple[Vo
                 if word in counts and word not in vectors:
                     vectors[word] = _vector(values, f"{path}, line {number}")
         except UnicodeDecodeError as error:
-            raise FederatedError(f"{path} is no UTF-8 text: {error}.") from error
+            raise FederatedError(f"{path} is not UTF-8 text: {error}.") from error
     if not vectors:
         raise FederatedError(
             f"{path} has no vector of any word in the texts. Are its words in lower case, as theirs are?"

@@ -67,7 +67,7 @@ def read_plays(owner: str, folder: Path) -> dict[str, str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
-            raise FederatedError(f"{file} is no UTF-8 text: {error}.") from error
+            raise FederatedError(f"{file} is not UTF-8 text: {error}.") from error
         texts |= {f"{file.stem}/{role}": " ".join(said) for role, said in speeches(lines).items()}
     if not texts:
         raise FederatedError(

@@ -38,7 +38,7 @@ class _Folders(FederatedDataModule):
             owner = type(self).__name__
             root = find(owner, Path(self.root), "Make it: a folder for each client.", "Or correct root.")
             if not root.is_dir():
-                raise FederatedError(f"{owner}: {root} is no folder.")
+                raise FederatedError(f"{owner}: {root} is not a folder.")
             with os.scandir(root) as entries:
                 self._names = sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
             if not self._names:

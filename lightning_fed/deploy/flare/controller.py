@@ -84,7 +84,7 @@ class RoundsController(Controller):
         try:
             fit(trainer, module, clients, Path(self.checkpoint).absolute(), _log, _OTHER)
         except AbortedError:
-            _log.warning("The job was aborted. Submitted again, it goes on from %s.", self.checkpoint)
+            _log.warning("The job was aborted. Submitted again, it continues from %s.", self.checkpoint)
 
     def _ask(
         self, site: str, arrays: dict[str, Any], done: Callable[[dict[str, Any] | str], None], fl_ctx: FLContext
@@ -116,4 +116,4 @@ def _result_of(task: Task) -> dict[str, Any] | str:
     try:
         return dict(from_shareable(result).data)
     except Exception as error:  # whatever a site may have sent
-        return f"its result is no model: {error}"
+        return f"its result is not a model: {error}"

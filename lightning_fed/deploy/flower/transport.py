@@ -16,11 +16,10 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
 from lightning_fed.deploy.message import Message
-from lightning_fed.deploy.transport import Refusal, reply_from
+from lightning_fed.deploy.transport import Refusal, contents_of, replies_in
 
 __all__ = ["FlowerTransport"]
 
-_MOST = 64 * 2**20  # bytes in one of Flower's messages, which all on the way hold as a whole; one task at least
 _PAUSE = 0.5  # seconds between two looks for replies
 _BACK_OFF = 5.0  # seconds before a node that has answered with an error is asked again
 _log = logging.getLogger("flwr")
@@ -95,7 +94,7 @@ class FlowerTransport:
                 yield come
             if time.monotonic() > end:
                 for client in tasks.keys() & missing.keys():
-                    what = "no reply has come" if client in self._node_of else "no node has been there"
+                    what = "no reply arrived" if client in self._node_of else "no node was connected"
                     yield Refusal(client, f"{what} for {self._timeout:g} s")
                 return
             if not found:
@@ -143,14 +142,9 @@ class FlowerTransport:
             if node is not None and node not in busy and self._not_before.get(node, 0.0) <= time.monotonic():
                 by_node.setdefault(node, []).append(client)
         for node, clients in by_node.items():
-            contents: list[bytes] = []
-            for client in clients:
-                content = tasks[client].to_bytes()
-                if contents and sum(map(len, contents)) + len(content) > _MOST:
-                    break
-                contents.append(content)
-            record = packed({str(number): content for number, content in enumerate(contents)})
-            self._push(node, record, MessageType.TRAIN, tuple(clients[: len(contents)]))
+            contents = contents_of({client: tasks[client] for client in clients})
+            record = packed({str(number): content for number, content in enumerate(contents.values())})
+            self._push(node, record, MessageType.TRAIN, tuple(contents))
 
     def _push(self, node: int, content: RecordDict, kind: str, clients: tuple[ClientId, ...]) -> None:
         message = FlowerMessage(content, node, kind, ttl=self._timeout, group_id=self._group)
@@ -174,12 +168,7 @@ class FlowerTransport:
     def _replies(self, sent: _Sent, content: RecordDict) -> Iterator[Message | Refusal]:
         self._said.pop(sent.node, None)
         messages, refused = unpacked(content)
-        for number, client in enumerate(sent.clients):
-            key = str(number)
-            if key in messages:
-                yield reply_from(client, messages[key])
-            else:
-                yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
+        yield from replies_in(sent.clients, messages, refused, "node")
 
     def _note_clients(self, asked: _Sent, names: Sequence[str]) -> None:
         unexpected = [name for name in names if name not in self._by_text]
@@ -190,7 +179,7 @@ class FlowerTransport:
         earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
         for key in earlier:
             if clients := self._sent.pop(key).clients:
-                _log.warning("Node %d has lost what it was asked for %s; it is asked again.", asked.node, clients)
+                _log.warning("Node %d has lost its task for %s; it is asked again.", asked.node, clients)
 
     def _note_error(self, node: int, reason: str) -> None:
         self._not_before[node] = time.monotonic() + _BACK_OFF

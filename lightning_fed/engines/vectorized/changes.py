@@ -291,10 +291,12 @@ class Snapshot:
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
-        self._attributes = [(owner, dict(vars(owner))) for owner in owners]
+        # the names of the attributes to restore; None for all
+        self._attributes: list[tuple[Any, dict[str, Any], set[str] | None]]
+        self._attributes = [(owner, dict(vars(owner)), None) for owner in owners]
         self._contents: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Any, Callable[[Any], Any]]] = []
-        for owner, attributes in self._attributes:
+        for owner, attributes, _ in self._attributes:
             for name, value in attributes.items():
                 if name in INTERNAL and isinstance(owner, nn.Module):
                     if isinstance(value, (dict, set)):
@@ -311,18 +313,48 @@ class Snapshot:
             if generator is not None:
                 self._generators.append(generator)
 
+    def keep_changed(self) -> None:
+        """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state."""
+        self._attributes = [
+            (owner, alive, names)
+            for owner, alive, _ in self._attributes
+            if (names := changed_names(alive, vars(owner)) - set(PASSING))
+        ]
+        self._contents = [(inner, content) for inner, content in self._contents if not _is_same(inner, content)]
+        self._generators = []
+
     def restore(self) -> None:
-        """Restore everything."""
-        for owner, saved in self._attributes:
+        """Restore everything, or after :meth:`keep_changed` what had changed."""
+        for owner, alive, names in self._attributes:
             now = vars(owner)
-            for key in now.keys() - saved.keys() - set(PASSING):
-                del now[key]
-            now.update({key: value for key, value in saved.items() if key not in PASSING})
+            for key in (now.keys() | alive.keys()) - set(PASSING) if names is None else names:
+                if key in alive:
+                    now[key] = alive[key]
+                else:
+                    now.pop(key, None)
         for inner, content in self._contents:
             inner.clear()
             (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
         for state, set_state in self._generators:
             set_state(state)
+
+
+def changed_names(alive: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the names that have other objects now; plain values are compared."""
+    missing = object()
+    names = {name for name in (*alive, *now) if now.get(name, missing) is not alive.get(name, missing)}
+    return {
+        n for n in names if type(alive.get(n)) not in _PLAIN or not (n in alive and n in now and alive[n] == now[n])
+    }
+
+
+def _is_same(inner: Any, content: Any) -> bool:
+    """Return whether a collection has the same objects as its copy."""
+    if isinstance(inner, dict):
+        return inner.keys() == content.keys() and not changed_names(content, inner)
+    if isinstance(inner, set):
+        return bool(inner == content)
+    return len(inner) == len(content) and all(one is other for one, other in zip(inner, content, strict=True))
 
 
 # ------------------------------------------------------------------ checks during a run
@@ -364,8 +396,8 @@ class ChangeTracker:
         if self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
                 f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
-                " engine='vectorized' tries the module out and traces it anew each time, which is slow. If no step"
-                " reads it, keep it elsewhere, in a callback for one; or use engine='sequential'."
+                " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
+                " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
             )
 
     def expect_hooks(self) -> None:
@@ -398,9 +430,9 @@ class ChangeTracker:
             kind, _, name = tensor.partition(".")
         if name is not None:
             raise FederatedError(
-                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it changes the"
-                f" {kind} {name!r} of {type(self.module).__name__}, which it did not when it was tried out. Change"
-                " that, or use engine='sequential'."
+                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
+                f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
+                " engine='sequential'."
             )
 
     def end_round(self) -> None:
@@ -411,6 +443,6 @@ class ChangeTracker:
         if name is not None:
             self._has_warned = True
             rank_zero_warn(
-                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients are at work."
-                " With engine='vectorized' their local steps go by its value at the start of the round."
+                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients train. With"
+                " engine='vectorized' their local steps use its value at the start of the round."
             )

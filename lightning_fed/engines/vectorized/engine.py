@@ -192,6 +192,9 @@ class VectorizedEngine(Engine):
     ) -> ChunkResult:
         started = time.perf_counter()
         self._row = None
+        schedule = self.optimizer.schedule
+        if schedule is not None:  # all clients begin at one step
+            schedule.begin(schedule.start_of({}), max(plan.participant.steps for plan in plans))
         clip, plan = Clipping.of(self.trainer), self.optimizer.plan_of(self.algorithm)
         rows = self.schedule.rows(plans)
         order, steps = self.schedule.steps(plans, rows, plan.is_bare and clip is None)
@@ -213,6 +216,8 @@ class VectorizedEngine(Engine):
             self.schedule.run(inputs, plans, rows, steps, work, means)
             self.changes.check_work()
             delta, send, keep = work.finish()
+        if schedule is not None:
+            schedule.rest()
         if self.settings.is_needed:
             self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
@@ -349,6 +354,8 @@ class VectorizedEngine(Engine):
 
     def abandon(self) -> int | None:
         """End the local work of failed clients; return their number of local steps, or None if none had begun."""
+        if self.optimizer.schedule is not None:
+            self.optimizer.schedule.rest()
         return self.schedule.abandon()
 
     def savepoint(self) -> Callable[[], None]:

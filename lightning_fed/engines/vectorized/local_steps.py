@@ -41,13 +41,20 @@ class LocalSteps:
     def __init__(self, module: ModuleStep, work: ChunkWork, batch_size: int | None, means: ChunkMeans) -> None:
         self.module, self.work, self.batch_size, self.means = module, work, batch_size, means
         self.step = LocalStep(module, work)
-        self._rate = -work.rates[0]
+        self._rates, self._rate = work.rates, -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
-        self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
+        if not (self.step.key or work.skips):  # no input but parameters and batch: bound until something else changes
+            settings = (module.traces.generation, work.is_bare, work.rates, work.decay, work.clip, len(work.y))
+            self._bound = work.memory.bound(settings)
+        self._of_chunk: dict[Any, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
         """Take a step of clients on their batches; ``may_trace`` if their shapes recur often enough for a trace."""
+        if self.work.rates is not self._rates:  # a schedule has moved them
+            self._rates, self._rate = self.work.rates, -self.work.rates[0]
+            if self.step.use_rates():
+                self._bound, self._of_chunk = {}, {}
         if len(groups) == 1 and may_trace and self._may_trace and self.module.traces.allowed:
             (group,) = groups
             key = (clients.rows, group.kind)
@@ -175,11 +182,15 @@ class LocalSteps:
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return the result of :meth:`Trace.once`, computed for the whole chunk if it can be split.
 
-        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time.
+        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time. The traces of one
+        client's batch sizes share it.
         """
         step, count = self.step, len(self.work.y)
         if clients.is_one:
-            return trace.once([*step.shared, *clients.of(step.own)])
+            key = clients.rows, trace.fixed
+            if key not in self._of_chunk:
+                self._of_chunk[key] = trace.once([*step.shared, *clients.of(step.own)])
+            return self._of_chunk[key]
         if trace not in self._of_chunk:
             self._of_chunk[trace] = trace.once([*step.shared, *step.own])
         sums, once = self._of_chunk[trace]
@@ -192,7 +203,7 @@ class LocalSteps:
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""
-        if bound.sizes is None:
+        if bound.sizes is None or bound.trace not in self.module.compared:
             found = self._run_checked(bound, clients, group)
             if found is None:
                 return False

@@ -193,8 +193,8 @@ class ModuleStep:
     def give_up(self, what: str) -> Literal[False]:
         """Use no more traces and warn, since the module differs from its trace; return False."""
         return self.traces.forbid(
-            f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads something beside"
-            " self and the batch that changes. Local steps run untraced from here on, which is slower."
+            f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads changing values"
+            " other than self and the batch. Local steps run untraced from here on, which is slower."
         )
 
     @contextmanager
@@ -212,9 +212,9 @@ class ModuleStep:
         yield
         if before[0] != random_state(device) or (looks and before[1] != foreign_state()):
             raise OnlySequentialError(
-                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it draws random"
-                " numbers, which it did not when it was tried out. Let it draw from the first round on (from torch's"
-                " generator), or use engine='sequential'."
+                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it draws random"
+                " numbers, and did not in its trial step. Let it draw from the first round on (from torch's generator),"
+                " or use engine='sequential'."
             )
 
     # ------------------------------------------------------------------ logging

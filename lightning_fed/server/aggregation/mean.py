@@ -54,6 +54,8 @@ class Aggregation:
         models: The weighted sum [P] of the models y added so far, or None; after :meth:`compute`, the sum of their
             changes y - x.
         models_weight: The sum of their weights.
+        is_estimate: Whether the weighted sum estimates the mean over all clients, with weights that need not sum to
+            one.
     """
 
     needs_clients: bool = True
@@ -80,7 +82,8 @@ class Aggregation:
             rule: {index: raw_weight(weighs, p, p.steps) for index, p in self._members.items()}
             for rule, weighs in self._rules.items()
         }
-        self._totals = {rule: sum(raw.values()) for rule, raw in self._raw.items()}
+        self.is_estimate = any(p.share is not None for p in cohort)
+        self._totals = {rule: 1.0 if self.is_estimate else sum(raw.values()) for rule, raw in self._raw.items()}
         for total in self._totals.values():
             if self._members and total <= 0:
                 raise no_weight([p.client_id for p in self._members.values()])
@@ -171,7 +174,7 @@ class Aggregation:
             raise no_weight([member.client_id for member in self._members.values()])
         # the weights sum to less than one if clients took fewer steps than planned
         scale = {
-            rule: 1.0 if abs(given - 1.0) < _ROUNDING or given == 0 else 1.0 / given
+            rule: 1.0 if self.is_estimate or abs(given - 1.0) < _ROUNDING or given == 0 else 1.0 / given
             for rule, given in self._weight_sums.items()
         }
         factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}

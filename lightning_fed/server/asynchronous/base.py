@@ -156,8 +156,9 @@ class Asynchronous(Aggregator):
             needs = "the gradients of a cohort at one model"
         if needs is not None:
             raise FederatedError(
-                f"asynchronous={name}(...) does not go with {method}, which needs {needs}: here clients begin and end"
-                " at different times. Use a method whose clients work alone, such as FedAvg, FedProx or Scaffold."
+                f"asynchronous={name}(...) cannot be combined with {method}, which needs {needs}: here clients begin"
+                " and end at different times. Use a method whose clients work alone, such as FedAvg, FedProx or"
+                " Scaffold."
             )
         run = super().for_run(algorithm, weighting, sampler)
         assert isinstance(run, Asynchronous)

@@ -108,7 +108,7 @@ class Index:
                 return db
             db.close()
         raise FederatedError(
-            f"Client states of this run are gone: {self.folder} is not what it was. Another run that was started there"
+            f"Client states of this run are gone: {self.folder} has changed. Another run that was started there"
             " since has removed what no checkpoint needed."
         )
 
@@ -140,7 +140,7 @@ class Index:
             data = file.read(min(length, os.fstat(file.fileno()).st_size))
             if (len(data), zlib.crc32(data, client)) == (length, checksum):
                 return data
-        raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
+        raise FederatedError(f"{path} is damaged: the stored state of the client with index {client} was changed.")
 
     def states(self, rows: Iterable[tuple[int, int, int, int, int]]) -> dict[int, State]:
         """Return the states that rows of the index refer to, by client."""

@@ -12,13 +12,14 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.server.client_states.store import ClientStore
 
 __all__ = [
+    "LOCAL_STEPS",
     "PERSONAL",
     "ClientState",
     "ClientStates",
     "ExpectedState",
     "Stacked",
     "method_part",
-    "with_personal",
+    "with_kept",
 ]
 
 _CPU = torch.device("cpu")
@@ -26,6 +27,9 @@ _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 PERSONAL = "personal.parameters"
 """The name of a client's personal parameters [Q], next to the method's state."""
+
+LOCAL_STEPS = "schedule.steps"
+"""The name of the number of a client's local steps in all its rounds, if its schedule counts them."""
 
 
 @dataclass
@@ -54,13 +58,23 @@ class ClientState:
 
 
 def method_part(client: State) -> State:
-    """Return a client's state without its personal parameters, which methods do not use."""
-    return {name: value for name, value in client.items() if name != PERSONAL}
+    """Return a client's state without personal parameters and its count of steps, which methods do not use."""
+    return {name: value for name, value in client.items() if name not in (PERSONAL, LOCAL_STEPS)}
 
 
-def with_personal(keep: State, client: State, personal: Tensor) -> State:
-    """Return clients' states with personal parameters [Q] or [S, Q]; an empty ``keep`` means unchanged."""
-    return {**(keep or client), PERSONAL: personal} if personal.shape[-1] else keep
+def with_kept(keep: State, client: State, personal: Tensor, local_steps: int | None = None) -> State:
+    """Return clients' states with what methods do not use; an empty ``keep`` means unchanged.
+
+    Args:
+        keep: The method's new states.
+        client: The method's states before.
+        personal: The personal parameters [Q] or [S, Q].
+        local_steps: The client's number of local steps in all its rounds, if its schedule counts them.
+    """
+    more = {PERSONAL: personal} if personal.shape[-1] else {}
+    if local_steps is not None:
+        more[LOCAL_STEPS] = torch.tensor(local_steps)
+    return {**(keep or client), **more} if more else keep
 
 
 class Stacked(Sequence[State]):
@@ -138,9 +152,9 @@ class ExpectedState:
     def mismatch(self, index: int, fault: str) -> FederatedError:
         """Return the error for a client's state that is not from this run."""
         return FederatedError(
-            f"What client {self.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
-            f" states that it refers to, are another run's: resume from one of this run's own. Or {self.method}.finish"
-            " keeps something else than its init_client."
+            f"The stored state of client {self.ids[index]!r} does not belong to this run: {fault}. The checkpoint, or"
+            " the files of client states that it refers to, are another run's: resume from one of this run's own. Or"
+            f" {self.method}.finish keeps another state than its init_client returns."
         )
 
 

@@ -280,17 +280,20 @@ def test_time_goes_on_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"algorithm": Mime()}, r"FedBuff\(\.\.\.\) does not go with Mime, which needs a gradient that is averaged"),
-        ({"algorithm": MimeLite()}, "does not go with MimeLite"),
-        ({"algorithm": Scaffnew(prob=0.5)}, "does not go with Scaffnew, which needs all clients"),
-        ({"algorithm": ServerOnly(), "local_epochs": None}, "does not go with ServerOnly"),
-        ({"algorithm": FedProx(mu=0.1, adaptive=True)}, "does not go with FedProx"),
-        ({"clients_per_round": 3}, "clients_per_round=3 does not go with asynchronous=FedBuff"),
-        ({"sampler": UniformSampler(3)}, "sampler=.* does not go with asynchronous=FedBuff"),
-        ({"aggregator": CoordinateMedian()}, "aggregator=.* does not go with asynchronous=FedBuff"),
-        ({"heterogeneity": SystemsHeterogeneity(0.5)}, "heterogeneity=.* does not go with asynchronous=FedBuff"),
-        ({"on_client_error": "drop"}, "on_client_error='drop' does not go with asynchronous=FedBuff"),
-        ({"weighting": "examples"}, "weighting='examples' does not go with"),
+        (
+            {"algorithm": Mime()},
+            r"FedBuff\(\.\.\.\) cannot be combined with Mime, which needs a gradient that is averaged",
+        ),
+        ({"algorithm": MimeLite()}, "cannot be combined with MimeLite"),
+        ({"algorithm": Scaffnew(prob=0.5)}, "cannot be combined with Scaffnew, which needs all clients"),
+        ({"algorithm": ServerOnly(), "local_epochs": None}, "cannot be combined with ServerOnly"),
+        ({"algorithm": FedProx(mu=0.1, adaptive=True)}, "cannot be combined with FedProx"),
+        ({"clients_per_round": 3}, "clients_per_round=3 cannot be combined with asynchronous=FedBuff"),
+        ({"sampler": UniformSampler(3)}, "sampler=.* cannot be combined with asynchronous=FedBuff"),
+        ({"aggregator": CoordinateMedian()}, "aggregator=.* cannot be combined with asynchronous=FedBuff"),
+        ({"heterogeneity": SystemsHeterogeneity(0.5)}, "heterogeneity=.* cannot be combined with asynchronous=FedBuff"),
+        ({"on_client_error": "drop"}, "on_client_error='drop' cannot be combined with asynchronous=FedBuff"),
+        ({"weighting": "examples"}, "weighting='examples' cannot be combined with"),
         ({"asynchronous": "FedBuff"}, "asynchronous must be an Asynchronous such as FedBuff"),
     ],
 )
@@ -324,7 +327,7 @@ def test_impossible_arguments_are_refused(make: Any, said: str) -> None:
 def test_a_run_refuses_what_cannot_be_told_before() -> None:
     with pytest.raises(FederatedError, match=r"FedBuff\(concurrency=7\) needs at least as many clients; there are 6"):
         run(FedBuff(2, 7))
-    with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) does not go with asynchronous="):
+    with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) cannot be combined with asynchronous="):
         run(FedBuff(2, 4), callbacks=SimulatedTime(LATE))
-    with pytest.raises(FederatedError, match=r"asynchronous=FedBuff\(...\) goes by a simulated clock"):
+    with pytest.raises(FederatedError, match=r"asynchronous=FedBuff\(...\) has a simulated clock"):
         trainer(asynchronous=FedBuff(2, 4), clients_per_round=None).fit(Net(), RemoteClients(InProcess([]), range(6)))
