@@ -128,8 +128,8 @@ class ExampleGradients:
 
     def _add_clipped(self, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Add the clipped gradients of some examples to the sums."""
-        squares = torch.stack([g.flatten(1).square().sum(dim=1) for g in grads]).sum(dim=0)
-        norms = squares.sqrt()
+        of_each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
+        norms = torch.linalg.vector_norm(of_each, dim=0)
         if not bool(torch.isfinite(norms).all()):
             raise ClientError(
                 "the gradient of an example is not finite, which clipping cannot bound. Lower the learning rate, or"
