@@ -61,7 +61,7 @@ def seconds(model: pl.LightningModule, privacy: ClientPrivacy | None, rounds: in
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that are measured")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds that are measured")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     for name in ("pytorch_lightning", "lightning.pytorch"):

@@ -16,7 +16,6 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import KeyedStream, Purpose
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
-from lightning_fed.engines.client_errors import summary_of
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.server.aggregation.privacy import gaussian_noise
@@ -121,8 +120,9 @@ class ExampleGradients:
             raise
         except RuntimeError as error:
             raise FederatedError(
-                f"The gradients of single examples of {type(self._module).__name__} cannot be computed at once"
-                f" ({summary_of(error)}). Pass ClientPrivacy(examples_at_once=1), which takes one after another."
+                f"The gradients of single examples of {type(self._module).__name__} cannot be computed at once with"
+                f" torch.func.vmap ({str(error).splitlines()[0][:200]}). Pass ClientPrivacy(examples_at_once=1), which"
+                " takes one after another."
             ) from error
         return found
 
@@ -143,7 +143,7 @@ class ExampleGradients:
     def _unlogged(self) -> Iterator[None]:
         """Drop what the module logs inside, which would leave the client without noise."""
         attributes: dict[str, Any] = self._module.__dict__
-        own = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
+        own: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
         attributes["log"] = attributes["log_dict"] = _no_log
         try:
             yield
