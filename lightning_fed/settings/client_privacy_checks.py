@@ -14,9 +14,9 @@ from lightning_fed.strategies import WithinClientStrategy
 __all__ = ["check_private_clients", "check_private_module"]
 
 
-def check_private_clients(trainer: pl.Trainer) -> None:
+def check_private_clients(trainer: Any) -> None:
     """Raise for settings of the trainer under which noise would not cover all that clients release."""
-    loop: Any = trainer.fit_loop
+    loop = trainer.fit_loop
     privacy = loop.settings.client_privacy
     if privacy is None:
         return
@@ -55,10 +55,9 @@ def check_private_clients(trainer: pl.Trainer) -> None:
             )
 
 
-def check_private_module(trainer: pl.Trainer) -> None:
+def check_private_module(trainer: Any) -> None:
     """Raise for a module or data without gradients of single examples."""
-    loop: Any = trainer.fit_loop
-    privacy = loop.settings.client_privacy
+    privacy = trainer.fit_loop.settings.client_privacy
     if privacy is None:
         return
     module, what = trainer.lightning_module, f"client_privacy={privacy!r} cannot be combined with"
