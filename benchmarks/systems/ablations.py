@@ -167,10 +167,6 @@ ABLATIONS = {
         "operators called by PyTorch's bindings, and sums that do not keep dimensions which a view drops",
         {"tracing.traces:_BINDINGS": _by({}), "tracing.passes:_drops_summed": _always(False)},
     ),
-    "bound": Ablation(
-        "traces bound to clients once, for methods that read nothing but parameters and batch",
-        {f"{_VECTORIZED}.clients:ChunkMemory.bound": _by(lambda self, settings: {})},
-    ),
     "lookups": Ablation(
         "lookups of the batches of several steps at once",
         {f"{_VECTORIZED}.batches:_AHEAD": _by(0)},
