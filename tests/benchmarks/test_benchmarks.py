@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -497,3 +498,10 @@ def test_the_cost_of_private_records_is_measured(scripts):
     costs = scripts("record_privacy")
     for name in ("ordinary", "private, one by one"):
         assert costs.seconds(costs.MODELS["MLP"](), costs.HOW[name], rounds=1) > 0
+
+
+def test_the_exponent_of_growth_is_the_slope_of_the_logarithms(scripts):
+    slope = scripts("scale_page")._slope
+    assert slope([(10, 3.0), (100, 30.0), (1000, 300.0)]) == pytest.approx(1.0)
+    assert slope([(10, 5.0), (1000, 5.0)]) == pytest.approx(0.0)
+    assert math.isnan(slope([(10, 5.0), (10, 6.0)]))
