@@ -1,17 +1,19 @@
-"""Count hard constructions in the pages, and fail if a page has more than its limit.
+"""Count hard constructions in pages and in the package's messages, and fail if there are more than the limits allow.
 
-    python .ci/prose.py                  # each page with its count; exit status 1 if one is above its limit
+    python .ci/prose.py                  # each page, and all messages, with their counts; exit status 1 above a limit
     python .ci/prose.py --show           # each sentence that a construction matches, too
     python .ci/prose.py docs/data.md     # only these pages
 
-``.ci/prose.yaml`` has the constructions, with examples and better versions, and the limits. A hit is a place to look.
-A page without hits may still be hard to read.
+Messages are the texts of errors, warnings, log lines and prints in the code. ``.ci/prose.yaml`` has the constructions,
+with examples and better versions, and the limits. A hit is a place to look. A page without hits may still be hard to
+read.
 """
 
 import argparse
+import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,31 @@ def sentences(text: str) -> Iterator[str]:
                 yield sentence
 
 
-def hits(text: str, rules: dict[str, Any]) -> tuple[int, list[tuple[str, str]]]:
-    """Return the number of sentences of a page, and each match: the construction's name and the sentence."""
+def text_of(node: ast.expr) -> str:
+    """Return the text of a string expression, with each inserted value as CODE."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return "CODE"
+
+
+def messages(code: str) -> Iterator[str]:
+    """Yield the texts of a module's errors, warnings, log lines and prints."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and node.args:
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            owner = getattr(getattr(node.func, "value", None), "id", "")
+            if name.endswith("Error") or "warn" in name or owner == "_log" or name in ("rank_zero_info", "print"):
+                yield text_of(node.args[0])
+
+
+def hits(texts: Iterable[str], rules: dict[str, Any]) -> tuple[int, list[tuple[str, str]]]:
+    """Return the number of sentences of some texts, and each match: the construction's name and the sentence."""
     found, count = [], 0
-    for sentence in sentences(text):
+    for sentence in (sentence for text in texts for sentence in sentences(text)):
         count += 1
         found += [(name, sentence) for name, rule in rules.items() if re.search(rule["find"], sentence)]
     return count, found
@@ -58,10 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = yaml.safe_load(RULES.read_text())
     rules, above = settings["constructions"], []
-    for page in [path.resolve() for path in options.pages] or pages():
+    chosen = [path.resolve() for path in options.pages]
+    texts: dict[str, tuple[list[str], float]] = {}
+    for page in chosen or pages():
         name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else str(page)
-        count, found = hits(page.read_text(), rules)
-        limit = settings["pages"].get(name, max(1, int(settings["limit"] * count / 100)))
+        texts[name] = [page.read_text()], settings["limit"]
+    if not chosen:
+        code = sorted((ROOT / "lightning_fed").rglob("*.py"))
+        texts["messages"] = [text for path in code for text in messages(path.read_text())], settings["messages"]
+    for name, (parts, share) in texts.items():
+        count, found = hits(parts, rules)
+        limit = settings["pages"].get(name, max(1, int(share * count / 100)))
         print(f"{name:34} {count:4} sentences {len(found):3} hits, limit {limit}")
         if len(found) > limit:
             above.append(name)

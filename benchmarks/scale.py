@@ -60,7 +60,12 @@ AXES: dict[str, list[Point]] = {
         for method in (*_METHODS, "MimeLite")
         for cohort in (10, 30, 100, 300, 1000)
     ],
-    "population": [Point(method, population=n) for method in _METHODS for n in (10**3, 10**4, 10**5, 10**6)],
+    "large": [
+        Point(method, cohort=n, population=10**6, parameters=2000, chunk=100, states="disk", rounds=2)
+        for method in _METHODS
+        for n in (10**2, 10**3, 10**4, 10**5)
+    ],
+    "population": [Point(method, population=n) for method in _METHODS for n in (10**3, 10**4, 10**5, 10**6, 10**7)],
     "model": [
         Point(method, cohort=2, population=2, parameters=n, chunk=1)
         for method in _METHODS
@@ -130,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _value(axis: str, point: Point) -> int:
-    value: int = getattr(point, {"model": "parameters", "kept": "rounds"}.get(axis, axis))
+    value: int = getattr(point, {"large": "cohort", "model": "parameters", "kept": "rounds"}.get(axis, axis))
     return value
 
 

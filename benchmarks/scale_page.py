@@ -1,5 +1,7 @@
 """Tables and a figure of the curves of ``scale.py``."""
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ Line = dict[str, Any]
 
 _VALUE = {
     "cohort": ("cohort", "clients a round"),
+    "large": ("cohort", "clients a round"),
     "population": ("population", "clients there are"),
     "model": ("parameters", "parameters"),
     "processes": ("processes", "processes"),
@@ -20,6 +23,7 @@ _VALUE = {
 """The key of a line that an axis varies, and its name."""
 
 _DRAWN = ("cohort", "population", "model")
+_GROWS = ("cohort", "large", "population", "model")
 
 
 def render(page: Path, lines: Sequence[Line]) -> None:
@@ -31,7 +35,8 @@ def render(page: Path, lines: Sequence[Line]) -> None:
     for axis in _VALUE:
         found = [line for line in lines if line["axis"] == axis]
         if found:
-            summary.insert(page, _table(axis, found), f"scale-{axis}")
+            text = "\n\n".join([_table(axis, found), *([_exponents(axis, found)] if axis in _GROWS else [])])
+            summary.insert(page, text, f"scale-{axis}")
     curves = [line for line in lines if line["axis"] in _DRAWN]
     if curves:
         picture = page.parent / "images" / "scale.png"
@@ -61,9 +66,35 @@ def _table(axis: str, lines: Sequence[Line]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def _exponents(axis: str, lines: Sequence[Line]) -> str:
+    """Return the exponents with which time and memory grow along an axis: slopes of lines through the logarithms."""
+    key, name = _VALUE[axis]
+    rows = [("method", f"s a round, as a power of {name}", "MB without client states in memory, the same")]
+    rows.append(("---",) * 3)
+    for method in dict.fromkeys(line["algorithm"] for line in lines):
+        found = [line for line in lines if line["algorithm"] == method]
+        slopes = [_slope([(line[key], of(line)) for line in found]) for of in (_seconds, _own_mb)]
+        rows.append((method, *(f"{slope:.2f}" for slope in slopes)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Return the slope of the line of least squares through the logarithms of points; nan for a single value."""
+    logs = [(math.log(x), math.log(y)) for x, y in points]
+    if len({x for x, _ in logs}) < 2:
+        return math.nan
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope
+
+
+def _seconds(line: Line) -> float:
+    seconds: float = line["s_per_round"]
+    return seconds
+
+
 _KEPT = ("MB", "MB of client states", "kept in")
 _HEADS = {
     "cohort": _KEPT,
+    "large": _KEPT,
     "population": _KEPT,
     "model": (*_KEPT, "MB / MB of the model"),
     "processes": ("peak MB, imports included", "speed-up"),

@@ -1,41 +1,71 @@
-"""What MkDocs does beside its plugins: pages made of other files, links out of the folder, formulas, docstrings.
+"""Hooks of MkDocs: generated pages, links to files outside ``docs``, notes, tables, formulas and docstrings.
 
-``mkdocs build --strict`` runs it; the pages themselves read as well where they lie, in the repository.
+``mkdocs build --strict`` runs them. The pages also read well in the repository, without this script.
 """
 
-import ast
+import importlib
+import os
 import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 from xml.etree import ElementTree
 
 import griffe
+import yaml
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = [path for path in sorted((ROOT / "lightning_fed").rglob("__init__.py")) if "__all__" in path.read_text()]
+MADE_OF = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "examples.md": "examples/README.md"}
+HIDDEN = {"index.md": ["navigation"], "examples.md": ["navigation", "toc"]}  # room for cards, and for whole files
+BRANCH = "main"  # of the repository, for links to its files
+_LONG = 40  # characters of code that a table's cell shows in one line
+KEPT = {"FederatedTrainer"}  # users call what it overrides
+LISTED = {
+    "Algorithm",
+    "FederatedTrainer",
+    "FederatedCallback",
+    "FederatedDataModule",
+}  # long enough for their own table
 _SHOWN = {".py": "python", ".yaml": "yaml"}
 REUSED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Let readers edit pages if the repository has an address, and choose a version if ``mike`` builds the site."""
+    if config.repo_url:
+        config.edit_uri = f"edit/{BRANCH}/docs/"
+    if os.environ.get("MIKE_DOCS_VERSION"):
+        config.extra["version"] = {"provider": "mike"}
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of files elsewhere: the changelog, the examples, the reference."""
+    """Add the generated pages: the changelog, the contributor's guide, the examples and the reference."""
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         files.append(File.generated(config, REUSED[name], content=(ROOT / name).read_text()))
     files.append(File.generated(config, "examples.md", content=_examples()))
-    for path in PACKAGES:
-        files.append(File.generated(config, f"api/{path.parent.name}.md", content=_reference(path)))
+    for name, content in _reference():
+        files.append(File.generated(config, f"api/{name}.md", content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files of the repository lead to their pages here; where there is none, show the path."""
-    made_of = {"changelog.md": ROOT, "contributing.md": ROOT, "examples.md": ROOT / "examples"}
-    folder = made_of.get(page.file.src_uri, (ROOT / "docs" / page.file.src_uri).parent)
+    """Turn notes into admonitions, and links to files of the repository into links to their pages.
+
+    A file without a page becomes a link to the repository. Without the repository's address, it becomes its path.
+    """
+    page.meta["hide"] = HIDDEN.get(page.file.src_uri, [])
+    source = MADE_OF.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    folder = (ROOT / source).parent
+    if config.repo_url and page.file.src_uri in MADE_OF:
+        page.edit_url = f"{config.repo_url.rstrip('/')}/edit/{BRANCH}/{source}"
 
     def redirected(match: re.Match[str]) -> str:
         text, target = match.groups()
@@ -54,6 +84,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             here = REUSED[inside]
         elif inside.startswith("examples"):
             here, fragment = "examples.md", _anchor(inside.partition("/")[2]) if path.suffix in _SHOWN else ""
+        elif config.repo_url:
+            return f"[{text}]({_in_repository(config.repo_url, inside)})"
         else:
             return text if text.startswith("`") else f"{text} (`{inside}`)"
         up = "../" * page.file.src_uri.count("/")
@@ -61,13 +93,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)
     return "".join(
-        part if part.startswith("```") else re.sub(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)", redirected, part)
+        part if part.startswith("```") else re.sub(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)", redirected, _admonitions(part))
         for part in parts
     )
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn formulas into MathML, which browsers show by themselves."""
+    """Turn formulas into MathML, which browsers show without scripts, and let only long code break in tables."""
+    cell = r"<t[dh][ >].*?</t[dh]>"
+    html = re.sub(cell, lambda m: re.sub(rf"<code>([^<]{{{_LONG},}})</code>", _long, m[0]), html, flags=re.S)
     inline = r'<span class="arithmatex">\\\((.*?)\\\)</span>'
     block = r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>'
     html = re.sub(inline, lambda m: _mathml(m[1], "inline"), html, flags=re.S)
@@ -75,12 +109,67 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 class Docstrings(griffe.Extension):
-    """Let docstrings, which are written for Python's own ``help``, be Markdown."""
+    """Turn docstrings, which are written for ``help``, into Markdown, and leave out overridden members.
+
+    Args:
+        repository: The repository's address, for links to the code; none without it.
+    """
+
+    def __init__(self, repository: str | None = None) -> None:
+        self.repository = repository
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite the docstring of an object."""
         if obj.docstring is not None:
             obj.docstring.value = _markdown(obj.docstring.value)
+            if self.repository and (obj.is_class or obj.is_function):
+                lines = f"#L{obj.lineno}-L{obj.endlineno}"
+                address = _in_repository(self.repository, obj.relative_filepath.as_posix()) + lines
+                obj.docstring.value = f'<a class="doc-source" href="{address}">source</a>\n\n{obj.docstring.value}'
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Leave out members that a class inherits and overrides: the page of the base class describes them."""
+        for cls in _classes(pkg):
+            if cls.name not in KEPT:
+                for name in _inherited(cls) & cls.members.keys() - {"__init__"}:
+                    cls.del_member(name)
+
+
+def _classes(module: griffe.Module) -> list[griffe.Class]:
+    """Return the classes of a module and its submodules, derived classes before their bases."""
+    found = [cls for cls in module.classes.values() if isinstance(cls, griffe.Class)]
+    for inner in module.modules.values():
+        found += _classes(inner) if isinstance(inner, griffe.Module) else []
+    return sorted(found, key=lambda cls: -len(cls.mro()))
+
+
+def _inherited(cls: griffe.Class) -> set[str]:
+    """Return the names that a class inherits, also from Lightning and PyTorch if its module can be imported."""
+    try:
+        found = getattr(importlib.import_module(cls.module.path), cls.name, object)
+    except ImportError:  # of an optional package
+        return {name for base in cls.mro() for name in base.members}
+    return {name for base in found.__mro__[1:] for name in vars(base)}
+
+
+def _admonitions(markdown: str) -> str:
+    """Return Markdown whose notes, quotes that begin with ``[!WARNING]`` or another kind, are admonitions."""
+
+    def admonition(note: re.Match[str]) -> str:
+        lines = [line.removeprefix(">").removeprefix(" ") for line in note[2].splitlines()]
+        return "\n".join([f"!!! {note[1].lower()}", *(f"    {line}".rstrip() for line in lines)]) + "\n"
+
+    return re.sub(r"^> \[!(\w+)\]\n((?:>.*(?:\n|$))+)", admonition, markdown, flags=re.M)
+
+
+def _in_repository(address: str, path: str) -> str:
+    return f"{address.rstrip('/')}/blob/{BRANCH}/{path}"
+
+
+def _long(code: re.Match[str]) -> str:
+    """Return code that may break between its words, and only there."""
+    words = " ".join(f"<span>{word}</span>" for word in code[1].split())
+    return f'<code class="long">{words}</code>'
 
 
 def _markdown(text: str) -> str:
@@ -135,15 +224,60 @@ def _examples() -> str:
     return "\n".join(parts)
 
 
-def _reference(path: Path) -> str:
-    """Return the page of a package: every name that it makes public."""
-    package = ".".join(path.parent.relative_to(ROOT).parts)
-    tree = ast.parse(path.read_text())
-    lists = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    names = [name for name in ast.literal_eval(lists[0]) if not name.startswith("__")]
-    about = (ast.get_docstring(tree) or "").partition("\n\n")[0]
-    # a name that a module of the package has too is looked up where it is defined
-    homes = {name: f"{package}.{name}" if (path.parent / f"{name}.py").exists() else package for name in names}
-    return "\n\n".join([f"# {package}", about, *(f"::: {home}.{name}" for name, home in homes.items())]) + "\n"
+@cache
+def _package() -> griffe.Object | griffe.Alias:
+    """Return the package as its files define it; nothing is imported."""
+    return griffe.load("lightning_fed", search_paths=[str(ROOT)], resolve_aliases=True)
+
+
+def _defined(name: str) -> griffe.Object | griffe.Alias:
+    """Return the class, function or attribute of a public name."""
+    found = _package()[name.removeprefix("lightning_fed.")]
+    return found[found.name] if found.is_module else found  # a function in a module of its name
+
+
+def _public() -> Iterator[str]:
+    """Yield the paths of all definitions that a package exports; those that two packages export, once."""
+    paths = {"lightning_fed": _package()}
+    for path in (ROOT / "lightning_fed").rglob("*/__init__.py"):
+        name = ".".join(path.parent.relative_to(ROOT).parts)
+        paths[name] = _package()[name.removeprefix("lightning_fed.")]
+    exported = {f"{name}.{each}" for name, package in paths.items() for each in package.exports or ()}
+    yield from {_defined(name).canonical_path for name in exported if not name.endswith("__")}
+
+
+def _reference() -> Iterator[tuple[str, str]]:
+    """Yield the pages of the reference: a table of the names, then each name.
+
+    Raises:
+        ValueError: If docs/reference.yaml lacks a public name, repeats one, or has one that no package exports.
+    """
+    entries = yaml.safe_load((ROOT / "docs" / "reference.yaml").read_text())
+    overview, found = ["| page | names |", "| --- | --- |"], Counter[str]()
+    for file, entry in entries.items():
+        names = [f"{package}.{name}" for package, names in entry["names"].items() for name in names]
+        defined = {name: _defined(name) for name in names}
+        found.update(each.canonical_path for each in defined.values())
+        links = {name: f"[`{name.rpartition('.')[2]}`][{each.canonical_path}]" for name, each in defined.items()}
+        imports = " and ".join(f"`{package}`" for package in entry["names"])
+        rows = [f"| {links[name]} | {_sentence(each)} |" for name, each in defined.items()]
+        overview.append(f"| [{entry['title']}]({file}.md) | {', '.join(links.values())} |")
+        parts = [
+            f"# {entry['title']}",
+            f"Import from {imports}.",
+            "\n".join(["| name | purpose |", "| --- | --- |", *rows]),
+        ]
+        for name, each in defined.items():
+            listed = "\n    options: {summary: {functions: true}}" if name.rpartition(".")[2] in LISTED else ""
+            parts.append(f"::: {each.canonical_path if '.lab.' in name else name}{listed}")
+        yield file, "\n\n".join(parts) + "\n"
+    if wrong := found - Counter(_public()) | (Counter(_public()) - found):
+        raise ValueError(f"docs/reference.yaml must have each public name once; see {', '.join(sorted(wrong))}")
+    about = "All public names, by topic. [Public API and releases](../releasing.md) has the rules for changes."
+    yield "index", "\n\n".join(["# Reference", about, "\n".join(overview)]) + "\n"
+
+
+def _sentence(defined: griffe.Object | griffe.Alias) -> str:
+    """Return the first paragraph of a docstring, for a cell of a table."""
+    text = "" if defined.docstring is None else defined.docstring.value.partition("\n\n")[0]
+    return _markdown(" ".join(text.split())).replace("|", r"\|")

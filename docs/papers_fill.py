@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.lab.adding import EitherCells
 from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.experiment import METHOD
 from lightning_fed.lab.grid import Cell, Grid, Point
 from lightning_fed.lab.published import PublishedCells, publish
 from lightning_fed.lab.reading import find_experiment, read_experiment
-from lightning_fed.lab.records import Record
-from lightning_fed.lab.results import Cells, Results
+from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import StoredCells
 from lightning_fed.lab.runner import Job, check_jobs, make_jobs, run_jobs
 from lightning_fed.lab.store import Store
@@ -28,21 +28,6 @@ from lightning_fed.lab.workers import TaskRunner, make_workers
 
 PUBLISHED = Path(__file__).parent / "papers"
 STARTED = PUBLISHED / "started"
-
-
-class Together:
-    """Cells of several places, of which the first that has one counts."""
-
-    def __init__(self, *places: Cells) -> None:
-        self.places = places
-
-    def record(self, cell: Cell) -> Record | None:
-        """Return a cell's record; None if no place has it."""
-        return next((found for place in self.places if (found := place.record(cell)) is not None), None)
-
-    def failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed; None if it did not, or was not run."""
-        return next((cause for place in self.places if (cause := place.failure(cell)) is not None), None)
 
 
 def published(grid: Grid, folder: Path) -> list[PublishedCells]:
@@ -79,7 +64,7 @@ def fill(
     """
     configurations, jobs = Configurations(), dict[Cell, Job]()
     places = [*published(grid, started), *published(grid, started.parent)]
-    results = Results(grid, Together(StoredCells(store, jobs), *places))
+    results = Results(grid, EitherCells(StoredCells(store, jobs), *places))
     started.mkdir(parents=True, exist_ok=True)
     for cells in lines(grid, results, first):
         lacking = {str(cell): cell for cell in cells if results.record(cell) is None}
@@ -90,7 +75,7 @@ def fill(
         todo = [job for job in made.values() if not store.has(job.key)]
         check_jobs(todo, configurations)
         run_jobs(todo, store, workers, root)
-        publish(Results(grid, Together(StoredCells(store, jobs), *places)), started)
+        publish(Results(grid, EitherCells(StoredCells(store, jobs), *places)), started)
     return results
 
 

@@ -70,6 +70,11 @@ class Page:
         return Counter(KINDS[verdict] for verdict in verdicts.values())
 
     @property
+    def told(self) -> str:
+        """The verdicts, as words."""
+        return ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS.values() if self.counts[kind])
+
+    @property
     def seeds(self) -> str:
         """The number of seeds."""
         return str(Grid(self.experiment, self.scale).seeds) if self.experiment.is_random else "-"
@@ -104,10 +109,23 @@ def index(pages: Mapping[str, Page]) -> str:
     paper, own = ([page for page in pages.values() if page.experiment.is_own == is_own] for is_own in (False, True))
     parts = [INTRODUCTION, "Claims of papers:", "", _totals(paper), "", "Comparisons of our own:", "", _totals(own)]
     for title, rows in papers.items():
-        heads = ["item", "result", "main number", "verdicts", "scale", "seeds", "CPU hours", "data", "definition"]
-        parts += [f"\n## {title}\n", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+        heads = ["item", "result", "main number", "verdicts", "scale"]
+        parts += [f"\n## {title}\n", *_gallery(rows, pages), f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
         parts += [_row(row, pages) for row in rows]
     return "\n".join(parts) + "\n"
+
+
+def _gallery(rows: Iterable[Mapping[str, str]], pages: Mapping[str, Page]) -> list[str]:
+    """Return the first picture of each result that has one, with its title and verdicts."""
+    shown = [pages[name] for name in dict.fromkeys(row.get("experiment", "") for row in rows) if name in pages]
+    cards = []
+    for page in shown:
+        if pictures := sorted(FOLDER.glob(f"{page.name}_*.png"), key=lambda path: ("curves" not in path.stem, path)):
+            title = page.experiment.title
+            cards.append(
+                f"- [![{title}]({pictures[0].name})]({page.name}.md)\n\n    [{title}]({page.name}.md): {page.told}\n"
+            )
+    return ['<div class="grid cards" markdown>\n', *cards, "</div>\n"] if cards else []
 
 
 def _totals(pages: Iterable[Page]) -> str:
@@ -129,22 +147,19 @@ def _counted(scale: str, pages: list[Page]) -> str:
 def _row(row: Mapping[str, str], pages: Mapping[str, Page]) -> str:
     name = row.get("experiment")
     if name is None:
-        return f"| {row['item']} | {row['why']} |" + " - |" * 7
-    definition = f"[`{name}.yaml`](../../lightning_fed/lab/papers/{name}.yaml)"
+        return f"| {row['item']} | {row['why']} | - | - | - |"
     if name not in pages:
         experiment = read_experiment(PAPERS / f"{name}.yaml")
         scale = " --scale part" if "part" in experiment.scales else ""
         why = row.get("why", "not run at this version yet")
-        result = f"{why}: `lightning-fed reproduce {name}{scale} --data_root DATA`"
-        return f"| {row['item']} | {result} |" + " - |" * 5 + f" {_data(experiment, 'full')} | {definition} |"
+        return f"| {row['item']} | {why}: `lightning-fed reproduce {name}{scale} --data_root DATA` | - | - | - |"
     page = pages[name]
-    result = f"[{name}]({name}.md)"
+    result = f"[{page.experiment.title}]({name}.md)"
     if "without" in row:
         result += f"; without {row['without']}: `lightning-fed reproduce {name} --data_root DATA`"
-    told = ", ".join(f"{page.counts[kind]} {kind}" for kind in KINDS.values() if page.counts[kind])
-    data = _data(page.experiment, page.scale)
-    cells = [row["item"], result, page.main, told, page.size, page.seeds, f"{page.hours:.1f}", data, definition]
-    return f"| {' | '.join(cells)} |"
+    seeds = f", {page.seeds} seeds" if page.experiment.is_random else ""
+    scale = f"{page.size}; {_data(page.experiment, page.scale)}{seeds}; {page.hours:.1f} CPU hours"
+    return f"| {row['item']} | {result} | {page.main} | {page.told} | {scale} |"
 
 
 def _data(experiment: Experiment, scale: str) -> str:

@@ -35,7 +35,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
+_MODULES = {
     "callbacks": ("FederatedCallback", "RoundProgressBar", "RunSummary"),
     "core": ("ClientError", "ClientReport", "FederatedError", "RoundReport"),
     "data": ("FederatedDataModule", "FederatedDataset"),
@@ -43,7 +43,7 @@ _HOMES = {
     "engines.optimizer": ("FederatedOptimizer",),
     "trainer.trainer": ("FederatedTrainer",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def _prepare() -> None:
@@ -59,8 +59,8 @@ after_torch(_prepare)
 
 def __getattr__(name: str) -> Any:
     """Import a class, or a module of the package, on first use."""
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(f"lightning_fed.{_HOME_OF[name]}"), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"lightning_fed.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
     module = f"lightning_fed.{name}"

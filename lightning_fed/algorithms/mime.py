@@ -152,8 +152,8 @@ class CMime(Mime):
     def __init__(self, base: BaseOptimizer | None = None) -> None:
         if base is None:
             raise FederatedError(
-                "CMime(base=None): the statistics move during the local steps, for which a torch optimizer has no pure"
-                " form. Pass base=SGDm(), base=Adam() or another base optimizer, or use Mime()."
+                "CMime(base=None): the statistics change during the local steps, and a torch optimizer has no pure form"
+                " for that. Pass base=SGDm(), base=Adam() or another base optimizer, or use Mime()."
             )
         super().__init__(base)
 

@@ -2,6 +2,7 @@
 
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.callbacks.client_metrics import ClientAccuracy, PersonalizedAccuracy
+from lightning_fed.callbacks.client_models import ClientModels
 from lightning_fed.callbacks.client_paths import LocalDrift, LocalIterates, UpdateCosine
 from lightning_fed.callbacks.measures import (
     ClientMeasure,
@@ -21,6 +22,7 @@ from lightning_fed.callbacks.target import TargetMetric
 __all__ = [
     "ClientAccuracy",
     "ClientMeasure",
+    "ClientModels",
     "ControlVariateError",
     "FederatedCallback",
     "GradientDissimilarity",

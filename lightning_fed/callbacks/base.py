@@ -9,7 +9,16 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["FederatedCallback", "boards", "call_round_hook", "hears", "reads_reports", "uses_hook", "write_histogram"]
+__all__ = [
+    "FederatedCallback",
+    "any_uses_hook",
+    "boards",
+    "call_round_hook",
+    "reads_reports",
+    "sets_for_clients",
+    "uses_hook",
+    "write_histogram",
+]
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
@@ -61,10 +70,11 @@ class FederatedCallback(pl.Callback):
         work depends on it, the round runs again without it: see :meth:`on_round_restart`.
 
         The hook may set attributes of the module, options of the optimizer (``trainer.optimizers[0]``) and the like for
-        one client. They stay until a hook changes them. ``engine="vectorized"`` refuses different values for different
-        clients of a round. ``engine="auto"`` then restarts the round with the sequential engine, once in a run. Before,
-        it puts back what the hooks of clients have set in this round: settings, and the attributes of the callbacks
-        that have such hooks. If all clients get the same values, the vectorized engine continues with these.
+        one client. After its ``on_client_end`` they are put back, so neither the next client nor the server's model has
+        them. ``engine="vectorized"`` refuses different values for different clients of a round. ``engine="auto"`` then
+        restarts the round with the sequential engine, once in a run. Before, it puts back what the hooks of clients
+        have set in this round: settings, and the attributes of the callbacks that have such hooks. If all clients get
+        the same values, the vectorized engine continues with these.
 
         Args:
             trainer: The trainer.
@@ -79,8 +89,8 @@ class FederatedCallback(pl.Callback):
         Args:
             trainer: The trainer.
             pl_module: The module; it holds the client's model. Changes to its weights and buffers are discarded, since
-                the message is complete. Attributes stay as they are set, for the next client: see
-                :meth:`on_client_start`.
+                the message is complete. Attributes stay as they are set, for all later clients, except those that
+                :meth:`on_client_start` has set for this one.
             client_report: The report of the client's work.
         """
 
@@ -99,7 +109,7 @@ def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Cal
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
-def hears(trainer: pl.Trainer, *hooks: str) -> bool:
+def any_uses_hook(trainer: pl.Trainer, *hooks: str) -> bool:
     """Return whether any :class:`FederatedCallback` overrides one of some hooks."""
     return any(
         isinstance(callback, FederatedCallback) and uses_hook(callback, hook, FederatedCallback)
@@ -110,7 +120,16 @@ def hears(trainer: pl.Trainer, *hooks: str) -> bool:
 
 def reads_reports(trainer: pl.Trainer) -> bool:
     """Return whether a hook may read a client's report before the round's end; this package's read no loss or norm."""
-    hook = "on_client_end"
+    return _users_hear(trainer, "on_client_end")
+
+
+def sets_for_clients(trainer: pl.Trainer) -> bool:
+    """Return whether a hook may set something for one client; this package's own set nothing."""
+    return _users_hear(trainer, "on_client_start")
+
+
+def _users_hear(trainer: pl.Trainer, hook: str) -> bool:
+    """Return whether a callback of the user's overrides a hook."""
     return any(
         isinstance(c, FederatedCallback)
         and uses_hook(c, hook, FederatedCallback)

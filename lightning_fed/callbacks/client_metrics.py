@@ -84,8 +84,8 @@ class ClientAccuracy(ClientMeasure):
         if self.on == "train":
             return super().refusal()
         return FederatedError(
-            f"{type(self).__name__}(on='val') needs clients with validation sets of their own, and there is none. Pass"
-            " client_val to the data module, or override client_val_dataset; or measure on their training sets:"
+            f"{type(self).__name__}(on='val') needs clients with their own validation sets, and there are none. Pass"
+            " client_val to the data module, or override client_val_dataset. To measure on their training sets, set"
             " on='train'."
         )
 

@@ -30,7 +30,7 @@ class _StepPaths(Measure):
         """Return what every path of a round begins with."""
         return []
 
-    def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _path_point(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return what is kept of a client's model."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class _StepPaths(Measure):
     ) -> None:
         loop = trainer.fit_loop
         if self.is_due(loop.round + 1) and loop.local_steps > len(self._path):
-            self._path.append(self._kept_of(loop.client_model[0], loop.state.x))
+            self._path.append(self._path_point(loop.client_model[0], loop.state.x))
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         if self.is_due(trainer.fit_loop.round + 1) and (path := [*self._first, *self._path]):
@@ -89,7 +89,7 @@ class LocalDrift(_StepPaths):
         """Return the mean distance after each step k, over the clients that took at least k steps."""
         return [sum(step) / len(step) for step in self._by_step()]
 
-    def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _path_point(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         moved = y - x
         return moved.dot(moved)
 
@@ -138,7 +138,7 @@ class LocalIterates(_StepPaths):
     def _start_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [x.clone()]
 
-    def _kept_of(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _path_point(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return y.clone()
 
     def measure(self, trainer: pl.Trainer) -> None:

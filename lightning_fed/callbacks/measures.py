@@ -109,8 +109,8 @@ class ClientMeasure(Measure):
         if self.clients is not None:
             seed = derive_seed(trainer.fit_loop.state.seed, Purpose.MEASUREMENT)
             places = torch.randperm(len(population), generator=generator(seed, Purpose.COHORT)).tolist()
-        fit = (place for place in places if self.can_measure(trainer, population[place]))
-        self.measured = [population[place] for place in sorted(islice(fit, wanted))]
+        fit = (index for index in places if self.can_measure(trainer, population[index]))
+        self.measured = [population[index] for index in sorted(islice(fit, wanted))]
         if not self.measured:
             raise self.refusal()
         if len(self.measured) < wanted:
@@ -125,7 +125,7 @@ class ClientMeasure(Measure):
 
     def refusal(self) -> FederatedError:
         """Return the error that nobody can be measured."""
-        return FederatedError(f"{type(self).__name__} has nobody to measure: no client has {self.needs}.")
+        return FederatedError(f"{type(self).__name__} has no client to measure: none has {self.needs}.")
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
         """Return whether a client can be measured; one that is built on demand may turn out to be empty."""

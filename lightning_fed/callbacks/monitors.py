@@ -20,7 +20,7 @@ class Monitors:
 
     def __init__(self) -> None:
         self.error: FederatedError | None = None
-        self._watched: list[pl.callbacks.EarlyStopping] = []
+        self._tracked: list[pl.callbacks.EarlyStopping] = []
 
     def watch(self, trainer: pl.Trainer) -> None:
         """Let EarlyStopping note a missing metric here; until :meth:`release`."""
@@ -28,13 +28,13 @@ class Monitors:
         for callback in trainer.callbacks:
             if isinstance(callback, pl.callbacks.EarlyStopping):
                 callback._validate_condition_metric = partial(self._is_there, callback)  # type: ignore[method-assign]
-                self._watched.append(callback)
+                self._tracked.append(callback)
 
     def release(self) -> None:
         """Leave callbacks as they were."""
-        for callback in self._watched:
+        for callback in self._tracked:
             vars(callback).pop("_validate_condition_metric", None)
-        self._watched = []
+        self._tracked = []
 
     def note(self, who: str, monitor: str, available: Iterable[str]) -> None:
         """Note that a metric is missing which ``who`` follows."""

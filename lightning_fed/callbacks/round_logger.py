@@ -20,23 +20,24 @@ _RELEASED = ("server/update_norm", "round/seconds")  # follow from the models, o
 class RoundLogger(FederatedCallback):
     """Write each round's report to the loggers, with the number of completed rounds as the step.
 
-    ========================= ===================================================================
-    tag                       meaning
-    ========================= ===================================================================
-    ``client/loss``           example-weighted mean training loss of the cohort
-    ``client/update_norm``    mean norm of the client model changes
-    ``client/drift``          spread of the client models around their mean
-    ``server/update_norm``    norm of the server's step
-    ``comm/bytes_up``         bytes sent by the cohort
-    ``comm/bytes_down``       bytes sent to the cohort
-    ``round/clients``         clients that took part
-    ``round/dropped``         clients drawn but left out
-    ``round/failed``          clients that failed, with ``on_client_error="drop"`` only
-    ``round/local_steps``     local steps taken by them all
-    ``round/gradients``       gradients of single examples that they computed, full-batch and second ones included
-    ``round/seconds``         wall time of the round without validation
-    ``privacy/epsilon``       the privacy spent so far, with differential privacy
-    ========================= ===================================================================
+    ========================== ===================================================================
+    tag                        meaning
+    ========================== ===================================================================
+    ``client/loss``            example-weighted mean training loss of the cohort
+    ``client/update_norm``     mean norm of the client model changes
+    ``client/drift``           spread of the client models around their mean
+    ``server/update_norm``     norm of the server's step
+    ``comm/bytes_up``          bytes sent by the cohort
+    ``comm/bytes_down``        bytes sent to the cohort
+    ``round/clients``          clients that took part
+    ``round/dropped``          clients drawn but left out
+    ``round/failed``           clients that failed, with ``on_client_error="drop"`` only
+    ``round/local_steps``      local steps taken by them all
+    ``round/gradients``        gradients of single examples that they computed, full-batch and second ones included
+    ``round/seconds``          wall time of the round without validation
+    ``privacy/epsilon``        the privacy spent so far, with differential privacy of clients
+    ``privacy/record_epsilon`` the most that a client has spent so far, with ``client_privacy``
+    ========================== ===================================================================
 
     With differential privacy, whose guarantee is about the models, only ``server/update_norm``, ``round/seconds`` and
     ``privacy/epsilon`` are written: the others are computed from the clients' work.
@@ -67,7 +68,8 @@ class RoundLogger(FederatedCallback):
                 _forget(board.experiment, loop.round + 1)
             else:
                 board.experiment.add_text("method", repr(loop.settings.algorithm), 0)
-        if shown_on and not loop.round and loop.epsilon is None and is_cheap(trainer):
+        is_private = loop.epsilon is not None or loop.settings.client_privacy is not None
+        if shown_on and not loop.round and not is_private and is_cheap(trainer):
             SplitPicture().on_train_start(trainer, pl_module)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
@@ -87,13 +89,16 @@ class RoundLogger(FederatedCallback):
             "round/gradients": float(r.gradients),
             "round/seconds": r.seconds,
         }
-        if (epsilon := trainer.fit_loop.epsilon) is not None:
+        is_private = trainer.fit_loop.settings.client_privacy is not None
+        if is_private and (spent := trainer.fit_loop.client_epsilons):
+            values["privacy/record_epsilon"] = max(spent.values())
+        if (epsilon := trainer.fit_loop.epsilon) is not None:  # which clients took part is part of the secret
             values = {name: values[name] for name in _RELEASED} | {"privacy/epsilon": epsilon}
         if trainer.fit_loop.settings.drops_failed:
             values["round/failed"] = float(len(r.failed))
         trainer.fit_loop.log_round({name: value for name, value in values.items() if not math.isnan(value)})
         every = max(1, (trainer.max_epochs or 0) // 20)
-        if trainer.loggers and epsilon is None and trainer.fit_loop.round % every == 0:
+        if trainer.loggers and epsilon is None and not is_private and trainer.fit_loop.round % every == 0:
             write_histogram(trainer, "client/losses", (client.loss for client in r.clients.values()))
 
 
@@ -151,7 +156,8 @@ class SimulatedTime(FederatedCallback):
         """Refuse a second clock."""
         if self.clock is not None and trainer.fit_loop.is_asynchronous:
             raise FederatedError(
-                "SimulatedTime(clock=...) does not go with asynchronous=..., whose clock it goes by. Leave it unset."
+                "SimulatedTime(clock=...) cannot be combined with asynchronous=..., which has its own clock. Leave it"
+                " unset."
             )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:

@@ -76,10 +76,11 @@ class RunSummary(FederatedCallback):
                 ("clients seen", f"{state.seen} of {len(state.ids)}"),
                 *self._failures(),
                 ("bytes up / down", f"{_size(state.bytes_up)} / {_size(state.bytes_down)}"),
+                *_record_privacy(loop),
             ]
         else:  # who took part is part of the secret
             rows.append(("privacy", f"epsilon {epsilon:.4g} at delta {loop.settings.aggregator.delta:g}"))
-        rows += self._places(trainer, log_dir)
+        rows += self._paths(trainer, log_dir)
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
         if shows_information():
@@ -114,7 +115,7 @@ class RunSummary(FederatedCallback):
             return f"{self._last[name]:.4f} (best {low if checkpoint.mode == 'min' else high:.4f})"
         return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # which is best is not ours to guess
 
-    def _places(self, trainer: pl.Trainer, log_dir: str | None) -> list[tuple[str, str]]:
+    def _paths(self, trainer: pl.Trainer, log_dir: str | None) -> list[tuple[str, str]]:
         rows = []
         if log_dir is not None and trainer.loggers:
             rows.append(("logs", _relative(log_dir)))
@@ -132,6 +133,14 @@ class RunSummary(FederatedCallback):
                 command = self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)
                 rows.append((f"resume{held}", command))
         return [*rows, *(("watch", f"tensorboard --logdir {_relative(one.root_dir)}") for one in boards(trainer))]
+
+
+def _record_privacy(loop: Any) -> list[tuple[str, str]]:
+    """Return the row of the privacy that clients have spent on their examples, if any is accounted for."""
+    if not (spent := sorted(loop.client_epsilons.values())):
+        return []
+    delta, middle = loop.settings.client_privacy.delta, spent[len(spent) // 2]
+    return [("record privacy", f"epsilon {spent[-1]:.4g} at most, {middle:.4g} in the median, at delta {delta:g}")]
 
 
 def _relative(path: str) -> str:

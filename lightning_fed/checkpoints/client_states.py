@@ -23,7 +23,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
-__all__ = ["MEMORY_LIMIT", "ClientStatesPlace", "StoreFolder", "is_reference", "shards_of"]
+__all__ = ["MEMORY_LIMIT", "ClientStatesStorage", "StoreFolder", "is_reference", "shards_of"]
 
 MEMORY_LIMIT = 2**30  # from this size of all clients' states on, client_states="auto" uses the disk
 FOLDER = "client_states"
@@ -44,7 +44,7 @@ class StoreFolder:
         self.path = path
         self.lock = FileLock(path / "lock", thread_local=False)
         self.newest = ""  # the last version, whose checkpoint may not exist yet
-        self.written = self._kept = 0  # versions since the last garbage collection, and versions left then
+        self.written = self._remaining = 0  # versions since the last garbage collection, and versions left then
 
     def acquire(self) -> None:
         """Create the folder if it is missing, and lock it; raise for the old format."""
@@ -53,8 +53,8 @@ class StoreFolder:
             self.lock.acquire(timeout=self.patience)
         except Timeout:
             raise FederatedError(
-                f"Another run keeps its client states in {self.path}. Wait for its end, or give this run a folder of"
-                " its own: client_states_dir=..."
+                f"Another run keeps its client states in {self.path}. Wait for its end, or give this run its own"
+                " folder: client_states_dir=..."
             ) from None
         except OSError as error:
             raise FederatedError(
@@ -78,7 +78,7 @@ class StoreFolder:
         It checks all versions and checkpoints, which would take a run with thousands of checkpoints longer and longer
         for each one added.
         """
-        if self.written and _GARBAGE * self.written >= self._kept:
+        if self.written and _GARBAGE * self.written >= self._remaining:
             self.collect(rank)
 
     def collect(self, rank: int) -> None:
@@ -98,7 +98,7 @@ class StoreFolder:
                         opened.enter_context(index.opened())
                     found[index] = index.versions() if index.path.exists() else set()
             wanted = self._wanted(set().union(*found.values()))
-            self.written, self._kept = 0, len(wanted)
+            self.written, self._remaining = 0, len(wanted)
             for index, versions in found.items():
                 if index.is_used or not wanted.isdisjoint(name for name, _ in versions):
                     with suppress(sqlite3.Error):
@@ -179,8 +179,8 @@ def _find_store(reference: Reference, checkpoint: Path) -> Path:
     if folders:  # the first one that has all, or else the first one
         return max(folders, key=lambda folder: all((folder / name).is_dir() for name in names))
     raise FederatedError(
-        f"{checkpoint} keeps its client states in the folder {str(path)!r} beside it, and there is none. Copy that"
-        f" folder along with the checkpoint: it is expected at {os.path.abspath(beside[0])}."
+        f"{checkpoint} keeps its client states in the folder {str(path)!r} next to it, and there is no such folder."
+        f" Copy that folder along with the checkpoint: it is expected at {os.path.abspath(beside[0])}."
     )
 
 
@@ -210,7 +210,7 @@ def relative(path: Path, folder: Path) -> str:
     return Path(os.path.relpath(path.absolute(), folder.absolute())).as_posix()
 
 
-class ClientStatesPlace:
+class ClientStatesStorage:
     """The storage of a run's client states: memory, or files next to its checkpoints.
 
     With files, a checkpoint contains the name of a version and the folder's path relative to the checkpoint.
@@ -220,13 +220,13 @@ class ClientStatesPlace:
         self.trainer, self.where, self.wanted_folder = trainer, where, folder
         self.checkpoint: Path | None = None  # being written
         self._folder: StoreFolder | None = None
-        self._held = ExitStack()  # folder locks, while a checkpoint is written
+        self._locks = ExitStack()  # folder locks, while a checkpoint is written
         self._run, self._versions = "", 0  # this run's name, and its number of written versions
         self._is_copy = False  # of a fitted trainer's storage; its states are in memory until a fit
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a trainer's copy, which must not use this one's files."""
-        return {**self.__dict__, "_folder": None, "_held": ExitStack(), "_is_copy": True}
+        return {**self.__dict__, "_folder": None, "_locks": ExitStack(), "_is_copy": True}
 
     def open(self, server: Server, kept: ClientStore | None, settings: Settings) -> None:
         """Give the server the previous fit's store, or an empty one."""
@@ -366,7 +366,7 @@ class ClientStatesPlace:
         folder, path = self._folder, os.fspath(checkpoint)
         self.checkpoint = None if "://" in path else Path(os.path.abspath(path))
         try:
-            with self._held:
+            with self._locks:
                 if folder is not None and self.trainer.is_global_zero:
                     self._hold(folder)
                 yield
@@ -378,7 +378,7 @@ class ClientStatesPlace:
     def _hold(self, folder: StoreFolder) -> None:
         """Lock a folder until the checkpoint exists, since a version without one would be deleted."""
         folder.acquire()
-        self._held.callback(folder.lock.release)
+        self._locks.callback(folder.lock.release)
 
     def close(self, clients: ClientStore | None) -> None:
         """End a fit: discard an incomplete round, delete unneeded data, and unlock the folder."""

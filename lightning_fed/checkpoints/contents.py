@@ -9,8 +9,9 @@ import torch
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import call, rank_zero_warn
+from lightning_fed.core.errors import FederatedError
 
-__all__ = ["SafeContents", "fill_in"]
+__all__ = ["SafeContents", "check_loads", "fill_in"]
 
 _LEFT_OUT = "left_out"  # key of the list of entries left out of a checkpoint
 _OURS = ("state_dict", "loops", "optimizer_states")  # tensors and numbers for any module
@@ -29,7 +30,7 @@ class SafeContents:
 
     def __init__(self) -> None:
         self._unsafe: dict[_Path, Any] = {}  # found so far, to skip testing the same object again
-        self._told: set[_Path] = set()
+        self._reported: set[_Path] = set()
 
     def of(self, checkpoint: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
         """Return a checkpoint that loads with ``weights_only=True``.
@@ -54,23 +55,23 @@ class SafeContents:
         if left_out:
             safe[_LEFT_OUT] = [list(path) for path in left_out]
             self._unsafe |= left_out
-            self._tell({path: value for path, value in left_out.items() if path not in self._told}, module)
+            self._report({path: value for path, value in left_out.items() if path not in self._reported}, module)
         return safe
 
-    def _tell(self, entries: Mapping[_Path, Any], module: pl.LightningModule) -> None:
-        self._told |= entries.keys()
-        shown = {path: value for path, value in entries.items() if not path[0].endswith("hparams_type")}
-        if not shown:
+    def _report(self, entries: Mapping[_Path, Any], module: pl.LightningModule) -> None:
+        self._reported |= entries.keys()
+        reported = {path: value for path, value in entries.items() if not path[0].endswith("hparams_type")}
+        if not reported:
             return
         groups: dict[str, list[str]] = {}
-        for path, value in shown.items():
+        for path, value in reported.items():
             part = _PARTS.get(path[0], "entries of hooks")
             inner = path if part == "entries of hooks" else path[1:]
             name = ".".join(inner) or "all"
             groups.setdefault(part, []).append(f"{name} ({', '.join(_kinds(value))})")
         listed = "; ".join(f"{part} {', '.join(names)}" for part, names in groups.items())
-        restart = " Callbacks without a saved state start again." if any(p[0] == "callbacks" for p in shown) else ""
-        arguments = [path[1:] for path in shown if path[0] == "hyper_parameters"]
+        restart = " Callbacks without a saved state start again." if any(p[0] == "callbacks" for p in reported) else ""
+        arguments = [path[1:] for path in reported if path[0] == "hyper_parameters"]
         by_name = ""
         if arguments:
             example = "".join(f" ({name}=...)" for name in arguments[0])
@@ -124,6 +125,16 @@ def _entries(checkpoint: dict[str, Any]) -> Iterator[tuple[_Path, dict[str, Any]
     server = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("step", {})
     schedule = server.get("schedule") or {}
     yield from ((("server_lr_scheduler", str(name)), schedule, name) for name in schedule)
+
+
+def check_loads(value: Any, what: str) -> None:
+    """Raise if a value that a run must not leave out of its checkpoints does not load without running code."""
+    safe = _without_numpy(value)
+    if not _loads(safe):
+        raise FederatedError(
+            f"{what} holds {', '.join(_kinds(safe))}, which does not load without running code. Return numbers, text,"
+            " tensors, and dicts and lists of them."
+        )
 
 
 def _loads(value: Any) -> bool:

@@ -29,11 +29,11 @@ except ImportError:  # Windows
 __all__ = [
     "AtomicCheckpointIO",
     "by_age",
-    "fault_of",
+    "damage_of",
     "link",
     "local_path",
-    "newest_sound",
-    "remove_leftovers",
+    "newest_valid",
+    "remove_temporary_files",
     "resumable",
 ]
 
@@ -65,8 +65,8 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
         except OSError as error:
             reason = error.strerror or str(error)
             raise FederatedError(
-                f"The checkpoint {file} could not be written: {reason}. What was there before is untouched. Make room,"
-                " or save elsewhere (ModelCheckpoint's dirpath), and go on with ckpt_path='last'."
+                f"The checkpoint {file} could not be written: {reason}. Earlier files are unchanged. Make room, or save"
+                " elsewhere (ModelCheckpoint's dirpath), and resume with ckpt_path='last'."
             ) from error
         finally:
             part.unlink(missing_ok=True)
@@ -79,8 +79,8 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Load a checkpoint with valid checksums; the error for a damaged one names the newest valid one."""
         file = local_path(path)
-        if file is not None and file.exists() and (fault := fault_of(file)):
-            raise FederatedError(f"The checkpoint {file} is damaged: {fault}. {_way_out(file)}")
+        if file is not None and file.exists() and (fault := damage_of(file)):
+            raise FederatedError(f"The checkpoint {file} is damaged: {fault}. {_remedy_for(file)}")
         try:
             return super().load_checkpoint(path, map_location, weights_only is None or weights_only)  # type: ignore[no-any-return]
         except FileNotFoundError as error:
@@ -111,16 +111,16 @@ def local_path(path: Any) -> Path | None:
     return Path(stripped) if isinstance(system, LocalFileSystem) else None
 
 
-def fault_of(file: Path) -> str | None:
+def damage_of(file: Path) -> str | None:
     """Return the fault of a local checkpoint, or None if every byte is as written."""
     if not file.is_file():
-        return "it is no file"
+        return "it is not a file"
     try:
         with zipfile.ZipFile(file) as archive:
             names = {name.rpartition("/")[2] for name in archive.namelist()}
             bad = archive.testzip()
     except _UNREADABLE as error:
-        return f"it is cut off, or no checkpoint ({error})"
+        return f"it is truncated, or not a checkpoint ({error})"
     if bad is not None:
         return f"the checksum of {bad} is not that of its bytes"
     return None if "data.pkl" in names else "it is an archive, but not one of torch.save"
@@ -133,11 +133,11 @@ def resumable(file: Path) -> bool:
         return b"optimizer_states" in archive.read(name)
 
 
-def newest_sound(folder: Path, other_than: Path | None = None) -> Path | None:
+def newest_valid(folder: Path, other_than: Path | None = None) -> Path | None:
     """Return the newest valid checkpoint of a folder that can be resumed, without links."""
     unwanted = None if other_than is None else other_than.resolve()
     for file in by_age(folder):
-        if file.resolve() != unwanted and not file.is_symlink() and fault_of(file) is None and resumable(file):
+        if file.resolve() != unwanted and not file.is_symlink() and damage_of(file) is None and resumable(file):
             return file
     return None
 
@@ -164,7 +164,7 @@ def link(file: Path, name: Path) -> None:
     flush_folder(name.parent)
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
+def remove_temporary_files(folder: Path) -> list[Path]:
     """Remove the files of killed saves in a folder, and return them; skip saves in progress."""
     gone = [part for part in folder.glob(f".*{_PART}") if _is_abandoned(part)] if folder.is_dir() else []
     for part in gone:
@@ -239,8 +239,8 @@ def _links_to(file: Path) -> list[Path]:
     return [name for name in names if name.resolve() == file.resolve()]
 
 
-def _way_out(file: Path) -> str:
-    sound = newest_sound(file.parent, other_than=file)
+def _remedy_for(file: Path) -> str:
+    sound = newest_valid(file.parent, other_than=file)
     if sound is None:
-        return "There is no sound checkpoint beside it; start anew, without ckpt_path."
-    return f"The newest sound one beside it: ckpt_path={str(sound)!r}."
+        return "There is no valid checkpoint next to it. Start a new run, without ckpt_path."
+    return f"The newest valid one next to it: ckpt_path={str(sound)!r}."

@@ -6,16 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_fed.checkpoints.files import by_age, fault_of, link, local_path, remove_leftovers, resumable
+from lightning_fed.checkpoints.files import by_age, damage_of, link, local_path, remove_temporary_files, resumable
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
 
 __all__ = [
     "adapt_checkpoint_callbacks",
     "folders",
-    "keep_last_round",
     "newest",
     "restore_scores",
+    "save_last_round",
 ]
 
 
@@ -42,13 +42,13 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
     if trainer.is_global_zero:
         folders = {local_path(c.dirpath) for c in writers if c.dirpath and not c.save_weights_only}
         for folder in sorted(f for f in {*folders, local_path(trainer.default_root_dir)} if f is not None):
-            for gone in remove_leftovers(folder):
+            for gone in remove_temporary_files(folder):
                 rank_zero_info(f"Removed {gone}, which a save that was killed left.")
 
 
 def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Restore the ModelCheckpoints' score of their newest top k, which Lightning saves but does not load."""
-    for callback in _keepers(trainer, whole=False):
+    for callback in _saving_callbacks(trainer, whole=False):
         state = states.get(callback.state_key, {})
         if state.get("dirpath") == callback.dirpath:
             callback.current_score = state.get("current_score")
@@ -61,22 +61,25 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     versions automatically, its earlier versions. It may return a damaged one, since the user must choose to continue
     from an older one.
     """
-    places = folders(trainer, whole)
+    found_folders = folders(trainer, whole)
     root = local_path(trainer.default_root_dir)
     stopped = sorted(root.glob("hpc_ckpt_*.ckpt")) if root is not None else []
-    found = [*stopped, *(file for folder in places for file in by_age(folder))]
+    found = [*stopped, *(file for folder in found_folders for file in by_age(folder))]
     if not found and _numbers_versions(trainer):
-        numbered = [folder for folder in places if folder.match("version_*/checkpoints")]
+        numbered = [folder for folder in found_folders if folder.match("version_*/checkpoints")]
         found = by_age(*(other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")))
     for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
-        if not whole or fault_of(file) is not None or resumable(file):
+        if not whole or damage_of(file) is not None or resumable(file):
             return str(file)
     return None
 
 
 def folders(trainer: pl.Trainer, whole: bool) -> list[Path]:
     """Return the local folders of ModelCheckpoints; ``whole`` skips those that only save weights."""
-    paths = [local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)) for callback in _keepers(trainer, whole)]
+    paths = [
+        local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
+        for callback in _saving_callbacks(trainer, whole)
+    ]
     return [path for path in paths if path is not None]
 
 
@@ -86,15 +89,15 @@ def _numbers_versions(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop.round == 0 and any(logger in unnumbered for logger in trainer.loggers)
 
 
-def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | None) -> None:
+def save_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | None) -> None:
     """Save the last completed round of a stopping run, unless a checkpoint has it; all processes must call it.
 
     It becomes the ``last.ckpt`` of the first ModelCheckpoint that saves more than weights.
     """
     path = kept[1] if kept is not None and kept[0] == round and _exists(trainer, kept[1]) else None
-    keeper = next(_keepers(trainer), None)
+    keeper = next(_saving_callbacks(trainer), None)
     if path is None and round > 0 and keeper is not None and not trainer.fast_dev_run:
-        path = _place(trainer, keeper, None if kept is None else str(kept[1]))
+        path = _path_of_last(trainer, keeper, None if kept is None else str(kept[1]))
         if keeper.save_last:
             keeper.last_model_path = path
         trainer.save_checkpoint(path)
@@ -105,14 +108,14 @@ def keep_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | Non
         rank_zero_info(f"Stopped after {round} completed rounds{why}.")
 
 
-def _keepers(trainer: pl.Trainer, whole: bool = True) -> Iterator[pl.callbacks.ModelCheckpoint]:
+def _saving_callbacks(trainer: pl.Trainer, whole: bool = True) -> Iterator[pl.callbacks.ModelCheckpoint]:
     """Yield the callbacks that save checkpoints, with ``whole`` only those that a run can resume from."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint) and not (whole and callback.save_weights_only):
             yield callback
 
 
-def _place(trainer: pl.Trainer, keeper: pl.callbacks.ModelCheckpoint, resumed: str | None) -> str:
+def _path_of_last(trainer: pl.Trainer, keeper: pl.callbacks.ModelCheckpoint, resumed: str | None) -> str:
     """Return a path for the last checkpoint that does not overwrite one of another run."""
     candidates = keeper._monitor_candidates(trainer)
     path, version = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST), keeper.STARTING_VERSION

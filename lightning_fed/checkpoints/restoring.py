@@ -1,5 +1,6 @@
 """Restoring the server's state of a run from a checkpoint, with errors in terms of the checkpoint."""
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fed.checkpoints.client_states import ClientStatesPlace
+from lightning_fed.checkpoints.client_states import ClientStatesStorage
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of
 from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.server.aggregation.lora import lora_needs_mean
+from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
@@ -29,10 +32,11 @@ __all__ = [
     "compare_work",
     "notes_of",
     "restored_from",
+    "sampler_state",
     "start_server",
 ]
 
-_TELLS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
+_MISMATCHES = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
 
 @contextmanager
@@ -42,12 +46,12 @@ def restored_from(path: Any, what: str) -> Iterator[None]:
         yield
     except FederatedError:
         raise
-    except _TELLS as error:
+    except _MISMATCHES as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = f"{type(error).__name__}: {' '.join(lines[:3])}".rstrip(".")
+        listed = f"{type(error).__name__}: {' '.join(lines[:3])}".rstrip(".")
         raise FederatedError(
-            f"The checkpoint {path} does not fit this run: restoring {what} ended in {told}. Resume with the model and"
-            " the settings it was written with, or start anew, without ckpt_path."
+            f"The checkpoint {path} does not fit this run: restoring {what} ended in {listed}. Resume with the model"
+            " and the settings it was written with, or start a new run, without ckpt_path."
         ) from error
 
 
@@ -65,9 +69,9 @@ def _continue(
     server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
     loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
     if differing := differing_options(built, loaded, is_scheduled, origin):
-        rank_zero_warn(f"The server's optimizer goes on with {its}'s {', '.join(differing)}.")
+        rank_zero_warn(f"The server's optimizer continues with {its}'s {', '.join(differing)}.")
     if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
-        rank_zero_warn(f"The run goes on with {its}'s seed {saved['seed']}, not with {settings.seed}.")
+        rank_zero_warn(f"The run continues with {its}'s seed {saved['seed']}, not with {settings.seed}.")
     compare_work(saved.get("work", {}), notes, keeps_states, origin)
     if keeps_states and server.expected_state.own and saved["step"]["x"].dtype != server.x.dtype:
         raise FederatedError(
@@ -124,10 +128,10 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
                 f"{change}, and what its clients keep belongs to their data."
                 f" {origin.remedy('the data and the partition')}"
             )
-        rank_zero_warn(f"{change}. The run goes on with {origin.this}'s.")
+        rank_zero_warn(f"{change}. The run continues with {origin.this}'s.")
     if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer raises when its state is loaded
-        told = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
-        rank_zero_warn(f"{origin.name} {origin.ran} {told}. The run goes on with {origin.this}'s.")
+        listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
+        rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class EarlierFit:
         """Return a fit's state."""
         noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
         schedules = [config.scheduler.state_dict() for config in prepared.trainer.lr_scheduler_configs]
-        optimizer = prepared.optimizer.base.state_dict()
+        optimizer = prepared.optimizer.state_dict()
         return EarlierFit(prepared.module, server, noted, optimizer, schedules, _kinds_of(prepared))
 
     def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
@@ -172,10 +176,10 @@ class EarlierFit:
             config.scheduler.load_state_dict(state)
         if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
             rank_zero_warn(
-                f"The local optimizer goes on with the earlier fit's {', '.join(differing)}. To train with other"
+                f"The local optimizer continues with the earlier fit's {', '.join(differing)}. To train with other"
                 " options, make a new FederatedTrainer."
             )
-        if not torch.equal(prepared.flat.y, server.shown()):
+        if not torch.equal(prepared.flat.y, server.evaluation_x()):
             rank_zero_warn(
                 f"The model's parameters have changed since this trainer's earlier fit. This fit continues from the"
                 f" server's own after {server.round} rounds and ignores the change. To start from the changed ones,"
@@ -195,11 +199,12 @@ def _kinds_of(prepared: PreparedModule) -> dict[str, str]:
 
 def start_server(
     prepared: PreparedModule,
-    place: ClientStatesPlace,
+    storage: ClientStatesStorage,
     ranks: Ranks,
     notes: Mapping[str, str],
     restored: dict[str, Any] | None,
     earlier: EarlierFit | None,
+    ledger: PrivacyLedger | None = None,
 ) -> Server:
     """Return the server's state at the start of a fit: new, from a checkpoint, or from the earlier fit."""
     s, flat = prepared.settings, prepared.flat
@@ -210,7 +215,12 @@ def start_server(
     )  # fmt: skip
     server.personal, server.num_parameters = flat.personal.clone(), len(flat.params)
     server.buffers, server.kept_buffers = prepared.buffers.read(), prepared.buffers.kept
+    server.counts_steps = s.local_schedule == "continue"
     server.advance_solver = prepared.optimizer.advance_solver
+    server.lora = prepared.lora
+    if server.lora is not None and not (server.step.takes_mean and server.step.scheduler is None):
+        raise FederatedError(lora_needs_mean("server_optimizer or server_lr_scheduler changes the step"))
+    server.ledger = ledger
     kept: ClientStore | None = None
     if restored is not None:
         with restored_from(trainer.ckpt_path, "the state of the server"):
@@ -222,11 +232,33 @@ def start_server(
         earlier.continue_in(server, prepared, ranks, notes)
         kept = earlier.server.clients
     server.state = prepared.optimizer.placed(server.state)
-    place.open(server, kept, s)
+    storage.open(server, kept, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):
-            place.load(server, restored["client_states"], ranks)
+            storage.load(server, restored["client_states"], ranks)
     if s.aggregator is not None and earlier is None:
         with restored_from(trainer.ckpt_path, "the messages on their way"):
             s.aggregator.load_state_dict((restored or {}).get("aggregator", {}), server.x)
+    if s.sampler_learns and earlier is None:
+        with restored_from(trainer.ckpt_path, "what the sampler has learned"):
+            _start_sampler(s, restored)
     return server
+
+
+def sampler_state(settings: Settings) -> dict[str, Any]:
+    """Return what a sampler that learns has learned, for checkpoints."""
+    sampler: Any = settings.sampler
+    return {"name": type(sampler).__name__, "state": copy.deepcopy(sampler.state_dict())}
+
+
+def _start_sampler(settings: Settings, restored: Mapping[str, Any] | None) -> None:
+    """Bring a sampler that learns to where the run stands."""
+    sampler: Any = settings.sampler
+    name, saved = type(sampler).__name__, (restored or {}).get("sampler")
+    if saved is not None and saved["name"] == name:
+        sampler.load_state_dict(saved["state"])
+        return
+    if restored is not None:
+        found = f"what {saved['name']} has learned" if saved is not None else "nothing that a sampler has learned"
+        rank_zero_warn(f"The checkpoint holds {found}: {name} begins as in a new run.")
+    sampler.load_state_dict(copy.deepcopy(settings.sampler_start))

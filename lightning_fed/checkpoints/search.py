@@ -9,7 +9,7 @@ from lightning_fed.checkpoints.folders import folders, newest
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["best_of_newest_run", "check_is_there", "last_of_newest_run", "roots"]
+__all__ = ["best_of_newest_run", "check_exists", "last_of_newest_run", "roots"]
 
 _RUNS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")  # without a logger, and in folders for its name and version
 _SHOWN = 8
@@ -49,7 +49,7 @@ def best_of_newest_run(trainer: pl.Trainer) -> str:
     )
 
 
-def check_is_there(trainer: pl.Trainer, path: Any) -> None:
+def check_exists(trainer: pl.Trainer, path: Any) -> None:
     """Raise if a local checkpoint does not exist; URLs are not checked."""
     file = local_path(path)
     if file is None or file.is_file() or not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):

@@ -20,7 +20,7 @@ _ABOUT = (
     " `lightning-fed new NAME` writes a small project to start from,"
     " `lightning-fed data --config FILE` draws how the data is dealt out; `lightning-fed diagnose --config FILE`"
     " says why it does not converge; `lightning-fed deploy` runs it on real clients; `lightning-fed reproduce`,"
-    " `sweep` and `compare` run a paper's experiment, run a grid of your own, and put runs side by side."
+    " `sweep` and `compare` run a paper's experiment, run your own grid, and put runs side by side."
 )
 
 

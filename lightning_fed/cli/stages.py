@@ -104,7 +104,7 @@ def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
         else f"None lies under {' or '.join(map(str, roots(trainer)))}: add --ckpt_path PATH"
     )
     return FederatedError(
-        f"`{stage}` needs a checkpoint, or it would run a model that nobody has trained. {found}, or --ckpt_path"
+        f"`{stage}` needs a checkpoint, or it would run an untrained model. {found}, or --ckpt_path"
         f" {_INITIAL} for the model as it is made."
     )
 

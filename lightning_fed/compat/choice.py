@@ -33,7 +33,7 @@ def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) 
     if imported:
         raise ImportError(
             "Both lightning and pytorch_lightning are imported. They hold the same classes under two names, and a"
-            " trainer takes the classes of one. Import only one of them, in your code and in what it imports; or,"
+            " trainer takes the classes of one. Import only one of them, in your code and its imports; or,"
             f" before lightning_fed is used, set the environment variable {VARIABLE} to lightning or to"
             " pytorch_lightning."
         )

@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used: commands that only raise errors do without PyTorch."""
     if name not in __all__:
         raise AttributeError(f"module 'lightning_fed.core' has no attribute {name!r}")
-    home = "types" if name in ("ClientId", "State", "Vector") else "rounds"
-    return getattr(importlib.import_module(f"lightning_fed.core.{home}"), name)
+    module = "types" if name in ("ClientId", "State", "Vector") else "rounds"
+    return getattr(importlib.import_module(f"lightning_fed.core.{module}"), name)

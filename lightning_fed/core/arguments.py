@@ -23,9 +23,9 @@ __all__ = [
     "check_texts",
     "choice",
     "finite",
+    "format_value",
     "kind_of",
     "number",
-    "shown",
 ]
 
 Choice = TypeVar("Choice")
@@ -66,7 +66,7 @@ def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _
         raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
     if int(value) > most:
         limit = f"{most:,}" if most < _LARGEST else f"2**{most.bit_length()} - 1"
-        raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be an integer of at most {limit}.")
+        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be an integer of at most {limit}.")
     return int(value)
 
 
@@ -81,14 +81,14 @@ def check_number(owner: str, name: str, value: Any, least: float = -math.inf, po
     if math.isnan(found) or found < least or (positive and found <= 0):
         bound = "" if math.isinf(least) else f" of at least {least:g}"
         kind = "positive finite" if positive else "finite"
-        raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a {kind} number{bound}.")
+        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be a {kind} number{bound}.")
     return found
 
 
 def check_numbers(owner: str, name: str, value: Any) -> list[float]:
     """Return an argument that must be a list of finite numbers."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a list of finite numbers.")
+        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be a list of finite numbers.")
     return [check_number(owner, name, entry) for entry in value]
 
 
@@ -96,7 +96,7 @@ def check_fraction(owner: str, name: str, value: Any) -> float:
     """Return an argument that must be a share in [0, 1)."""
     share = finite(value)
     if not 0 <= share < 1:
-        raise FederatedError(f"{owner}({name}={shown(value)}): {name} must lie in [0, 1), such as 0.2.")
+        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must lie in [0, 1), such as 0.2.")
     return share
 
 
@@ -105,7 +105,7 @@ def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -
     for one in allowed:
         if type(value) is type(one) and value == one:  # 1 is not True
             return one
-    raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be {' or '.join(map(repr, allowed))}.")
+    raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be {' or '.join(map(repr, allowed))}.")
 
 
 def check_flags(owner: str, **flags: Any) -> None:
@@ -118,14 +118,18 @@ def check_texts(owner: str, **texts: Any) -> None:
     """Raise if an argument, given by name, is not a non-empty string."""
     for name, value in texts.items():
         if not isinstance(value, str) or not value:
-            raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a string, and not an empty one.")
+            raise FederatedError(
+                f"{owner}({name}={format_value(value)}): {name} must be a string, and not an empty one."
+            )
 
 
 def check_paths(owner: str, **paths: Any) -> None:
     """Raise if an argument, given by name, is not a path; the file need not exist."""
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
-            raise FederatedError(f"{owner}({name}={shown(value)}): {name} must be a path, as a string or a Path.")
+            raise FederatedError(
+                f"{owner}({name}={format_value(value)}): {name} must be a path, as a string or a Path."
+            )
 
 
 def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]:
@@ -133,8 +137,8 @@ def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]
     fits = isinstance(personal, Sequence) and not isinstance(personal, str)
     if not fits or len(personal) < least or not all(isinstance(pattern, str) and pattern for pattern in personal):
         raise FederatedError(
-            f"{owner}(personal={shown(personal)}): personal must be a list of names of parameters, or of patterns of"
-            " them, such as ['head.*']."
+            f"{owner}(personal={format_value(personal)}): personal must be a list of names of parameters, or of"
+            " patterns of them, such as ['head.*']."
         )
     return tuple(personal)
 
@@ -196,7 +200,7 @@ class ArgumentsRepr:
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as short text; Python does not convert integers of more than a few thousand digits."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length():,} bits"

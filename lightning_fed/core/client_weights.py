@@ -72,14 +72,14 @@ class ClientWeights:
         if self._weights is None:
             sizes = getattr(population, "sizes", None)
             if sizes is None:
-                raise FederatedError("weights='examples' needs a population that tells its clients' sizes.")
+                raise FederatedError("weights='examples' needs a population with its clients' sizes.")
             return torch.tensor(sizes, dtype=torch.float64)
         names = [str(i) if self._from_file else i for i in population]
         if missing := [name for name in names if name not in self._weights]:
             raise FederatedError(f"{len(missing)} clients have no {self._column} in {self!r}, such as {missing[0]!r}.")
         weights = torch.tensor([self._weights[name] for name in names], dtype=torch.float64)
         if not bool(weights.any()):
-            raise FederatedError(f"All clients have {self._column} zero in {self!r}: nobody could take part.")
+            raise FederatedError(f"All clients have {self._column} zero in {self!r}: no client could take part.")
         return weights
 
     def __repr__(self) -> str:
@@ -90,9 +90,7 @@ class ClientWeights:
 
 def _read(path: Path, name: str, column: str) -> dict[ClientId, float]:
     if not path.is_file():
-        raise FederatedError(
-            f"There is no file {str(path)!r} with a {column} for every client, as {name} would have it."
-        )
+        raise FederatedError(f"There is no file {str(path)!r} with a {column} for every client, which {name} needs.")
     try:
         if path.suffix.lower() == ".json":
             pairs = json.loads(path.read_text(), object_pairs_hook=list)

@@ -111,7 +111,7 @@ class FlatParameters:
         self.personal: Vector = self.whole[self.layout.numel :]
         self.joins = self.whole.device.type != "cpu" or self.layout.numel <= _SMALL
         self.views = self.whole_layout.views(self.whole)
-        self.point_to(self.views)
+        self.bind(self.views)
 
     @property
     def numel(self) -> int:
@@ -122,14 +122,14 @@ class FlatParameters:
         """Return one view per parameter of a vector: of all parameters [P + Q], or of the exchanged ones [P]."""
         return (self.layout if len(vector) == self.layout.numel else self.whole_layout).views(vector)
 
-    def point_to(self, views: Sequence[Tensor]) -> None:
+    def bind(self, views: Sequence[Tensor]) -> None:
         """Bind the parameters to these tensors of equal shapes; personal ones stay if no tensors are given for them."""
         for p, view in zip(self.params, views, strict=False):
             p.data = view
 
     def restore(self) -> None:
         """Bind the parameters to ``whole`` again."""
-        self.point_to(self.views)
+        self.bind(self.views)
 
     def gather(self) -> None:
         """Copy parameters that are bound to other tensors into ``whole``, and bind them to it."""
@@ -140,7 +140,7 @@ class FlatParameters:
 
     def release(self) -> None:
         """Give every parameter its own storage, with the same values."""
-        self.point_to([p.detach().clone() for p in self.params])
+        self.bind([p.detach().clone() for p in self.params])
 
 
 def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -151,10 +151,10 @@ def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) in held]
-    strangers = len([1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad]) - len(named)
-    if strangers > 0:
+    unexpected = len([1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad]) - len(named)
+    if unexpected > 0:
         raise FederatedError(
-            f"{type(module).__name__}.configure_optimizers() returned an optimizer with {strangers} parameters that are"
-            " not the module's own: server and clients could not exchange them. Assign them to the module."
+            f"{type(module).__name__}.configure_optimizers() returned an optimizer with {unexpected} parameters that"
+            " are not the module's own: server and clients could not exchange them. Assign them to the module."
         )
     return named

@@ -172,7 +172,8 @@ class RoundReport:
         dropped: The ids of sampled clients that were left out: too slow, lost, empty, or failed.
         sizes: Number of training examples by id.
         steps: Local steps by id.
-        weights: Weights in the average by id, which sum to one.
+        weights: Weights in the average by id, which sum to one; or in the unbiased estimate of a sampler with
+            ``probabilities``, which need not.
         metrics: The cohort's example-weighted training metrics.
         clients: Each client's report by id.
         loss: The example-weighted mean training loss.

@@ -13,6 +13,7 @@ import torch
 from lightning_fed.core.devices import get_device_random_state, seed_device, set_device_random_state
 
 __all__ = [
+    "KeyedStream",
     "Purpose",
     "capture_random_state",
     "derive_seed",
@@ -39,7 +40,12 @@ class Purpose(IntEnum):
     AVAILABILITY = 11
     MEASUREMENT = 12
     COMPRESSION = 13
-    OWN_SOLVE = 14
+    INNER_SOLVE = 14
+    ATTACKERS = 15
+    ATTACK = 16
+    ATTACK_ON_GRADIENTS = 17
+    CLIENT_NOISE = 18
+    POISSON = 19
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:
@@ -69,6 +75,29 @@ def generator(
 ) -> torch.Generator:
     """Return a CPU generator for one random stream, a new one unless given; see :func:`derive_seed`."""
     return (reuse or torch.Generator()).manual_seed(derive_seed(seed, purpose, round, client))
+
+
+class KeyedStream:
+    """Random bytes that cannot be predicted without the run's seed: SHAKE-256 of its key and a counter.
+
+    PyTorch's generators have 32 bits of seed, which can be tried one after another, and are not made for secrets.
+
+    Args:
+        key: The numbers that the stream depends on: the run's seed, the purpose, the round and the client, say.
+    """
+
+    def __init__(self, *key: int) -> None:
+        self._key, self._drawn = "/".join(str(int(part)) for part in key), 0
+
+    def __call__(self, count: int) -> bytes:
+        """Return the next bytes."""
+        self._drawn += 1
+        return hashlib.shake_256(f"{self._key}/{self._drawn}".encode()).digest(count)
+
+    def uniform(self, count: int) -> torch.Tensor:
+        """Return the next independent numbers in [0, 1), float64 [count]."""
+        bits = torch.frombuffer(bytearray(self(8 * count)), dtype=torch.int64) if count else torch.zeros(0)
+        return ((bits.to(torch.int64) >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
 
 
 def seed_global(seed: int, device: torch.device | None = None) -> None:

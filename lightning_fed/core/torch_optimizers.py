@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["STEP_COUNTS", "coupled_decay", "home_of", "is_plain_sgd", "refuse_unsupported", "without_coupled_decay"]
+__all__ = ["STEP_COUNTS", "coupled_decay", "device_of", "is_plain_sgd", "refuse_unsupported", "without_coupled_decay"]
 
 STEP_COUNTS = ("step", "mu_product")
 """The statistics that only depend on the number of steps: one number for any shape of the parameter."""
@@ -79,7 +79,7 @@ def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
     return float(group.get("weight_decay", 0.0))
 
 
-def home_of(name: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
+def device_of(name: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
     """Return the device of an optimizer's statistic of a parameter, as in ``torch.optim``.
 
     It is the parameter's device. Step counts stay on the CPU, where reads need no synchronization, unless the group's

@@ -1,7 +1,7 @@
 """Type names that the whole package shares."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -19,3 +19,6 @@ Metrics: TypeAlias = Mapping[str, float]
 
 Weighting: TypeAlias = str | Callable[..., Any]
 """A weighting of messages: a name ("examples", "uniform", "steps") or a function of (client_id, size, steps)."""
+
+LocalScheduleMode: TypeAlias = Literal["restart", "continue", "total"]
+"""The count that schedules by local step follow; see :class:`lightning_fed.FederatedTrainer`."""

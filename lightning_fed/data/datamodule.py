@@ -132,8 +132,14 @@ class FederatedDataModule(pl.LightningDataModule):
         >>> from torch.utils.data import TensorDataset
         >>> from lightning_fed.data import Iid
         >>> train = TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
-        >>> data = FederatedDataModule(train=train, partition=Iid(num_clients=10), batch_size=4)
-        >>> data.num_clients, data.client_size(0), data.client_batches(0).num_batches()
+        >>> data = FederatedDataModule(
+        ...     train=train, partition=Iid(num_clients=10), batch_size=4
+        ... )
+        >>> (
+        ...     data.num_clients,
+        ...     data.client_size(0),
+        ...     data.client_batches(0).num_batches(),
+        ... )
         (10, 10, 3)
     """
 
@@ -216,9 +222,13 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If the loader selects or repeats examples, or is not a ``DataLoader``.
 
         Example:
-            >>> dataset = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12) % 3)
+            >>> dataset = torch.utils.data.TensorDataset(
+            ...     torch.randn(12, 2), torch.arange(12) % 3
+            ... )
             >>> loader = DataLoader(dataset, batch_size=2, shuffle=True)
-            >>> FederatedDataModule.from_loader(loader, partition=lambda labels: [range(6), range(6, 12)]).num_clients
+            >>> FederatedDataModule.from_loader(
+            ...     loader, partition=lambda labels: [range(6), range(6, 12)]
+            ... ).num_clients
             2
         """
         return cls(partition=partition, val=val, **{**settings_of(loader), **kwargs})
@@ -242,10 +252,10 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If a client's data set is not map-style, or ``client_val`` has an unknown client id.
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
-        strangers = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
-        if strangers:
-            named = ", ".join(sorted(map(repr, strangers)))
-            raise FederatedError(f"client_val has {named}, which are no clients' ids.")
+        unexpected = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
+        if unexpected:
+            named = ", ".join(sorted(map(repr, unexpected)))
+            raise FederatedError(f"client_val has unknown client ids: {named}.")
 
     @property
     def num_clients(self) -> int:
@@ -274,6 +284,13 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_ids(self, value: Sequence[ClientId]) -> None:
         self._client_ids = check_client_ids(type(self).__name__, value)
         self._check_number(self._client_ids, self._num_clients)
+
+    def describe_columns(self) -> Sequence[str]:
+        """Return what inputs and targets mean, in words that sites compare when they register; empty if unknown.
+
+        The words leave a site, so they must hold names and declared categories, and nothing of a row.
+        """
+        return ()
 
     @property
     def known_sizes(self) -> list[int] | None:
@@ -407,8 +424,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def _check_number(self, ids: Sequence[ClientId] | None, number: int | None) -> None:
         if ids is not None and number is not None and len(ids) != number:
             raise FederatedError(
-                f"{type(self).__name__} has {len(ids):,} client_ids and num_clients={number:,}: give client_ids alone,"
-                " which say how many there are."
+                f"{type(self).__name__} has {len(ids):,} client_ids and num_clients={number:,}. Give client_ids alone,"
+                " which also set the number."
             )
 
     @property
@@ -470,8 +487,8 @@ class FederatedDataModule(pl.LightningDataModule):
         clients = self.clients
         if clients is None:
             raise FederatedError(
-                f"{type(self).__name__} has no clients. Pass clients, or train and partition; or set them in setup();"
-                " or give num_clients and override client_dataset(client_id)."
+                f"{type(self).__name__} has no clients. Pass clients, or train and partition, or set them in setup()."
+                " For clients made on demand, give num_clients and override client_dataset(client_id)."
             )
         return clients
 

@@ -44,7 +44,12 @@ class FederatedDataset:
 
     Example:
         >>> from torch.utils.data import TensorDataset
-        >>> data = FederatedDataset({"ann": TensorDataset(torch.zeros(3)), "bob": TensorDataset(torch.zeros(5))})
+        >>> data = FederatedDataset(
+        ...     {
+        ...         "ann": TensorDataset(torch.zeros(3)),
+        ...         "bob": TensorDataset(torch.zeros(5)),
+        ...     }
+        ... )
         >>> list(data.ids), data.size("bob")
         (['ann', 'bob'], 5)
     """
@@ -86,7 +91,9 @@ class FederatedDataset:
         Example:
             >>> from torch.utils.data import TensorDataset
             >>> from lightning_fed.data import Iid
-            >>> data = FederatedDataset.from_partition(TensorDataset(torch.arange(10)), Iid(num_clients=3))
+            >>> data = FederatedDataset.from_partition(
+            ...     TensorDataset(torch.arange(10)), Iid(num_clients=3)
+            ... )
             >>> [data.size(client_id) for client_id in data.ids]
             [4, 3, 3]
         """
@@ -121,7 +128,7 @@ class FederatedDataset:
         Raises:
             FederatedError: If the clients' data sets are not parts of one data set.
         """
-        raise FederatedError("These clients have data sets of their own, not parts of one.")
+        raise FederatedError("These clients have their own data sets, not parts of one.")
 
     def dataset(self, client_id: ClientId) -> Dataset[Any]:
         """Return the data set of one client."""
@@ -324,7 +331,7 @@ def _join(parts: Any, num_examples: int, owner: str) -> tuple[Sequence[ClientId]
             part = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise FederatedError(
-                f"{owner} gave client {client_id!r} {kind_of(given)} that is no tensor ({error}): it must give"
+                f"{owner} gave client {client_id!r} {kind_of(given)} that is not a tensor ({error}). It must give"
                 " integer indices [n_i]."
             ) from error
         numbers = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)

@@ -142,8 +142,8 @@ def split_figure(split: Split, max_clients: int = 50) -> "Figure":
         classes, counts = class_counts(parts)
         _draw_bubbles(left, classes, counts[chosen].numpy())
     else:
-        _draw_ranges(left, [parts[place] for place in chosen])
-    _name_ticks(left.xaxis, [ids[place] for place in chosen], most=8)
+        _draw_ranges(left, [parts[position] for position in chosen])
+    _name_ticks(left.xaxis, [ids[position] for position in chosen], most=8)
     shown = f"{len(chosen):,} of {len(ids):,} clients" if len(chosen) < len(ids) else f"{len(ids):,} clients"
     left.set(
         title=f"examples by {'class' if _are_classes(parts) else 'target'}, {shown}",
@@ -168,13 +168,13 @@ def _draw_bubbles(axes: "Axes", classes: list[int], counts: Floats) -> None:
 
 def _draw_ranges(axes: "Axes", parts: list[Tensor]) -> None:
     """Draw the range and quartiles of each client's numbers."""
-    places = [place for place, part in enumerate(parts) if len(part)]
+    positions = [position for position, part in enumerate(parts) if len(part)]
     least, lower, median, upper, greatest = np.transpose(
-        [np.quantile(parts[place].numpy(), [0, 0.25, 0.5, 0.75, 1]) for place in places]
+        [np.quantile(parts[position].numpy(), [0, 0.25, 0.5, 0.75, 1]) for position in positions]
     )
-    axes.vlines(places, least, greatest, color="C0", linewidth=1)
-    axes.vlines(places, lower, upper, color="C0", linewidth=5)
-    axes.plot(places, median, "o", color="black", markersize=2.5)
+    axes.vlines(positions, least, greatest, color="C0", linewidth=1)
+    axes.vlines(positions, lower, upper, color="C0", linewidth=5)
+    axes.plot(positions, median, "o", color="black", markersize=2.5)
     axes.set(ylabel="target")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport", "reply_from"]
 
-_HOME_OF = {
+_MODULE_OF = {
     "FederatedSite": "site",
     "InProcess": "transport",
     "Message": "message",
@@ -27,9 +27,9 @@ _HOME_OF = {
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used."""
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

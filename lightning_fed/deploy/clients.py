@@ -14,7 +14,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.facts import check_single, optimizer_facts
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
-from lightning_fed.server.client_states.state import PERSONAL, ClientStates, ExpectedState
+from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.trainer_checks import check_trainer
@@ -70,6 +70,11 @@ class ClientsOutsideFit:
         """Do what Lightning does before a fit loop runs."""
         trainer = self.trainer
         check_trainer(trainer)
+        if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
+            raise FederatedError(
+                f"client_privacy={privacy!r} is for simulations: its noise follows from the seed, which the server of"
+                " real clients knows. Leave it unset."
+            )
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
         trainer.loggers = [DummyLogger()] if trainer.loggers else []  # the server's log; here they would make folders
         trainer.strategy._lightning_module = module
@@ -93,6 +98,7 @@ class ClientsOutsideFit:
 
         def new() -> State:
             own = {PERSONAL: self._personal} if self._personal.numel() else {}
+            own |= {LOCAL_STEPS: torch.tensor(0)} if self.work.settings.local_schedule == "continue" else {}
             x = self.start if algorithm.init_client_at_start else task.x
             return {**algorithm.init_client(x), **own}
 
@@ -104,7 +110,7 @@ class ClientsOutsideFit:
 
     def planned_steps(self, client_id: ClientId, round: int) -> int:
         """Return the local steps that the trainer plans for a client in a round."""
-        return sum(member.steps for member in self.work.hello({client_id: 1}, round))
+        return sum(member.steps for member in self.work.participants({client_id: 1}, round))
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
@@ -153,6 +159,7 @@ class ClientsOutsideFit:
         """
         engine, index = self.work.engine, self.population.index_of(client_id)
         self.prepared.set_round(task.round, plateaus)
+        self.prepared.begin_round(task.first_step)
         x, buffers = torch.cat([task.x, self._personal]), task.buffers
         if kept is not None:
             (own,) = kept.of_each([index])
@@ -167,6 +174,7 @@ class ClientsOutsideFit:
     def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
         if task.round != self._round:
             self.prepared.set_round(task.round, plateaus)
+            self.prepared.begin_round(task.first_step)
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
             self._round, self._has_begun = task.round, False
         if task.phase != LOSS and not self._has_begun:

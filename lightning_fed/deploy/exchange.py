@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.announced import Announcements
-from lightning_fed.deploy.message import FORMAT, HELLO, Message, check_message, printable, shown
+from lightning_fed.deploy.message import FORMAT, REGISTER, Message, check_message, printable, quoted
+from lightning_fed.deploy.registrations import Registrations
 from lightning_fed.deploy.transport import Refusal, Transport
 
 __all__ = ["Exchange"]
@@ -26,37 +26,38 @@ class Exchange:
     A second copy is ignored. Anything else is logged by name, once, and changes nothing. A client whose reply to the
     phase is not valid is not waited for any longer; its valid reply still counts while others are awaited.
 
-    ``run`` is the name of the run that sites know; ``greeting`` what hello compares: "facts" and "optimizer".
+    ``run`` is the run's name on the sites. ``server_facts`` has the settings that the registration compares, "facts"
+    and "optimizer".
     """
 
     def __init__(
         self,
         transport: Transport,
         trainer: Any,
-        sites: Announcements,
+        sites: Registrations,
         run: str,
-        greeting: Mapping[str, Mapping[str, str]],
+        server_facts: Mapping[str, Mapping[str, str]],
     ) -> None:
         self.run, self.sites, self._of_run = run, sites, frozenset(sites.client_ids)
-        self._transport, self._greets = transport, greeting
+        self._transport, self._server_facts = transport, server_facts
         self._signals, self._drops = trainer._signal_connector, trainer.fit_loop.settings.drops_failed
         self._logged: set[str] = set()
 
-    def hello(self) -> None:
+    def register(self) -> None:
         """Ask all clients for the sizes of their data, which are then in :attr:`sites`."""
-        tasks = {client_id: self._greeting(client_id) for client_id in self.sites.client_ids}
-        for _ in self.ask(tasks, lambda reply: self.sites.take(reply.client, reply.header)):
+        tasks = {client_id: self._registration(client_id) for client_id in self.sites.client_ids}
+        for _ in self.ask(tasks, lambda reply: self.sites.add(reply.client, reply.header)):
             pass
         self.sites.close()
 
-    def _greeting(self, client_id: ClientId) -> Message:
-        header = {"format": FORMAT, "run": self.run, "phase": HELLO, "round": 0, "attempt": 0, "client": client_id}
-        return Message({**header, **self._greets, "clients": self.sites.client_ids})
+    def _registration(self, client_id: ClientId) -> Message:
+        header = {"format": FORMAT, "run": self.run, "phase": REGISTER, "round": 0, "attempt": 0, "client": client_id}
+        return Message({**header, **self._server_facts, "clients": self.sites.client_ids})
 
     def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
         """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
 
-        Clients that have not said hello are asked for it meanwhile.
+        Clients that have not registered are asked to meanwhile.
 
         Raises:
             FederatedError: If clients do not answer and are not to be dropped.
@@ -65,8 +66,8 @@ class Exchange:
             return
         missing, awaited = dict.fromkeys(tasks), set(tasks)  # without a valid reply; without any, or a refusal
         refused: dict[ClientId, str] = {}
-        greetings = {client_id: self._greeting(client_id) for client_id in self.sites.silent()}
-        replies = iter(self._transport.exchange(tasks, greetings))
+        registrations = {client_id: self._registration(client_id) for client_id in self.sites.pending()}
+        replies = iter(self._transport.exchange(tasks, registrations))
         progress = _Progress(tasks, missing)
         try:
             while awaited:
@@ -108,25 +109,25 @@ class Exchange:
             raise _unanswered(tasks, list(missing), refused)
 
     def _sender(self, message: Message, tasks: Mapping[ClientId, Message]) -> ClientId | None:
-        """Return whose reply to a phase a message is; None of a late hello, which is taken in.
+        """Return the client whose reply a message is; None for a late registration, which is added.
 
         A message of anything else raises :class:`FederatedError`.
         """
         check_message(message, "The server")
         header, asked = message.header, next(iter(tasks.values())).header
         client_id = header.get("client")
-        who = f"The reply of client {shown(client_id)}"
+        who = f"The reply of client {quoted(client_id)}"
         if isinstance(client_id, bool) or not isinstance(client_id, (int, str)) or client_id not in self._of_run:
             raise FederatedError(f"{who} is of no client of this run.")
         if header["run"] != self.run:
             raise FederatedError(f"{who} is of run {header['run']}, and this is run {self.run}.")
-        if header["phase"] == HELLO and client_id in self.sites.absent:
-            self.sites.take(client_id, header)
+        if header["phase"] == REGISTER and client_id in self.sites.unregistered:
+            self.sites.add(client_id, header)
             return None
         there, here = ((of["phase"], of["round"], of["attempt"]) for of in (header, asked))
         if there != here:
             found, now = (f"{of[0]!r} of round {of[1]} (attempt {of[2]})" for of in (there, here))
-            raise FederatedError(f"{who} is to {found}, and {now} is at hand.")
+            raise FederatedError(f"{who} is to {found}, and the current task is {now}.")
         if client_id not in tasks:
             raise FederatedError(f"{who}: it was not asked in this phase.")
         return client_id
@@ -142,13 +143,13 @@ class _Progress:
 
     def __init__(self, tasks: Mapping[ClientId, Message], missing: Mapping[ClientId, None]) -> None:
         header = next(iter(tasks.values())).header
-        self._phase = "hello" if header["phase"] == HELLO else f"round {header['round']} {header['phase']}"
+        self._phase = "hello" if header["phase"] == REGISTER else f"round {header['round']} {header['phase']}"
         self._asked, self._missing = len(tasks), missing
         self._ended = threading.Event()
         _log.info("%s: %d clients are asked: %s", self._phase, len(tasks), _named(list(tasks)))
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=self._log_missing, daemon=True).start()
 
-    def _look(self) -> None:
+    def _log_missing(self) -> None:
         waited = 0.0
         while not self._ended.wait(waited or _WAIT):
             waited = 2 * waited or _WAIT

@@ -15,6 +15,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.message import printable
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.lora import lora_a
 from lightning_fed.engines.prepared import personal_names
 from lightning_fed.settings.settings import Settings
 
@@ -38,7 +39,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
     settings: Settings = loop.settings
     if any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in loop.trainer.callbacks):
         raise FederatedError(
-            "GradientAccumulationScheduler changes the local work from round to round, of which sites do not hear."
+            "GradientAccumulationScheduler changes the local work from round to round, and sites are not notified."
             " Set accumulate_grad_batches=... for all rounds."
         )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
@@ -50,6 +51,8 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "method": type(settings.algorithm).__name__,
         "method options": repr(sorted(settings.algorithm.options().items())),
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
+        "average of LoRA": settings.lora,
+        "frozen parameters": _checksum(_frozen(settings, module)),
         "buffers at the start": _checksum(f"{name} {_digest(value)}" for name, value in module.named_buffers()),
         "personal parameters": repr(list(settings.personal)),
         "parameters at the start that stay with the client": _checksum(_personal(settings, module)),
@@ -61,8 +64,10 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "gradient_clip_val": f"{trainer.gradient_clip_val} by {getattr(clip, 'value', 'norm')}",
         "precision": str(trainer.precision),
         "treatment of buffers": settings.buffers,
+        "local_schedule": str(settings.local_schedule),
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
         "compression": repr(settings.compression),
+        "attack": work["attack"],
     }
 
 
@@ -99,7 +104,7 @@ def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: obj
         remedy = "Start both with the same model and the same trainer arguments."
         if name.startswith("version"):
             remedy = "Install the same version on both."
-        raise FederatedError(f"The site of client {client!r} does not run what the server runs: {found}. {remedy}")
+        raise FederatedError(f"The site of client {client!r} has other settings than the server: {found}. {remedy}")
 
 
 def _plain(options: Mapping[str, Any]) -> str:
@@ -116,6 +121,12 @@ def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:
     names, _ = personal_names(settings, module, trained, buffer_owners(module))
     names = frozenset(trained) if settings.algorithm.init_client_at_start else names
     return [f"{name} {_digest(trained[name])}" for name in sorted(names)]
+
+
+def _frozen(settings: Settings, module: pl.LightningModule) -> list[str]:
+    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    frozen |= lora_a(module) if settings.lora == "frozen_a" else {}
+    return [f"{name} {_digest(frozen[name])}" for name in sorted(frozen)]
 
 
 def _checksum(texts: Iterable[str]) -> str:

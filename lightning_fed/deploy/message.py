@@ -18,24 +18,24 @@ from lightning_fed.rounds.messages import Task
 
 __all__ = [
     "FORMAT",
-    "HELLO",
     "MEASURE",
     "MOST",
+    "REGISTER",
     "Message",
     "address",
     "check_message",
     "is_count",
     "parts_of",
     "printable",
+    "quoted",
     "shared_part",
-    "shown",
     "task_in",
 ]
 
 FORMAT = 1
 """Of messages, one more with every change that an older version could not read."""
 
-HELLO = "hello"
+REGISTER = "hello"
 """The phase before the first round, in which sites say how many examples they have."""
 
 MEASURE = "measure"
@@ -86,7 +86,7 @@ class Message:
             length = int.from_bytes(content[:8], "little")
             header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_HEADER])
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FederatedError(f"These {len(content):,} bytes are no message: {printable(str(error))}.") from error
+            raise FederatedError(f"These {len(content):,} bytes are not a message: {printable(str(error))}.") from error
         return Message(header, tensors)
 
 
@@ -101,15 +101,15 @@ def check_message(message: Message, who: str) -> None:
     found = header.get("format") if isinstance(header, Mapping) else None
     if found != FORMAT:
         raise FederatedError(
-            f"{who} has received a message of format {shown(found)}, and knows format {FORMAT}. Use the same version of"
-            " lightning_fed everywhere."
+            f"{who} has received a message of format {quoted(found)}, and reads format {FORMAT}. Use the same version"
+            " of lightning_fed everywhere."
         )
     for name, kind in {"run": str, "phase": str, "round": int, "attempt": int}.items():
         if not isinstance(header.get(name), kind):
-            raise FederatedError(f"{who} has received a message whose {name} is {shown(header.get(name))}.")
+            raise FederatedError(f"{who} has received a message whose {name} is {quoted(header.get(name))}.")
     for name, value in message.tensors.items():
         if not isinstance(value, Tensor):
-            raise FederatedError(f"{who} has received a message whose {name} is no tensor.")
+            raise FederatedError(f"{who} has received a message whose {name} is not a tensor.")
 
 
 def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
@@ -117,7 +117,7 @@ def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return a plain value as a short text; of a list or mapping, which may be nested without end, its kind."""
     is_plain = value is None or isinstance(value, (bool, int, float, str))
     return printable(repr(value), 60) if is_plain else kind_of(value)
@@ -162,6 +162,7 @@ def task_in(message: Message, index: int, buffers: State, device: torch.device) 
         cohort_grad=parts["cohort_grad"],
         buffers={**buffers, **parts["buffers"]},
         mean_examples=math.nan if header.get("mean_examples") is None else header["mean_examples"],
+        first_step=header.get("first_step", 0),
     )
     return task, parts["keep"]
 

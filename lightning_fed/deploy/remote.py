@@ -10,9 +10,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.announced import Announced, Announcements
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.facts import check_single, facts_of, optimizer_facts
+from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
 from lightning_fed.server.asynchronous.base import Asynchronous
@@ -45,7 +45,7 @@ class RemoteClients(FederatedDataModule):
 
     Raises:
         FederatedError: If the ids are not ids, or the transport is not one. In a fit: if the trainer runs several
-            processes or an asynchronous server, or clients do not say hello.
+            processes or an asynchronous server, or clients do not register.
     """
 
     _val_may_come = False  # though there is a setup
@@ -67,7 +67,7 @@ class RemoteClients(FederatedDataModule):
         self._asked_batch_size = None if batch_size is None else check_count(name, "batch_size", batch_size, least=1)
         self.transport = transport
         self.client_ids = list(check_client_ids(name, client_ids))
-        self._sites: Announcements | None = None
+        self._sites: Registrations | None = None
         self._stated: tuple[pl.LightningModule, dict[str, str]] | None = None
 
     def setup(self, stage: str) -> None:
@@ -79,30 +79,40 @@ class RemoteClients(FederatedDataModule):
         check_single(trainer, "Remote clients are asked by a trainer of one process")
         if isinstance(loop.settings.aggregator, Asynchronous):
             raise FederatedError(
-                f"asynchronous={type(loop.settings.aggregator).__name__}(...) goes by a simulated clock, and real"
-                " clients take the time that they take. Leave it unset."
+                f"asynchronous={type(loop.settings.aggregator).__name__}(...) has a simulated clock, and real clients"
+                " take real time. Leave it unset."
+            )
+        if loop.settings.lora == "exact":
+            raise FederatedError(
+                "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
+                " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
+            )
+        if loop.settings.client_privacy is not None:
+            raise FederatedError(
+                f"client_privacy={loop.settings.client_privacy!r} is for simulations: its noise follows from the seed,"
+                " which the server of real clients knows. Leave it unset."
             )
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)
 
     def connect_clients(self) -> RemoteWork:
-        """Let all clients say hello, and return what asks them."""
+        """Register all clients, and return the half of the round that reaches them."""
         trainer: Any = self.trainer
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None
         run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": run.sites.get("versions") or {}}
-        self._sites = sites = Announcements(self.client_ids, self._max_examples, self._asked_batch_size)
-        greeting = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
-        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], greeting)
-        exchange.hello()
+        self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size)
+        server_facts = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
+        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], server_facts)
+        exchange.register()
         sizes = [known.batch_size for known in sites.known.values() if known.batch_size]
         self.batch_size = min(sizes, default=1)
         return RemoteWork(trainer, exchange)
 
-    def _known(self, client_id: ClientId) -> Announced:
+    def _known(self, client_id: ClientId) -> Registration:
         if self._sites is None or client_id not in self._sites.known:
-            raise FederatedError(f"The size of client {client_id!r} is not known before it has said hello, in a fit.")
+            raise FederatedError(f"The size of client {client_id!r} is not known before it has registered, in a fit.")
         return self._sites.known[client_id]
 
     @property
@@ -122,6 +132,7 @@ class RemoteClients(FederatedDataModule):
     def client_dataset(self, client_id: ClientId) -> NoReturn:
         """Refuse: the data is not here."""
         raise FederatedError(
-            f"The data of client {client_id!r} are on its site. What looks at clients' data from the server, such as a"
-            " callback that measures gradients, works in a simulation only: leave it out of callbacks."
+            f"The data of client {client_id!r} are on its site. Callbacks and hooks that read clients' data on the"
+            " server, such as a callback that measures gradients, work in a simulation only. Leave them out of"
+            " callbacks."
         )

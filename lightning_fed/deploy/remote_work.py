@@ -39,15 +39,15 @@ class RemoteWork(ClientHalf):
         """No engine of this process."""
         return ["elsewhere"]
 
-    def hello(
+    def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Return those of the clients drawn that are there and have examples; see :meth:`ClientHalf.hello`."""
+        """Return the drawn clients that have registered and have examples; see :meth:`ClientHalf.participants`."""
         trainer, members, self._attempt = self.trainer, [], -1
         for client_id, count in drawn.items():
             known = self._sites.known[client_id]
-            if client_id in self._sites.absent:
-                error = ClientError(f"Client {client_id!r} has not said hello.", client_id)
+            if client_id in self._sites.unregistered:
+                error = ClientError(f"Client {client_id!r} has not registered.", client_id)
                 if failed is None:
                     raise error
                 failed(error)
@@ -103,12 +103,13 @@ class RemoteWork(ClientHalf):
             "round": task.round,
             "attempt": attempt,
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
+            "first_step": task.first_step,
             "plateaus": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs if c.reduce_on_plateau],
             **measure,
         }
         tasks = {}
         for index in task.clients:
-            if ids[index] in self._sites.absent:
+            if ids[index] in self._sites.unregistered:
                 continue
             kept: State = {}
             if (task.phase == TRAIN or measure.get("own")) and index not in versions:
@@ -136,8 +137,9 @@ class RemoteWork(ClientHalf):
             self._measured_in, self._measured = server.round, 0
         self._measured += 1
         indices = tuple(map(self._loop.population.index_of, client_ids))
-        x, state = (server.x, server.state) if own else (server.shown(), State())
-        task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers)
+        x, state = (server.x, server.state) if own else (server.evaluation_x(), State())
+        first_step = self._settings.first_step(server.round, server.longest_steps)
+        task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers, first_step=first_step)
         replies = self._ask(task, self._measured - 1, what=what, local_steps=steps, own=own)
         found = {report.client_id: dict(report.metrics) for reply in replies for report in reply.reports}
         return {client_id: found[client_id] for client_id in client_ids if client_id in found}
@@ -162,7 +164,7 @@ class RemoteWork(ClientHalf):
         if self._settings.clients_keep_state:
             versions = dict.fromkeys(map(self._loop.population.index_of, report.clients), report.round + 1)
             run.sites = {**run.sites, "versions": {**run.sites["versions"], **versions}}
-        if self._sites.admit():
+        if self._sites.accept_late():
             run.load_population()
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.deploy.message import MEASURE, Message, address, parts_of, printable, shown
+from lightning_fed.deploy.message import MEASURE, Message, address, parts_of, printable, quoted
 from lightning_fed.deploy.reply_checks import Expected, Fields, check_finite, check_tensor
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 
@@ -81,7 +81,7 @@ def reply_of(
     who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"
     base, fields = Reply(task.round, task.phase, (index,)), Fields(who, header)
     if (failed := header.get("failed")) is not None:
-        why = printable(failed) if isinstance(failed, str) else shown(failed)
+        why = printable(failed) if isinstance(failed, str) else quoted(failed)
         return replace(base, failed={index: ClientError(f"Client {client!r} has failed: {why}", client)})
     if task.phase == MEASURE:
         found = fields.numbers("measured")
@@ -115,9 +115,11 @@ def reply_of(
     if report is None:
         return replace(reply, send=send)
     if report.steps > task.steps.get(index, 0):
-        raise FederatedError(f"{who} tells of {report.steps} local steps, where {task.steps.get(index, 0)} were asked.")
+        raise FederatedError(
+            f"{who} reports {report.steps} local steps, and {task.steps.get(index, 0)} were requested."
+        )
     if report.steps and not examples:
-        raise FederatedError(f"{who} tells of {report.steps} local steps on no examples.")
+        raise FederatedError(f"{who} reports {report.steps} local steps on no examples.")
     moved = replace(reply, reports=(report,), examples=(examples,))
     changes = None if report.steps else torch.zeros_like(x)[None]  # nobody moves without a step
     if algorithm.local_work and not report.steps:
@@ -150,7 +152,9 @@ def _report(client: ClientId, fields: Fields, header: Mapping[str, Any], who: st
     report, metrics = Fields(who, header.get("report")), fields.numbers("metrics")
     loss, norm, seconds = (report.number(name) for name in ("loss", "update_norm", "seconds"))
     if math.isinf(loss) or math.isinf(norm) or not math.isfinite(seconds):
-        raise FederatedError(f"{who} is no reply: its loss, norm or time is not finite.")
+        raise FederatedError(f"{who} is not valid: its loss, norm or time is not finite.")
+    if norm < 0 or seconds < 0:
+        raise FederatedError(f"{who} is not valid: its norm or its time is negative.")
     return ClientReport(client, report.count("size"), report.count("steps"), loss, metrics, norm, seconds)
 
 
@@ -162,7 +166,7 @@ def _check_finite(who: str, *numbers: float) -> None:
 def _check_names(who: str, found: set[str], expected: set[str]) -> None:
     """Refuse messages that are not those of the method."""
     if found != expected:
-        names = [shown(name) for name in sorted(found)[:_SHOWN]]
+        names = [quoted(name) for name in sorted(found)[:_SHOWN]]
         raise FederatedError(f"{who} has the messages [{', '.join(names)}], where {sorted(expected)} are expected.")
 
 
@@ -172,10 +176,10 @@ def _check_tensor(who: str, name: str, value: Tensor, x: Tensor, buffers: State,
     if part == "buffers" and own in buffers:
         check_tensor(who, name, value, (buffers[own].shape, buffers[own].dtype))
     elif part == "buffers":
-        raise FederatedError(f"{who} has a buffer {shown(own)}, which the module does not have.")
+        raise FederatedError(f"{who} has a buffer {quoted(own)}, which the module does not have.")
     elif name == "model" or (part == "send" and own in like):
         check_tensor(who, own or name, value, like.get(own, (x.shape, x.dtype)))
     elif part == "send":
-        raise FederatedError(f"{who} has the message {shown(own)}, where {sorted(like)} are expected.")
+        raise FederatedError(f"{who} has the message {quoted(own)}, where {sorted(like)} are expected.")
     else:
-        raise FederatedError(f"{who} has a tensor {shown(name)}, which no reply has.")
+        raise FederatedError(f"{who} has a tensor {quoted(name)}, which no reply has.")

@@ -12,7 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run
 from lightning_fed.core.types import State
-from lightning_fed.deploy.message import MOST, is_count, shown
+from lightning_fed.deploy.message import MOST, is_count, quoted
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.rounds.messages import Task
 
@@ -31,7 +31,7 @@ class Fields:
     def _checked(self, name: str, value: Any, is_good: bool, expected: str) -> Any:
         if not is_good:
             raise FederatedError(
-                f"{self._who} is no reply: its {name} is {shown(value)}, where {expected} is expected."
+                f"{self._who} is not valid: its {name} is {quoted(value)}, and {expected} is expected."
             )
         return value
 
@@ -87,7 +87,8 @@ class Expected:
         x, zero = task.x, torch.zeros_like(task.x)
         gradients = dict.fromkeys(algorithm.full_grad_at, zero)
         lr = optimizer.spread(optimizer.rates)
-        follows = optimizer.plan_of(algorithm).is_straight and isinstance(lr, float) and lr != 0
+        is_straight, moves = optimizer.plan_of(algorithm).is_straight, optimizer.schedule is not None
+        follows = is_straight and isinstance(lr, float) and (lr != 0 or moves)  # a client's rates may not be zero
         local = algorithm.init_local(x, task.server, client)
         run = Run(
             x, zero, task.server, client, local, gradients, dict(task.cohort_grad),

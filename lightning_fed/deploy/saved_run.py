@@ -39,7 +39,7 @@ def fit(
         ) from error
     with held:
         if is_begun := checkpoint.is_file():
-            log.info("The run goes on from %s.", checkpoint)
+            log.info("The run continues from %s.", checkpoint)
         trainer.callbacks.append(_SaveRounds(checkpoint, log))  # type: ignore[attr-defined]
         trainer.fit(module, clients, ckpt_path=checkpoint if is_begun else None)
     log.info("All rounds are done. The model is in %s.", checkpoint)

@@ -16,9 +16,9 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
-from lightning_fed.deploy.message import HELLO, MEASURE, Message, address, check_message, task_in
+from lightning_fed.deploy.message import MEASURE, REGISTER, Message, address, check_message, task_in
 from lightning_fed.deploy.replies import reply_to
-from lightning_fed.deploy.site_checks import TaskChecks, check_header, check_hello
+from lightning_fed.deploy.site_checks import TaskChecks, check_header, check_registration
 from lightning_fed.deploy.site_states import SiteStates
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
@@ -88,7 +88,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         header = reply.header
         if "failed" in header:
             what = f"failed: {header['failed']}"
-        elif header["phase"] == HELLO:
+        elif header["phase"] == REGISTER:
             what = f"{header['size']} examples, run {header['run']}"
         else:
             report = header.get("report") or {}
@@ -104,20 +104,20 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         run, client_id = task.header["run"], task.header.get("client")
         if client_id not in self.client_ids:
             here = ", ".join(map(repr, self.client_ids))
-            raise FederatedError(f"A task for client {client_id!r} has come to the site of {here}.")
-        if task.header["phase"] == HELLO:
-            return self._hello(task)
+            raise FederatedError(f"The site of {here} has received a task for client {client_id!r}.")
+        if task.header["phase"] == REGISTER:
+            return self._register(task)
         self._checks.check_phase(task)
         agreed = self._states.agreed(run)
         if agreed is None:
             raise FederatedError(
-                f"A task of run {run} has come to the site of client {client_id!r}, which has not said hello to it. Let"
-                " the server say hello first."
+                f"The site of client {client_id!r} has received a task of run {run}, and has not registered for that"
+                " run. The server must register clients first."
             )
         return self._work(task, self._made(agreed, run))
 
-    def _hello(self, task: Message) -> Message:
-        check_hello(task)
+    def _register(self, task: Message) -> Message:
+        check_registration(task)
         header, client_id = task.header, task.client
         check_facts(self._facts, header["facts"], client_id)
         clients = list(header["clients"])
@@ -134,6 +134,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             "batches": batches.num_batches() if batches.size else 0,
             "batch_size": self._data.batch_size,
             "val_size": 0 if val is None else size_of(val),
+            "columns": list(self._data.describe_columns()),
         }
         return Message({**address(task), **facts})
 
@@ -187,8 +188,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         elif state:
             name = type(self._settings.algorithm).__name__
             raise FederatedError(
-                f"{name}.finish keeps {sorted(state)} for client {task.client!r} without an"
-                " init_client that says what a new client has: the server would not ask for it. Override init_client."
+                f"{name}.finish keeps {sorted(state)} for client {task.client!r}, and its init_client returns no state."
+                " The server would not ask the site for it. Override init_client, so that it returns a new client's"
+                " state."
             )
 
     def _leave(self) -> None:

@@ -12,15 +12,16 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.message import MEASURE, Message, is_count, shown
+from lightning_fed.deploy.message import MEASURE, Message, is_count, quoted
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["TaskChecks", "check_header", "check_hello"]
+__all__ = ["TaskChecks", "check_header", "check_registration"]
 
 _RUN = re.compile(r"[0-9a-f]{16}")
 _MOST = 2**31  # rounds, and attempts at one
+_MOST_STEPS = 2**20  # local steps in a round, of a client that may be on another site
 
 
 def check_header(message: Message) -> None:
@@ -28,19 +29,19 @@ def check_header(message: Message) -> None:
     header = message.header
     if not _RUN.fullmatch(header["run"]):
         raise FederatedError(
-            f"A site has received a task of run {shown(header['run'])}: a run's name is 16 hex digits."
+            f"A site has received a task of run {quoted(header['run'])}: a run's name is 16 hex digits."
         )
     for name in ("round", "attempt"):
         _check_int("A task", name, header[name], 0, _MOST)
 
 
-def check_hello(message: Message) -> None:
-    """Refuse a hello that does not name the run's clients and the server's facts."""
-    who = f"The server's hello to client {message.client!r}"
+def check_registration(message: Message) -> None:
+    """Raise if a registration request lacks the run's clients or the server's facts."""
+    who = f"The server's registration request to client {message.client!r}"
     for facts in map(message.header.get, ("facts", "optimizer")):
         if not isinstance(facts, Mapping) or not all(isinstance(fact, str) for pair in facts.items() for fact in pair):
             raise FederatedError(
-                f"{who} does not say what the server runs. Use the same version of lightning_fed everywhere."
+                f"{who} does not contain the server's settings. Use the same version of lightning_fed everywhere."
             )
     check_client_ids(f"{who}: its clients", message.header.get("clients"))
 
@@ -56,7 +57,7 @@ class TaskChecks:
         own: Any = trainer
         self._trainer, settings = own, own.fit_loop.settings
         assert isinstance(settings, Settings)
-        self._algorithm, self._is_private = settings.algorithm, settings.is_private
+        self._settings, self._algorithm, self._is_private = settings, settings.algorithm, settings.is_private
         self._measured = max((c.steps for c in own.callbacks if isinstance(c, ClientAccuracy)), default=0)
 
     def check_phase(self, message: Message) -> None:
@@ -79,7 +80,7 @@ class TaskChecks:
                 ", ".join(repr(name) for name in answered if answered[name]),
             )
             raise FederatedError(
-                f"The server asks for {shown(phase)}, which {method} does not need: this site answers {allowed}."
+                f"The server asks for {quoted(phase)}, which {method} does not need: this site answers {allowed}."
             )
 
     def check_numbers(self, message: Message, planned: int) -> None:
@@ -92,12 +93,23 @@ class TaskChecks:
             _check_int(who, "steps", header["steps"], 0, planned)
         if is_measure:
             if header.get("what") not in ("loss", "val", "train") or not isinstance(header.get("own"), bool):
-                raise FederatedError(f"{who} asks to measure {shown(header.get('what'))}, which no site measures.")
+                raise FederatedError(f"{who} asks to measure {quoted(header.get('what'))}, which no site measures.")
             _check_int(who, "local_steps", header.get("local_steps"), 0, max(planned, self._measured))
         mean = header.get("mean_examples")
         if mean is not None and not (isinstance(mean, float | int) and math.isfinite(mean) and mean >= 0):
-            raise FederatedError(f"{who} has mean_examples = {shown(mean)}, which must be a number of examples.")
+            raise FederatedError(f"{who} has mean_examples = {quoted(mean)}, which must be a number of examples.")
         self._check_plateaus(who, header.get("plateaus"))
+        self._check_first_step(who, header)
+
+    def _check_first_step(self, who: str, header: Mapping[str, Any]) -> None:
+        """Refuse a step of the run that it cannot be at in this round: to get there takes time."""
+        settings, number, found = self._settings, header["round"], header.get("first_step", 0)
+        if settings.local_schedule != "total":
+            _check_int(who, "first_step", found, 0, 0)
+        elif settings.local_steps is not None:
+            _check_int(who, "first_step", found, number * settings.local_steps, number * settings.local_steps)
+        else:
+            _check_int(who, "first_step", found, 0, number * _MOST_STEPS)
 
     def _check_plateaus(self, who: str, found: Any) -> None:
         configs = [config for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
@@ -123,5 +135,5 @@ class TaskChecks:
 def _check_int(who: str, name: str, value: Any, least: int, most: int) -> None:
     if not is_count(value, least, most):
         raise FederatedError(
-            f"{who} has {name} = {shown(value)}: this site takes a whole number from {least} to {most}."
+            f"{who} has {name} = {quoted(value)}: this site takes a whole number from {least} to {most}."
         )

@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from lightning_fed.deploy.resident import READY, REPLY, STARTED_BY, log_of, open_log, socket_of, spec_of, state_dir_of
+from lightning_fed.deploy.site_worker import (
+    READY,
+    REPLY,
+    STARTED_BY,
+    log_of,
+    open_log,
+    socket_of,
+    spec_of,
+    state_dir_of,
+)
 
 __all__ = ["SiteProcess"]
 
@@ -17,7 +26,7 @@ _TRIES = 3  # how often a process that ends during a task is restarted
 _LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
 # Not from the folder in which the transport was started, whose copy of the app may be another one than was sent. From
 # Python 3.11 on, PYTHONSAFEPATH does the same for this process and those that it starts.
-_MAIN = "import sys; sys.path[:] = filter(None, sys.path); from lightning_fed.deploy.resident import main; main()"
+_MAIN = "import sys; sys.path[:] = filter(None, sys.path); from lightning_fed.deploy.site_worker import main; main()"
 _SHOWN = 2000  # characters of the log in an error
 
 
@@ -56,7 +65,7 @@ class SiteProcess:
             except (OSError, EOFError) as error:
                 if tried == _TRIES:
                     end = str(error) or "it ended in the middle of a task"
-                    why = f"The site's process has ended {_TRIES} times ({end}). Its last words: {self._last_words()}"
+                    why = f"The site's process has ended {_TRIES} times ({end}). Its last words: {self._end_of_log()}"
                     refused |= dict.fromkeys(tasks.keys() - replies.keys() - refused.keys(), why)
         return replies, refused
 
@@ -97,7 +106,7 @@ class SiteProcess:
             process.stdin.write(self._spec)
         return process
 
-    def _last_words(self) -> str:
+    def _end_of_log(self) -> str:
         try:
             return log_of(self.state_dir).read_text(errors="replace")[-_SHOWN:].strip() or "none"
         except OSError as error:

@@ -44,14 +44,14 @@ class SiteStates:
         self._lock.release()
 
     def agreed(self, run: str) -> list[ClientId] | None:
-        """Return the ids of all clients of a run, None before its first hello."""
+        """Return the ids of all clients of a run, None before the first registration."""
         path = self.folder / run / _AGREED
         if not path.is_file():
             return None
         try:
             found: list[ClientId] = json.loads(path.read_text(encoding="utf-8"))["clients"]
         except (ValueError, KeyError, TypeError) as error:
-            raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start the run anew.") from error
+            raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start a new run.") from error
         return found
 
     def agree(self, run: str, clients: list[ClientId]) -> None:
@@ -71,13 +71,13 @@ class SiteStates:
         if not path.is_file():
             held = ", ".join(map(str, self._versions(run, index))) or "none"
             raise FederatedError(
-                f"Client {client!r} is asked to go on from what it kept after {version} rounds, and {self.folder} has"
-                f" versions {held}. Give the site the state_dir that it had, or start the run anew."
+                f"Client {client!r} is asked to continue from its state after {version} rounds, and {self.folder} has"
+                f" versions {held}. Give the site its earlier state_dir, or start a new run."
             )
         try:
             state: State = load(path.read_bytes())
         except SafetensorError as error:
-            raise FederatedError(f"{path} is damaged ({error}). Restore it, or start the run anew.") from error
+            raise FederatedError(f"{path} is damaged ({error}). Restore it, or start a new run.") from error
         return state
 
     def write(self, run: str, index: int, before: int, version: int, state: State) -> None:

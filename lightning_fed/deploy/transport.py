@@ -6,10 +6,12 @@ from typing import Protocol
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import Message, shown
+from lightning_fed.deploy.message import Message, quoted
 from lightning_fed.deploy.site import FederatedSite
 
-__all__ = ["InProcess", "Refusal", "Transport", "reply_from"]
+__all__ = ["InProcess", "Refusal", "Transport", "contents_of", "replies_in", "reply_from"]
+
+_MOST = 64 * 2**20  # bytes in one message of Flower or FLARE, which all on the way hold as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,37 @@ def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
         sender = message.header.get("client")
     except (FederatedError, AttributeError) as error:
         return Refusal(client_id, str(error))
-    return message if sender == client_id else Refusal(client_id, f"A reply has come of client {shown(sender)}.")
+    return message if sender == client_id else Refusal(client_id, f"The reply is from client {quoted(sender)}.")
+
+
+def contents_of(tasks: Mapping[ClientId, Message]) -> dict[ClientId, bytes]:
+    """Return the bytes of the first tasks, as many as one message to a site takes; one at least."""
+    contents = dict[ClientId, bytes]()
+    for client_id, task in tasks.items():
+        content = task.to_bytes()
+        if contents and sum(map(len, contents.values())) + len(content) > _MOST:
+            break
+        contents[client_id] = content
+    return contents
+
+
+def replies_in(
+    clients: Iterable[ClientId], messages: Mapping[str, bytes], refused: Mapping[str, str], sender: str
+) -> Iterator[Message | Refusal]:
+    """Yield what a site has sent for several clients, by their numbers as text.
+
+    Args:
+        clients: The clients that were asked in one message, in its order.
+        messages: The bytes of replies.
+        refused: The reasons of refusals.
+        sender: The term for the site in the refusal of a client of which nothing was sent.
+    """
+    for number, client_id in enumerate(clients):
+        key = str(number)
+        if key in messages:
+            yield reply_from(client_id, messages[key])
+        else:
+            yield Refusal(client_id, refused.get(key, f"The answer of its {sender} has no reply of this client."))
 
 
 class Transport(Protocol):
@@ -48,7 +80,7 @@ class Transport(Protocol):
     """
 
     def exchange(
-        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+        self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Send messages to clients, and yield their replies, in any order.
 
@@ -59,7 +91,7 @@ class Transport(Protocol):
         Args:
             tasks: The task of each client. A task that may be lost can be sent again: the same task has the same
                 answer.
-            greetings: The requests to clients that have not registered yet. Do not wait for their replies.
+            registrations: The requests to clients that have not registered yet. Do not wait for their replies.
 
         Returns:
             Yields replies, and :class:`Refusal` for clients that will not reply.
@@ -82,10 +114,10 @@ class InProcess:
         self._site_of = {client_id: site for site in sites for client_id in site.client_ids}
 
     def exchange(
-        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+        self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Yield each client's reply; see :class:`Transport`."""
-        for client_id, task in (*tasks.items(), *greetings.items()):
+        for client_id, task in (*tasks.items(), *registrations.items()):
             site = self._site_of.get(client_id)
             if site is None:
                 yield Refusal(client_id, "no site here has it")

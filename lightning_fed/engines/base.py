@@ -153,7 +153,7 @@ class ChunkResult:
         """The exchanged part of :attr:`y` [S, P]."""
         return self.y[:, : self.delta.shape[1]]
 
-    def kept(self) -> list[State]:
+    def new_states(self) -> list[State]:
         """Return copies of each client's new state, which do not refer to the whole chunk."""
         columns = zip(*map(clone_rows, self.keep.values()), strict=True)
         return [dict(zip(self.keep, row, strict=True)) for row in columns] or [{} for _ in self.reports]
@@ -192,7 +192,7 @@ class Engine(ABC):
         """
 
     @property
-    def parameters_at_work(self) -> Vector:
+    def current_parameters(self) -> Vector:
         """The parameters [P] of the client whose hooks are running."""
         return self.flat.y
 
@@ -218,8 +218,8 @@ class Engine(ABC):
     def client_ended(self, client_id: ClientId) -> None:  # noqa: B027
         """Check the changes of ``on_client_end``, if other clients trained together with this one."""
 
-    def point_to(self, result: ChunkResult, row: int) -> None:  # noqa: B027
-        """Bind :attr:`parameters_at_work` to one client of a chunk, while its hooks run."""
+    def bind(self, result: ChunkResult, row: int) -> None:  # noqa: B027
+        """Bind :attr:`current_parameters` to one client of a chunk, while its hooks run."""
 
     def end_round(self) -> None:  # noqa: B027
         """Finish the work that is done once for all of this process's clients."""
@@ -244,15 +244,15 @@ class Engine(ABC):
                 grads[name] = self.gradient_at(point, plan.batches, inputs.round, plan.participant.index)
         return grads
 
-    def placed(self, batches: ClientBatches) -> ClientBatches:
+    def to_device(self, batches: ClientBatches) -> ClientBatches:
         """Return a client's batches, from copies on the device unless transfer hooks must see each batch."""
-        return batches if self._has_transfer_hooks else self.data.placed(batches)
+        return batches if self._has_transfer_hooks else self.data.to_device(batches)
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; random layers use their own stream."""
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return self.gradients.full(point, self.placed(batches).full(stream), batches.size, self.optimizer.decay)
+        return self.gradients.full(point, self.to_device(batches).full(stream), batches.size, self.optimizer.decay)
 
     def hessian_vector_at(
         self, point: Vector, vector: Vector, batches: ClientBatches, round: int, index: int
@@ -261,7 +261,7 @@ class Engine(ABC):
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
         stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
         return self.gradients.hessian_vector(
-            point, vector, self.placed(batches).full(stream), batches.size, self.optimizer.decay
+            point, vector, self.to_device(batches).full(stream), batches.size, self.optimizer.decay
         )
 
     @contextmanager
@@ -275,7 +275,7 @@ class Engine(ABC):
             def of_client(batches: ClientBatches, index: int) -> float:
                 seed = derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)
                 stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-                return loss_of(self.placed(batches).unaugmented(stream), self.split.seed(seed))
+                return loss_of(self.to_device(batches).unaugmented(stream), self.split.seed(seed))
 
             yield of_client
 
@@ -286,6 +286,8 @@ class Engine(ABC):
     def abandon(self) -> int | None:
         """End the local work of a failed client; return its number of local steps, or None if it had not begun."""
         work, self.optimizer.work = self.optimizer.work, None
+        if self.optimizer.schedule is not None:
+            self.optimizer.schedule.rest()
         return None if work is None else work.num_steps
 
     def savepoint(self) -> Callable[[], None]:

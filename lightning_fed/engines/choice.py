@@ -35,6 +35,9 @@ def make_engine(
     """
     if name == "sequential":
         return SequentialEngine(prepared)
+    if name == "auto" and prepared.settings.client_privacy is not None:
+        rank_zero_info("engine='auto' takes 'sequential', the only one that runs single examples for client_privacy.")
+        return SequentialEngine(prepared)
     if name == "auto" and before == "sequential":
         rank_zero_info("engine='auto' takes 'sequential', with which this run was trained before.")
         return SequentialEngine(prepared)
@@ -47,8 +50,8 @@ def make_engine(
         reason = reason_in(error)
         if before == "vectorized":
             rank_zero_warn(
-                "engine='auto' goes on with 'sequential', though this run was trained with 'vectorized' before: the"
-                f" result will not have the bits of a run without the break. The reason: {reason}"
+                "engine='auto' continues with 'sequential', though this run was trained with 'vectorized' before. The"
+                f" result will differ in rounding from an uninterrupted run. The reason: {reason}"
             )
         else:
             rank_zero_info(f"engine='auto' takes 'sequential', since {reason}")

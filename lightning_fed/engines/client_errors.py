@@ -18,7 +18,7 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.strategies.split import PeerError
 
-__all__ = ["ONE_VALUE", "SHARED_STATE", "NamesClient", "fault_of", "in_short"]
+__all__ = ["ONE_VALUE", "SHARED_STATE", "NamesClient", "fault_of", "summary_of"]
 
 _log = logging.getLogger(pl.__name__)  # in every process, since the error may come from any
 
@@ -67,7 +67,7 @@ def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> Clien
     first = next((k for k, loss in enumerate(losses) if not math.isfinite(loss)), None)
     where = "" if first is None else f"; its loss was first {losses[first]:g} at local step {first + 1}"
     return ClientError(
-        f"Client {report.client_id!r} came back from round {round} with {what}, after {report.steps} local"
+        f"Client {report.client_id!r} returned {what} in round {round}, after {report.steps} local"
         f" steps{where}. Lower the learning rate, clip gradients, or look at its data.",
         report.client_id,
     )
@@ -127,12 +127,12 @@ def _is_clients_own(error: Exception) -> bool:
     return all(frame.f_code is not call._call_callback_hooks.__code__ for frame in frames)
 
 
-def in_short(error: BaseException) -> str:
+def summary_of(error: BaseException) -> str:
     """Return an error and its place in the user's code; the full text is logged at level DEBUG."""
     _log.debug("%s: %s", type(error).__name__, error)
     what = next((kind for words, kind in _KINDS.items() if words in str(error)), kind_of(error))
-    place = ""
+    where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").split(".")[0] not in _FRAMEWORKS:
-            place = f", in {Path(frame.f_code.co_filename).name}, line {line}"
-    return f"{what}{place}; the full text of the error is in the log, at level DEBUG"
+            where = f", in {Path(frame.f_code.co_filename).name}, line {line}"
+    return f"{what}{where}; the full text of the error is in the log, at level DEBUG"

@@ -75,12 +75,12 @@ class DeviceData:
         self._is_full = True
         self.clear()
 
-    def placed(self, batches: ClientBatches) -> ClientBatches:
+    def to_device(self, batches: ClientBatches) -> ClientBatches:
         """Return a client's batches, from copies on the device if they are rows of tensors that fit."""
         if self.device.type == "cpu":
             return batches
         if isinstance(batches, RepeatedBatches):
-            return RepeatedBatches(self.placed(batches.batches), batches.times)
+            return RepeatedBatches(self.to_device(batches.batches), batches.times)
         if not is_rows(batches):
             return batches
         tensors = self.of(batches.tensors)

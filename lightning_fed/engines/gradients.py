@@ -118,7 +118,7 @@ class GradientPass:
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         factor = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        self.flat.point_to(point)
+        self.flat.bind(point)
         restore = capture_random_state(out.device) if factor > 1.0 else None
         grads = self._backward(batch, batch_idx, factor)
         while restore is not None and factor > 1.0 and not all(g.isfinite().all() for g in grads if g is not None):
@@ -181,7 +181,7 @@ class GradientPass:
         """Return a client's full-batch Hessian at a point times a vector [P]; otherwise like :meth:`full`."""
         parts, out = self.flat.layout.views(vector), torch.zeros_like(point)
         with self.silent():
-            self.flat.point_to(self.flat.layout.views(point))
+            self.flat.bind(self.flat.layout.views(point))
             for i, (batch, own) in enumerate(self._parts(batches)):
                 products = self._second_backward(prepare_batch(self.trainer, batch), i, parts) if own else []
                 for view, product in zip(self.flat.layout.views(out) if own else [], products, strict=False):
@@ -225,7 +225,7 @@ class GradientPass:
         """
         module = self.trainer.lightning_module
         with self.silent() as forget, preserved_random_state(point.device), preserved_modes(module):
-            self.flat.point_to(self.flat.cut(point))
+            self.flat.bind(self.flat.cut(point))
 
             @torch.no_grad()
             def loss_of(batches: Iterable[tuple[Any, int]], seed: int) -> float:

@@ -131,9 +131,9 @@ class EvaluationResults(SharedResults):
         parts = ranks.gather((metrics, self.partial()))
         first = parts[0][0]
         for rank, (keys, _) in enumerate(parts):
-            if strangers := sorted(set(keys) ^ set(first)):
+            if unexpected := sorted(set(keys) ^ set(first)):
                 raise FederatedError(
-                    f"Process {rank} and process 0 did not log the same metric objects: {strangers[0]!r} is missing in"
+                    f"Process {rank} and process 0 did not log the same metric objects: {unexpected[0]!r} is missing in"
                     " one of them. Log a metric object for every batch, or in on_validation_epoch_end."
                 )
         self.merge([partial for _, partial in parts])

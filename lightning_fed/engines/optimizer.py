@@ -13,8 +13,9 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Step
-from lightning_fed.core.torch_optimizers import coupled_decay, home_of, is_plain_sgd, without_coupled_decay
+from lightning_fed.core.torch_optimizers import coupled_decay, device_of, is_plain_sgd, without_coupled_decay
 from lightning_fed.core.types import State, Vector
+from lightning_fed.engines.local_schedule import LocalSchedule
 
 __all__ = ["FederatedOptimizer", "LocalWork", "StepPlan", "solver_entries"]
 
@@ -92,6 +93,7 @@ class FederatedOptimizer(Optimizer):
         work: The work of the current client.
         plan: The properties of its local steps.
         clip: Clips the corrected gradients, if requested.
+        schedule: Sets the options of each local step, if the user's schedules step within rounds.
     """
 
     def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
@@ -103,6 +105,7 @@ class FederatedOptimizer(Optimizer):
         index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
         self._groups = [index[id(p)] for p in flat.params]
         self.clip: Callable[[], None] | None = None
+        self.schedule: LocalSchedule | None = None
         self.__class__ = type(type(base).__name__, (type(self),), {})
 
     @property
@@ -134,8 +137,11 @@ class FederatedOptimizer(Optimizer):
             self._base.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict."""
-        return self.base.state_dict()
+        """Return the wrapped optimizer's state dict; with a schedule by local step, with the options of its start."""
+        state = self.base.state_dict()
+        if self.schedule is not None:
+            self.schedule.at_start(state["param_groups"])
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state dict."""
@@ -185,10 +191,16 @@ class FederatedOptimizer(Optimizer):
         corrects = advances or algorithm.overrides("correct") or algorithm.trains != "all"
         injects = corrects or self.clip is not None or tracks or stands_still
         is_bare = is_plain and rates.count(rates[0]) == len(rates) and not (tracks or stands_still or advances)
+        is_bare = is_bare and self.schedule is None
         return StepPlan(rates, is_plain, is_straight, tracks, injects, is_bare)
 
-    def begin(self, work: LocalWork, kept: State | None = None) -> None:
-        """Start a client's local work, from the optimizer state that it kept, if any (see :meth:`solver_state`)."""
+    def begin(self, work: LocalWork, kept: State | None = None, first_step: int = 0, steps: int = 0) -> None:
+        """Start a client's local work, from the optimizer state that it kept, if any (see :meth:`solver_state`).
+
+        ``first_step`` is the step of its schedule at which it begins, ``steps`` the most that it takes.
+        """
+        if self.schedule is not None:
+            self.schedule.begin(first_step, steps)
         if kept:
             self._load_solver(solver_entries(kept, len(self.flat.params)))
         else:
@@ -203,6 +215,8 @@ class FederatedOptimizer(Optimizer):
         assert self.work is not None
         self.work.lr_sum, self.work = self._lr_sum(), None
         self.base.state.clear()
+        if self.schedule is not None:
+            self.schedule.rest()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one local step: closure, correction, the wrapped optimizer's step; return the closure's result.
@@ -236,6 +250,8 @@ class FederatedOptimizer(Optimizer):
         work.num_steps += 1
         for i, group in enumerate(base.param_groups):
             self._lr_sums[i] += float(group["lr"])
+        if self.schedule is not None:
+            self.schedule.advance()
         return loss
 
     @torch.no_grad()
@@ -323,7 +339,9 @@ class FederatedOptimizer(Optimizer):
         for p, number, entries in zip(self.flat.params, self._groups, solver, strict=True):
             if entries:
                 group = base.param_groups[number]
-                base.state[p] = {name: value.to(home_of(name, p, group), copy=True) for name, value in entries.items()}
+                base.state[p] = {
+                    name: value.to(device_of(name, p, group), copy=True) for name, value in entries.items()
+                }
 
     def placed(self, state: State) -> State:
         """Return a server state with the wrapped optimizer's statistics on the device that it reads them on."""
@@ -334,7 +352,7 @@ class FederatedOptimizer(Optimizer):
             if key.startswith("solver."):
                 _, i, name = key.split(".", 2)
                 p, group = self.flat.params[int(i)], self.base.param_groups[self._groups[int(i)]]
-                found[key] = value.to(home_of(name, p, group))
+                found[key] = value.to(device_of(name, p, group))
         return found
 
     def solver_state(self) -> State:

@@ -10,17 +10,20 @@ from typing import Any
 from torch import nn
 
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.compat.private import call, rank_zero_warn
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
 from lightning_fed.core.heap import keep_freed_memory
 from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.local_schedule import LocalSchedule
+from lightning_fed.engines.lora import lora_a, lora_pairs
 from lightning_fed.engines.optimizer import FederatedOptimizer
+from lightning_fed.server.aggregation.lora import ExactLora
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.method_checks import check_method
-from lightning_fed.settings.module_checks import check_buffers, check_optimization
+from lightning_fed.settings.module_checks import check_buffers, check_optimization, check_schedules
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
@@ -37,6 +40,7 @@ class PreparedModule:
         optimizer: The wrapped optimizer.
         buffers: The module's buffers.
         data: Copies of data sets on the device.
+        lora: What keeps the mean of adapters exact, with lora="exact".
         split: The processes that share every batch.
         seed: The run's seed.
         shuffle: Whether local epochs visit batches in random order.
@@ -48,14 +52,24 @@ class PreparedModule:
         settings = self.settings
         self.trainer, self.algorithm, self.seed = trainer, settings.algorithm, settings.seed
         base = check_optimization(trainer, settings.algorithm)
+        check_schedules(trainer, settings.local_schedule)
         check_method(settings.algorithm)
         self.module = trainer.lightning_module
+        self._frozen: list[nn.Parameter] = []  # in this run alone
+        if settings.lora == "frozen_a":
+            self._frozen = [p for p in lora_a(self.module).values() if p.requires_grad]
+        for p in self._frozen:
+            p.requires_grad_(False)
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
+        self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         if self.flat.whole.device.type == "cpu":
             keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half of that
         self.optimizer = FederatedOptimizer(base, self.flat)
+        if settings.local_schedule is not None:
+            schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+            self.optimizer.schedule = LocalSchedule(settings.local_schedule, base, schedules, self._step_schedules)
         trainer.strategy.optimizers = [self.optimizer]
         if (clip := trainer.fit_loop.corrected_clip) is not None:
             self.optimizer.clip = partial(trainer.precision_plugin.clip_gradients, self.optimizer, *clip)
@@ -89,6 +103,7 @@ class PreparedModule:
             and not any(self.optimizer.decay)
             and self.algorithm.own_solve is None
             and not self.trainer.gradient_clip_val
+            and self.settings.client_privacy is None
             and self.split.size == 1
         )
         if takes_sparse:
@@ -103,6 +118,17 @@ class PreparedModule:
             layer.sparse = False
         return list(layers.values())
 
+    def _step_schedules(self, step: int) -> None:
+        """Step the schedules by local step after step t, through the module's hook."""
+        for config in self.trainer.lr_scheduler_configs:
+            if (step + 1) % config.frequency == 0:
+                call._call_lightning_module_hook(self.trainer, "lr_scheduler_step", config.scheduler, None)
+
+    def begin_round(self, step: int) -> None:
+        """Show the rates that a round begins with, given the run's step of its schedules by local step."""
+        if self.optimizer.schedule is not None:
+            self.optimizer.schedule.begin_round(step)
+
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Set the learning rates, and the trainer's epoch, to those of a round, from any earlier round.
 
@@ -114,8 +140,8 @@ class PreparedModule:
         if (round > 0 or plateaus) and len(plateaus) != len(metric_schedules):
             raise FederatedError(
                 f"{len(metric_schedules)} schedules of {type(self.module).__name__} are ReduceLROnPlateau, which follow"
-                f" a metric of earlier rounds: round {round} needs the state of each, found {len(plateaus)}. Pass"
-                " set_round(round, plateaus=[scheduler.state_dict() ...]), or use a schedule that goes by rounds."
+                f" a metric of earlier rounds. Round {round} needs the state of each, found {len(plateaus)}. Pass"
+                " set_round(round, plateaus=[scheduler.state_dict() ...]), or use a schedule of the round number."
             )
         self._rewind(round)
         loop = self.trainer.fit_loop
@@ -147,11 +173,15 @@ class PreparedModule:
         self.round = 0
 
     def release(self) -> None:
-        """Give the module's parameters their own storage, restore its embeddings, and drop copies of data."""
+        """Give the module's parameters their own storage, undo changes of the module, and drop copies of data."""
+        if self.optimizer.schedule is not None:
+            self.optimizer.schedule.release()
         self.flat.release()
         self.data.clear()
         for layer in self._made_dense:
             layer.sparse = True
+        for p in self._frozen:
+            p.requires_grad_(True)
 
 
 def personal_names(
@@ -178,13 +208,13 @@ def personal_names(
     reasons = {  # a method may need more than the shared part of a model
         "gives clients no local steps to train them in": not algorithm.local_work,
         "takes clients' gradients at the server's model": bool(algorithm.full_grad_at or algorithm.anchor_at),
-        "gives every client a whole model of its own": algorithm.init_client_at_start,
+        "gives every client its own whole model": algorithm.init_client_at_start,
         "watches the loss of the server's model": algorithm.population_loss,
     }
     for reason, holds in reasons.items():
         if personal and holds:
             raise FederatedError(
-                f"personal parameters do not go with {algorithm!r}, which {reason}: the server has a part of the model"
-                " only. Use another method, such as FedAvg or Scaffold('ii')."
+                f"personal parameters cannot be combined with {algorithm!r}, which {reason}: the server has a part of"
+                " the model only. Use another method, such as FedAvg or Scaffold('ii')."
             )
     return frozenset(trained.keys() & personal), frozenset(personal.intersection(buffers))

@@ -54,7 +54,7 @@ def lstm_errors(trainer: pl.Trainer) -> Iterator[None]:
         module = trainer.lightning_module
         raise FederatedError(
             f"precision={trainer.precision!r} cannot run the LSTM of {type(module).__name__}"
-            f" ({', '.join(_lstms(module))}) on this processor, for which PyTorch has no LSTM of that type. Set"
+            f" ({', '.join(_lstms(module))}) on this processor: PyTorch has no LSTM of that type for it. Set"
             " precision='32-true', or call the layer outside autocast: `with torch.autocast('cpu', enabled=False)`"
             " around it, on float32 input."
         ) from error

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import read_labels
-from lightning_fed.lab.experiment import METHOD, Axis, Claim, Experiment, Figure, Label, Place, Table
+from lightning_fed.lab.experiment import METHOD, Axis, Claim, Experiment, Figure, Label, Selection, Table
 from lightning_fed.lab.grid import Cell
 from lightning_fed.lab.records import Record
 from lightning_fed.lab.results import Cells
@@ -45,10 +45,10 @@ def add_methods(experiment: Experiment, path: Path) -> Experiment:
         title=f"{experiment.title}, with {' and '.join(added)}",
         axes={**experiment.axes, METHOD: _joined(old, new)},
         scales=scales,
-        figures=tuple(_shown(figure, (figure.lines, figure.rows, figure.columns, figure.x), labels, added)
+        figures=tuple(_extended(figure, (figure.lines, figure.rows, figure.columns, figure.x), labels, added)
                       for figure in experiment.figures),
-        tables=tuple(_shown(table, (*table.rows, table.columns), labels, added) for table in experiment.tables),
-        claims=tuple(_kept(claim, labels) for claim in experiment.claims),
+        tables=tuple(_extended(table, (*table.rows, table.columns), labels, added) for table in experiment.tables),
+        claims=tuple(_restricted(claim, labels) for claim in experiment.claims),
         added=path.name,
     )  # fmt: skip
 
@@ -61,37 +61,36 @@ def _empty(axis: Axis) -> Mapping[Label, Mapping[str, object]]:
     return {label: {} for label in axis.choices}
 
 
-def _shown(part: _Part, axes: tuple[str | None, ...], old: tuple[Label, ...], new: tuple[Label, ...]) -> _Part:
+def _extended(part: _Part, axes: tuple[str | None, ...], old: tuple[Label, ...], new: tuple[Label, ...]) -> _Part:
     """Return a figure or table with the new methods if methods are told apart in it, else with the old ones alone."""
     if METHOD in axes:
-        at: Place = {**part.at, METHOD: (*part.at[METHOD], *new)} if METHOD in part.at else part.at
+        at: Selection = {**part.at, METHOD: (*part.at[METHOD], *new)} if METHOD in part.at else part.at
     else:
         at = {METHOD: old, **part.at}
     return replace(part, at=at)
 
 
-def _kept(claim: Claim, old: tuple[Label, ...]) -> Claim:
+def _restricted(claim: Claim, old: tuple[Label, ...]) -> Claim:
     """Return a claim about the methods that it was about."""
     is_open = claim.compare != METHOD and (claim.difference is None or claim.difference.axis != METHOD)
     at = {METHOD: old, **claim.at} if is_open else claim.at
-    return replace(claim, at=at, controls=tuple(_kept(control, old) for control in claim.controls))
+    return replace(claim, at=at, controls=tuple(_restricted(control, old) for control in claim.controls))
 
 
 class EitherCells:
-    """Published cells, or else those of a store.
+    """Cells of several places: the first place that has a cell counts.
 
     Args:
-        published: The published cells.
-        stored: The others.
+        *places: The places, such as published cells and those of a store.
     """
 
-    def __init__(self, published: Cells, stored: Cells) -> None:
-        self._published, self._stored = published, stored
+    def __init__(self, *places: Cells) -> None:
+        self._places = places
 
     def record(self, cell: Cell) -> Record | None:
-        """Return a cell's record; None if it is not finished."""
-        return self._published.record(cell) or self._stored.record(cell)
+        """Return a cell's record; None if no place has it."""
+        return next((found for place in self._places if (found := place.record(cell)) is not None), None)
 
     def failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed, None if it was not run."""
-        return self._stored.failure(cell)
+        """Return why a cell failed; None if it did not, or was not run."""
+        return next((cause for place in self._places if (cause := place.failure(cell)) is not None), None)

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab.experiment import Place
+from lightning_fed.lab.experiment import Selection
 from lightning_fed.lab.grid import Grid
-from lightning_fed.lab.places import is_within
+from lightning_fed.lab.selections import is_within
 
 __all__ = ["check_outputs"]
 
@@ -24,15 +24,15 @@ def check_outputs(grid: Grid) -> None:
         _check(grid, f"{experiment.file}: tables.{table.name}", {*table.rows, table.columns}, table.at)
 
 
-def _check(grid: Grid, where: str, used: Iterable[str | None], at: Place) -> None:
+def _check(grid: Grid, where: str, used: Iterable[str | None], at: Selection) -> None:
     used = set(used)
     points = [point for point in grid.points if is_within(point.by_axis, at)]
     if not points:
-        raise FederatedError(f"{where}: the scale {grid.scale.name} has nothing of what it shows.")
+        raise FederatedError(f"{where}: the scale {grid.scale.name} has none of its cells.")
     for axis in grid.axes:
         labels = dict.fromkeys(point.by_axis[axis] for point in points)
         if axis not in used and len(labels) > 1:
             raise FederatedError(
-                f"{where}: the axis {axis} has the labels {', '.join(labels)}, and they have no place in it. Name the"
-                " axis in rows, columns or lines, or one label in `at`."
+                f"{where} does not use the axis {axis} with the labels {', '.join(labels)}. Name the axis in"
+                " rows, columns or lines, or one label in `at`."
             )

@@ -8,9 +8,9 @@ from statistics import fmean
 from lightning_fed.lab.experiment import Claim, Label, term_text
 from lightning_fed.lab.grid import Point, name_of
 from lightning_fed.lab.paired import Comparison, Verdict, holm
-from lightning_fed.lab.places import is_within
 from lightning_fed.lab.quantities import add_up
 from lightning_fed.lab.results import Estimate, Results
+from lightning_fed.lab.selections import is_within
 
 __all__ = ["Judgement", "judge", "overall"]
 

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.figures import COLORS, add_legend, new_figure, save
-from lightning_fed.lab.numbers import shown
+from lightning_fed.lab.numbers import format_number
 from lightning_fed.lab.quantities import COSTS, Curve, Metric, Quantity, Series, cost
 from lightning_fed.lab.tables import markdown
 from lightning_fed.lab.yaml_files import unknown
@@ -41,9 +41,7 @@ def compare(args: Sequence[str]) -> None:
     """
     options = make_parser().parse_args(list(args))
     if options.mode is None and options.metric != "val_acc":
-        raise FederatedError(
-            f"compare: say whether {options.metric} is good where it is high or low: --mode max or min."
-        )
+        raise FederatedError(f"compare: pass --mode max if high values of {options.metric} are good, or --mode min.")
     metric = Metric(options.metric, options.mode or "max", options.metric)
     runs = {name: read_log(Path(folder)) for name, folder in _named(options.runs).items()}
     for name, series in runs.items():
@@ -74,7 +72,7 @@ def read_log(folder: Path) -> Series:
         FederatedError: If there are none, or they hold nothing.
     """
     if not folder.is_dir():
-        raise FederatedError(f"compare: {folder} is no folder. Name one such as lightning_logs/version_0.")
+        raise FederatedError(f"compare: {folder} is not a folder. Name one such as lightning_logs/version_0.")
     if list(folder.glob("events.out.tfevents*")):
         series = _read_events(folder)
     elif tables := [folder / name for name in ("metrics.csv", "rounds.csv") if (folder / name).is_file()]:
@@ -106,7 +104,7 @@ def _read_table(path: Path) -> dict[str, dict[int, float]]:
                 step = int(row.get("step") or row.get("round") or "")
                 values = {tag: float(value) for tag, value in row.items() if value and tag not in ("epoch", "step")}
             except (TypeError, ValueError, AttributeError) as error:
-                raise FederatedError(f"compare: {path}, line {number}, is no line of a log: {error}.") from error
+                raise FederatedError(f"compare: {path}, line {number}, is not a line of a log: {error}.") from error
             for tag, value in values.items():
                 series.setdefault(tag, {})[step] = value
     return series
@@ -142,7 +140,7 @@ def _value(quantity: Quantity, series: Series) -> str:
         value = quantity.of(series)
     except FederatedError:  # it was not logged
         return "-"
-    return "not reached" if quantity.is_cost and math.isinf(value) else shown(value)
+    return "not reached" if quantity.is_cost and math.isinf(value) else format_number(value)
 
 
 def _figure(runs: Mapping[str, Series], metric: Metric, target: float | None) -> "Figure":

@@ -9,8 +9,21 @@ from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import Metric, Quantity
 
 __all__ = [
-    "METHOD", "Axis", "Cases", "Claim", "Departure", "Difference", "Experiment", "Figure", "Label", "Mark", "Place",
-    "Scale", "Table", "Tune", "term_text",
+    "METHOD",
+    "Axis",
+    "Cases",
+    "Claim",
+    "Departure",
+    "Difference",
+    "Experiment",
+    "Figure",
+    "Label",
+    "Mark",
+    "Scale",
+    "Selection",
+    "Table",
+    "Tune",
+    "term_text",
 ]  # fmt: skip
 
 METHOD = "method"
@@ -19,11 +32,11 @@ METHOD = "method"
 Label: TypeAlias = str
 """One choice of an axis, by its name in figures and tables."""
 
-Place: TypeAlias = Mapping[str, tuple[Label, ...]]
+Selection: TypeAlias = Mapping[str, tuple[Label, ...]]
 """A part of a grid: for each axis named, the labels that belong to it."""
 
 
-Cases: TypeAlias = tuple[tuple[Place, int], ...]
+Cases: TypeAlias = tuple[tuple[Selection, int], ...]
 """How many test cases are behind a metric, for parts of a grid."""
 
 
@@ -84,7 +97,7 @@ class Mark:
         label: Its name in the legend.
     """
 
-    at: Place
+    at: Selection
     y: float
     label: str
 
@@ -121,7 +134,7 @@ class Figure:
     log: tuple[str, ...]
     xlim: tuple[float, float] | None
     ylim: tuple[float, float] | None
-    at: Place
+    at: Selection
     rounds: int = 1
     marks: tuple[Mark, ...] = ()
 
@@ -143,7 +156,7 @@ class Table:
     rows: tuple[str, ...]
     columns: str | None
     values: tuple[Quantity, ...]
-    at: Place
+    at: Selection
     paper: Mapping[tuple[Label, ...], float] = field(default_factory=dict)
 
 
@@ -192,7 +205,7 @@ class Claim:
     compare: str
     mean_over: tuple[str, ...]
     difference: Difference | None
-    at: Place
+    at: Selection
     within: float
     scales: tuple[str, ...]
     found: str
@@ -265,7 +278,7 @@ class Experiment:
     departures: tuple[Departure, ...]
     base: Config
     axes: Mapping[str, Axis]
-    skip: tuple[Place, ...]
+    skip: tuple[Selection, ...]
     tune: Tune | None
     seeds: int
     is_random: bool

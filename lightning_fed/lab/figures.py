@@ -14,10 +14,10 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import METHOD, Label, Mark
 from lightning_fed.lab.experiment import Figure as Plan
 from lightning_fed.lab.grid import Point
-from lightning_fed.lab.places import is_within
 from lightning_fed.lab.quantities import Curve, Metric, Quantity, cost
 from lightning_fed.lab.records import Record
 from lightning_fed.lab.results import Results
+from lightning_fed.lab.selections import is_within
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -10,7 +10,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.axes import make_tune_axis, revise
 from lightning_fed.lab.experiment import Axis, Experiment, Label, Scale
 from lightning_fed.lab.overlays import Config, overlay
-from lightning_fed.lab.places import is_within
+from lightning_fed.lab.selections import is_within
 from lightning_fed.lab.yaml_files import unknown
 
 __all__ = ["Cell", "Grid", "Point", "name_of"]
@@ -90,7 +90,7 @@ class Grid:
         points = (
             Point(tuple(zip(self.axes, row, strict=True))) for row in product(*(a.choices for a in self.axes.values()))
         )
-        self.points = [p for p in points if not any(is_within(p.by_axis, place) for place in experiment.skip)]
+        self.points = [p for p in points if not any(is_within(p.by_axis, selection) for selection in experiment.skip)]
         if not self.points:
             raise FederatedError(f"{experiment.file}: skip leaves nothing of the grid at scale {scale!r}.")
 
@@ -108,7 +108,7 @@ class Grid:
     def cases(self, metric: str, point: Point) -> int | None:
         """Return how many test cases are behind a metric at a point; None if the file does not say."""
         stated = {**self.experiment.cases, **self.scale.cases}.get(metric, ())
-        return next((number for place, number in stated if is_within(point.by_axis, place)), None)
+        return next((number for selection, number in stated if is_within(point.by_axis, selection)), None)
 
     @property
     def data_sets(self) -> list[str]:

@@ -92,7 +92,7 @@ def _arrays(path: Path, part: str) -> list[Any]:
     return arrays
 
 
-def _decoded(content: memoryview, size: int, place: str) -> Tensor:
+def _decoded(content: memoryview, size: int, where: str) -> Tensor:
     from PIL import Image  # torchvision needs it as well
 
     try:
@@ -101,8 +101,8 @@ def _decoded(content: memoryview, size: int, place: str) -> Tensor:
             if found == ("RGB", size, size):
                 return torch.from_numpy(np.array(image)).permute(2, 0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise FederatedError(f"{place}: {error}. Get the file again.") from error
-    raise FederatedError(f"{place} should be RGB, {size}x{size}; found {found[0]}, {found[1]}x{found[2]}.")
+        raise FederatedError(f"{where}: {error}. Get the file again.") from error
+    raise FederatedError(f"{where} should be RGB, {size}x{size}; found {found[0]}, {found[1]}x{found[2]}.")
 
 
 def _damaged(path: Path, problem: str) -> FederatedError:

@@ -36,7 +36,7 @@ def latex(table: Table, results: Results) -> str:
         r"\toprule",
         _line([_escaped(text) for text in (*table.rows, *heads)]),
         r"\midrule",
-        *(_line([*map(_escaped, labels), *(_shown(cell, best) for cell in cells)]) for labels, cells in rows),
+        *(_line([*map(_escaped, labels), *(_number(cell, best) for cell in cells)]) for labels, cells in rows),
         r"\bottomrule",
         r"\end{tabular}",
     ]
@@ -58,7 +58,7 @@ def _best(cells: Sequence[TableCell]) -> set[int]:
     return found
 
 
-def _shown(cell: TableCell | None, best: set[int]) -> str:
+def _number(cell: TableCell | None, best: set[int]) -> str:
     if cell is None:
         return ""
     text = _escaped(str(cell.estimate))

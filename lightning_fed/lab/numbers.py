@@ -3,16 +3,16 @@
 import math
 from collections.abc import Sequence
 
-__all__ = ["aligned", "p_text", "shown", "with_spread"]
+__all__ = ["aligned", "format_number", "p_text", "with_spread"]
 
 _PERCENT = 2  # decimals of what is in percent
 
 
-def shown(value: float, is_percent: bool = False) -> str:
+def format_number(value: float, is_percent: bool = False) -> str:
     """Return a number with four significant digits, integers of up to seven digits whole, percent with two decimals.
 
     Example:
-        >>> shown(38.0), shown(0.123456), shown(1234.56), shown(82.8, is_percent=True)
+        >>> format_number(38.0), format_number(0.123456), format_number(1234.56), format_number(82.8, is_percent=True)
         ('38', '0.1235', '1235', '82.80')
     """
     if not math.isfinite(value):
@@ -48,7 +48,7 @@ def aligned(values: Sequence[float], spread: float, is_percent: bool = False, di
         ['-1.043', '-4.270', '2.180']
     """
     if is_percent or spread == 0 or not math.isfinite(spread):
-        return [shown(value, is_percent) for value in values]
+        return [format_number(value, is_percent) for value in values]
     largest = max(*map(abs, values), spread)
     scale, end = 1.0, ""
     if not 1e-3 <= largest < 1e7:

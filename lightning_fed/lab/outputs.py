@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 from lightning_fed.core.arguments import check_count, check_number, check_numbers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import METHOD, Figure, Label, Mark, Table
-from lightning_fed.lab.places import read_place
 from lightning_fed.lab.quantities import COSTS, Metric, parse_quantity
+from lightning_fed.lab.selections import read_selection
 from lightning_fed.lab.yaml_files import as_list, check_keys, unknown
 
 __all__ = ["read_figures", "read_tables"]
@@ -63,7 +63,7 @@ def _read_figure(where: str, name: str, found: Any, labels: Labels, metrics: Map
         log=_log(where, entry.get("log")),
         xlim=_limits(where, entry, "xlim"),
         ylim=_limits(where, entry, "ylim"),
-        at=read_place(f"{where}.at", entry.get("at"), labels),
+        at=read_selection(f"{where}.at", entry.get("at"), labels),
         rounds=check_count(where, "rounds", entry.get("rounds", 1)),
         marks=_read_marks(f"{where}.marks", entry.get("marks"), labels),
     )
@@ -74,11 +74,15 @@ def _read_marks(where: str, found: Any, labels: Labels) -> tuple[Mark, ...]:
         raise FederatedError(f"{where} must be a list of {{at, y, label}}, found {found!r}.")
     marks = []
     for i, entry in enumerate(found or [], start=1):
-        place = f"{where}[{i}]"
-        checked = check_keys(place, entry, ("at", "y", "label"), ("y",))
-        check_number(place, "y", checked["y"])
+        part = f"{where}[{i}]"
+        checked = check_keys(part, entry, ("at", "y", "label"), ("y",))
+        check_number(part, "y", checked["y"])
         marks.append(
-            Mark(read_place(f"{place}.at", checked.get("at"), labels), checked["y"], str(checked.get("label", "paper")))
+            Mark(
+                read_selection(f"{part}.at", checked.get("at"), labels),
+                checked["y"],
+                str(checked.get("label", "paper")),
+            )
         )
     return tuple(marks)
 
@@ -91,17 +95,17 @@ def read_tables(where: str, found: Any, labels: Labels, metrics: Mapping[str, Me
     """
     tables = []
     for name, entry in _items(where, found):
-        place = f"{where}.{name}"
-        checked = check_keys(place, entry, ("rows", "columns", "value", "at", "paper"), ("value",))
+        part = f"{where}.{name}"
+        checked = check_keys(part, entry, ("rows", "columns", "value", "at", "paper"), ("value",))
         rows = tuple(as_list(checked.get("rows", METHOD)))
         columns = checked.get("columns")
         for axis in (*rows, *([columns] if columns is not None else ())):
             if axis not in labels:
-                raise unknown(place, "axis", axis, labels)
-        values = tuple(parse_quantity(f"{place}.value", text, metrics) for text in as_list(checked["value"]))
-        at = read_place(f"{place}.at", checked.get("at"), labels)
+                raise unknown(part, "axis", axis, labels)
+        values = tuple(parse_quantity(f"{part}.value", text, metrics) for text in as_list(checked["value"]))
+        at = read_selection(f"{part}.at", checked.get("at"), labels)
         axes = (*rows, *([columns] if columns is not None else ()))
-        paper = dict(_read_paper(f"{place}.paper", checked.get("paper"), [(axis, labels[axis]) for axis in axes]))
+        paper = dict(_read_paper(f"{part}.paper", checked.get("paper"), [(axis, labels[axis]) for axis in axes]))
         tables.append(Table(_name(where, name), rows, columns, values, at, paper))
     return tuple(tables)
 

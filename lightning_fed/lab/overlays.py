@@ -40,7 +40,7 @@ def overlay(config: Mapping[str, Any], *overrides: Mapping[str, Any]) -> Config:
 def _put_all(config: Config, overrides: Mapping[str, Any]) -> None:
     for key, value in overrides.items():
         if not isinstance(key, str) or not all(key.split(".")):
-            raise FederatedError(f"{key!r} is no key of a configuration; expected names joined by dots.")
+            raise FederatedError(f"{key!r} is not a key of a configuration; expected names joined by dots.")
         _put(config, key, value)
 
 

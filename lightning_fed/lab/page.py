@@ -129,7 +129,7 @@ def _reading(results: Results) -> str:
     if cases := _cases(results):
         parts.append(
             f"An accuracy is measured on {cases} test cases. The binomial error is the standard error that so many"
-            " cases give a difference whose sides have cases of their own: an upper limit, since both sides share them."
+            " cases give a difference whose sides have their own cases: an upper limit, since both sides share them."
         )
     return " ".join(parts)
 

@@ -136,7 +136,7 @@ class PublishedCells:
                 f" {name}_cells.csv and {name}_rounds.csv.gz."
             ) from error
         except (ValueError, KeyError, EOFError) as error:
-            raise FederatedError(f"What is published of {name} in {folder} is damaged: {error}.") from error
+            raise FederatedError(f"The published cells of {name} in {folder} are damaged: {error}.") from error
 
     def record(self, cell: Cell) -> Record | None:
         """Return what was published of a cell; None if nothing was with its settings."""

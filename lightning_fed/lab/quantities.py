@@ -301,7 +301,7 @@ def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Q
     rest = text[match.end() :] if match and isinstance(text, str) else ""
     if match is None or (rest and not rest[0].isspace()):
         raise FederatedError(
-            f"{where}: {text!r} is no quantity. Write 'final', 'best', 'mean', 'settled', 'setbacks', 'climb N',"
+            f"{where}: {text!r} is not a quantity. Write 'final', 'best', 'mean', 'settled', 'setbacks', 'climb N',"
             " 'last N', 'round N', 'rounds to V', 'gradients to V', 'bytes to V' or 'simulated seconds to V', each of"
             " these four with 'over N' or without, and then the metric unless it is the first."
         )
@@ -309,7 +309,9 @@ def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Q
     if name not in metrics:
         raise unknown(where, "metric", name, metrics)
     if match["kind"] == "settled" and _TRAIN_LOSS not in metrics:
-        raise FederatedError(f"{where}: {text!r} needs {_TRAIN_LOSS} among the metrics, which says when a run settles.")
+        raise FederatedError(
+            f"{where}: {text!r} needs {_TRAIN_LOSS} among the metrics, which determines when a run settles."
+        )
     number = float(match["target"] or match["count"] or 0)
     over = int(match["over"] or 1)
     if (match["window"] and number < 1) or over < 1:

@@ -10,9 +10,9 @@ from lightning_fed.lab.axes import check_overrides, make_tune_axis, read_axis, r
 from lightning_fed.lab.experiment import METHOD, Axis, Cases, Experiment, Label, Scale, Tune
 from lightning_fed.lab.outputs import read_figures, read_tables
 from lightning_fed.lab.overlays import Config, overlay
-from lightning_fed.lab.places import read_place, read_skip
 from lightning_fed.lab.quantities import Metric, parse_quantity
 from lightning_fed.lab.reading_claims import ClaimReader, read_departures
+from lightning_fed.lab.selections import read_selection, read_skip
 from lightning_fed.lab.yaml_files import check_keys, read_text, read_yaml, unknown
 
 __all__ = ["PAPERS", "find_experiment", "read_base", "read_experiment", "read_metrics"]
@@ -189,7 +189,7 @@ def _read_cases(
             )
         axis = next(iter(entry))
         cases[metric] = tuple(
-            (read_place(place, {axis: label}, labels), check_count(place, "cases", number))
+            (read_selection(place, {axis: label}, labels), check_count(place, "cases", number))
             for label, number in of.items()
         )
     return cases
@@ -229,7 +229,7 @@ def _check_tuned(where: str, experiment: Experiment) -> None:
     names = {name for tuned in (grid, *own.values()) for name, entry in tuned.items() if isinstance(entry, Mapping)}
     for place, tuned in own.items():
         if tuned and experiment.tune is None:
-            raise FederatedError(f"{place}: the file has no tune.by, the rule by which a value is chosen.")
+            raise FederatedError(f"{place}: the file has no tune.by, the rule that chooses a value.")
         for name in tuned:
             if name not in names:
                 raise unknown(place, "tuned value", name, sorted(names))

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from lightning_fed.core.arguments import finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import METHOD, Claim, Departure, Difference, Label
-from lightning_fed.lab.places import read_place
 from lightning_fed.lab.quantities import Metric, parse_quantity
+from lightning_fed.lab.selections import read_selection
 from lightning_fed.lab.yaml_files import as_list, check_keys, read_text, unknown
 
 __all__ = ["ClaimReader", "check_label", "read_departures"]
@@ -84,8 +84,8 @@ class ClaimReader:
             FederatedError: If one is not understood, or names something unknown.
         """
         return tuple(
-            self._claim(place, check_keys(place, entry, (*_CONTROL, "source", "controls"), (*_REQUIRED, "source")))
-            for place, entry in _numbered(where, found)
+            self._claim(where, check_keys(where, entry, (*_CONTROL, "source", "controls"), (*_REQUIRED, "source")))
+            for where, entry in _numbered(where, found)
         )
 
     def _claim(self, where: str, entry: Mapping[str, Any]) -> Claim:
@@ -94,7 +94,7 @@ class ClaimReader:
             raise unknown(f"{where}.compare", "axis", compare, self.labels)
         terms, signs = _read_terms(where, entry["claim"], self.labels[compare])
         difference = self._difference(f"{where}.difference", entry.get("difference"))
-        at = read_place(f"{where}.at", entry.get("at"), self.labels)
+        at = read_selection(f"{where}.at", entry.get("at"), self.labels)
         mean_over = self._mean_over(f"{where}.mean_over", entry.get("mean_over"))
         taken = [compare, *([difference.axis] if difference else [])]
         for axis in taken:
@@ -105,8 +105,8 @@ class ClaimReader:
                 )
         texts = {key: read_text(f"{where}.{key}", entry.get(key, "")) for key in ("says", "source", "paper", "found")}
         controls = [
-            self._claim(place, check_keys(place, control, _CONTROL, _REQUIRED))
-            for place, control in _numbered(f"{where}.controls", entry.get("controls"))
+            self._claim(where, check_keys(where, control, _CONTROL, _REQUIRED))
+            for where, control in _numbered(f"{where}.controls", entry.get("controls"))
         ]
         return Claim(
             **texts,
@@ -126,13 +126,13 @@ class ClaimReader:
         """Return the difference that ``{axis: [label, label]}`` states."""
         if found is None:
             return None
-        place = read_place(where, found, self.labels)
-        if len(place) != 1 or len(labels := next(iter(place.values()))) != 2:
+        selection = read_selection(where, found, self.labels)
+        if len(selection) != 1 or len(labels := next(iter(selection.values()))) != 2:
             raise FederatedError(
                 f"{where} must name an axis and two of its labels, such as {{method: [Mime, FedAvg]}}, for the value at"
                 f" the first minus that at the second; found {found!r}."
             )
-        return Difference(next(iter(place)), *labels)
+        return Difference(next(iter(selection)), *labels)
 
     def _mean_over(self, where: str, found: Any) -> tuple[str, ...]:
         axes = as_list([] if found is None else found)

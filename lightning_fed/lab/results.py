@@ -9,7 +9,7 @@ from typing import Protocol
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import Label
 from lightning_fed.lab.grid import Cell, Grid, Point, name_of
-from lightning_fed.lab.numbers import shown, with_spread
+from lightning_fed.lab.numbers import format_number, with_spread
 from lightning_fed.lab.quantities import Quantity, cost
 from lightning_fed.lab.records import Record
 
@@ -61,10 +61,10 @@ class Estimate:
         if not self.values:
             return "-"
         if math.isfinite(self.mean):
-            return shown(self.mean, self.quantity.is_percent)
+            return format_number(self.mean, self.quantity.is_percent)
         if self.is_diverged:
             return "diverged"
-        return f">{shown(self.limit)}" if self.quantity.is_cost else "not finite"
+        return f">{format_number(self.limit)}" if self.quantity.is_cost else "not finite"
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def run_grid(
     except KeyboardInterrupt:
         done = sum(store.has(key) for key in {job.key for job in jobs.values()})
         sys.exit(
-            f"lightning-fed: stopped with {done} cells finished in {store.out}; the same command goes on from there."
+            f"lightning-fed: stopped with {done} cells finished in {store.out}; the same command continues from there."
         )
     finally:
         workers.close()

@@ -11,7 +11,7 @@ from lightning_fed.lab.configurations import Configurations, key_of, with_root
 from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import COSTS, Metric
 from lightning_fed.lab.store import Store
-from lightning_fed.lab.workers import Task, TaskRunner, quietly
+from lightning_fed.lab.workers import TaskRunner, WorkerTask, quietly
 from lightning_fed.lab.yaml_files import unknown
 
 __all__ = ["Job", "check_jobs", "make_jobs", "probe_jobs", "run_jobs"]
@@ -87,7 +87,7 @@ def probe_jobs(
     with Tqdm(total=len(kinds), desc="Checks", unit="kind", leave=False, disable=not kinds) as bar:
         waiting = list(kinds.values())
         while waiting:  # a diverged probe cannot show the logged tags: take another rate
-            tasks = {of[0].name: Task(of[0].name, with_root(of[0].config, data_root), {}) for of in waiting}
+            tasks = {of[0].name: WorkerTask(of[0].name, with_root(of[0].config, data_root), {}) for of in waiting}
             others = {of[0].name: of[1:] for of in waiting}
             waiting = []
             for outcome in workers.run(tasks.values()):
@@ -119,7 +119,9 @@ def run_jobs(jobs: Iterable[Job], store: Store, workers: TaskRunner, data_root: 
     """
     by_key = {job.key: job for job in jobs}
     left = [job for job in by_key.values() if not store.has(job.key)]
-    tasks = [Task(job.name, with_root(job.config, data_root), job.completed, store.cells / job.key) for job in left]
+    tasks = [
+        WorkerTask(job.name, with_root(job.config, data_root), job.completed, store.cells / job.key) for job in left
+    ]
     store.forget_failures(by_key)
     failed = 0
     with Tqdm(total=len(by_key), initial=len(by_key) - len(left), desc="Cells", unit="cell", disable=not tasks) as bar:

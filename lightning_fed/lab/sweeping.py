@@ -19,13 +19,13 @@ from lightning_fed.lab.how import losses, means
 from lightning_fed.lab.options import add_run_options, command_line
 from lightning_fed.lab.outputs import read_figures, read_tables
 from lightning_fed.lab.overlays import Config, overlay
-from lightning_fed.lab.places import read_skip
 from lightning_fed.lab.quantities import Quantity, parse_quantity
 from lightning_fed.lab.reading import read_metrics
 from lightning_fed.lab.records import Record
 from lightning_fed.lab.reproducing import draw_figures
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
+from lightning_fed.lab.selections import read_skip
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.tables import markdown, rows_of, write_series
 from lightning_fed.lab.workers import make_workers

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from lightning_fed.lab.experiment import Label, Table
 from lightning_fed.lab.grid import Point
-from lightning_fed.lab.numbers import shown
-from lightning_fed.lab.places import is_within
+from lightning_fed.lab.numbers import format_number
 from lightning_fed.lab.results import Estimate, Results
+from lightning_fed.lab.selections import is_within
 
 __all__ = ["TableCell", "cells_of", "markdown", "rows_of", "write_choices", "write_series"]
 
@@ -32,7 +32,9 @@ class TableCell:
 
     def __str__(self) -> str:
         """Show our number, and the paper's."""
-        number = "" if self.paper is None else f" (paper {shown(self.paper, self.estimate.quantity.is_percent)})"
+        number = (
+            "" if self.paper is None else f" (paper {format_number(self.paper, self.estimate.quantity.is_percent)})"
+        )
         return f"{self.estimate}{number}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_fed.lab.claims import Judgement, judge, overall
 from lightning_fed.lab.experiment import Claim
-from lightning_fed.lab.numbers import aligned, p_text, shown
+from lightning_fed.lab.numbers import aligned, format_number, p_text
 from lightning_fed.lab.paired import Comparison, Verdict
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown
@@ -54,7 +54,7 @@ def claim_table(results: Results, judged: Sequence[Sequence[Judgement]], details
     for number, (claim, found) in enumerate(zip(results.grid.experiment.claims, judged, strict=True), start=1):
         place = _decisive(found)
         ours = f"{place.where}: {place.numbers}" if place.where else place.numbers
-        told = [
+        cells = [
             _each(_difference(c, claim.quantity.is_percent) for c in place.comparisons),
             *([_each(_error(c, claim.quantity.is_percent) for c in place.comparisons)] if is_random else []),
             *([_each(_share(c.binomial) for c in place.comparisons)] if has_binomial else []),
@@ -62,7 +62,7 @@ def claim_table(results: Results, judged: Sequence[Sequence[Judgement]], details
         ]
         asks = f"{claim.says} `{claim.text}` in {_of(claim)}"
         link = f"[{number}]({details}#claim-{number})"
-        rows.append([link, asks, claim.paper or "-", ours, *told, _counted_places(found)])
+        rows.append([link, asks, claim.paper or "-", ours, *cells, _verdict_with_count(found)])
     return markdown(["", "claim", "the paper", "ours", *errors, "verdict"], rows)
 
 
@@ -78,7 +78,7 @@ def _decisive(found: Sequence[Judgement]) -> Judgement:
     return max(places, key=sureness)
 
 
-def _counted_places(found: Sequence[Judgement]) -> str:
+def _verdict_with_count(found: Sequence[Judgement]) -> str:
     """Return the verdict, with the number of places where it is so if they differ."""
     verdict = overall(found)
     count = sum(judgement.verdict == verdict for judgement in found)
@@ -90,15 +90,15 @@ def claim_details(results: Results, judged: Sequence[Sequence[Judgement]]) -> It
     for number, (claim, found) in enumerate(zip(results.grid.experiment.claims, judged, strict=True), start=1):
         yield f"### Claim {number}"
         yield f"{claim.says} ({claim.source})"
-        yield from _places(claim, found, results)
+        yield from _table_of_points(claim, found, results)
         if claim.found and overall(found) != "holds":
             yield claim.found
         for control in claim.controls:
             yield f"Control: {control.says}"
-            yield from _places(control, judge(control, results), results)
+            yield from _table_of_points(control, judge(control, results), results)
 
 
-def _places(claim: Claim, found: Sequence[Judgement], results: Results) -> Iterator[str]:
+def _table_of_points(claim: Claim, found: Sequence[Judgement], results: Results) -> Iterator[str]:
     """Yield the inequality with its verdict, and a table of the places with their numbers."""
     paper = f" The paper: {claim.paper}." if claim.paper else ""
     yield f"`{claim.text}` in {_of(claim)}: {_mark(overall(found))}.{paper}"
@@ -113,16 +113,16 @@ def _places(claim: Claim, found: Sequence[Judgement], results: Results) -> Itera
     rows = []
     for judgement in judged:
         exact = [_exact(c) for c in judgement.comparisons]
-        told = [_each(difference for difference, _ in exact)]
+        cells = [_each(difference for difference, _ in exact)]
         if is_random:
-            told += [_each(interval for _, interval in exact)]
+            cells += [_each(interval for _, interval in exact)]
         if binomial:
-            told += [_each(_share(c.binomial) for c in judgement.comparisons)]
+            cells += [_each(_share(c.binomial) for c in judgement.comparisons)]
         if is_random:
-            told += [_each(p_text(c.p) for c in judgement.comparisons)]
+            cells += [_each(p_text(c.p) for c in judgement.comparisons)]
         if is_random and corrects:
-            told += [_each(map(p_text, judgement.corrected))]
-        rows.append([judgement.where or "-", judgement.numbers, *told, _mark(judgement.verdict)])
+            cells += [_each(map(p_text, judgement.corrected))]
+        rows.append([judgement.where or "-", judgement.numbers, *cells, _mark(judgement.verdict)])
     heads = ["difference ± standard error" if is_random else "difference"]
     heads += ["95 % interval"] * is_random + ["binomial error"] * binomial
     heads += ["p"] * is_random + ["p (Holm)"] * (is_random and corrects)
@@ -148,7 +148,7 @@ def _each(texts: Iterable[str]) -> str:
 def _difference(comparison: Comparison, is_percent: bool) -> str:
     """Return the mean difference with its interval, as far as it has them."""
     if comparison.error is None or comparison.interval is None:
-        return shown(comparison.mean, is_percent) if comparison.is_finite else "-"
+        return format_number(comparison.mean, is_percent) if comparison.is_finite else "-"
     mean, low, high = aligned([comparison.mean, *comparison.interval], comparison.error, is_percent)
     return f"{mean} [{low}, {high}]"
 
@@ -162,7 +162,7 @@ def _error(comparison: Comparison, is_percent: bool) -> str:
 def _exact(comparison: Comparison) -> list[str]:
     """Return the mean difference with its standard error, which has three digits, and the interval."""
     if comparison.error is None or comparison.interval is None:
-        return [shown(comparison.mean) if comparison.is_finite else "-", "-"]
+        return [format_number(comparison.mean) if comparison.is_finite else "-", "-"]
     numbers = [comparison.mean, comparison.error, *comparison.interval]
     mean, error, low, high = aligned(numbers, comparison.error, digits=3)
     return [f"{mean} ± {error}", f"{low} to {high}"]
@@ -232,5 +232,5 @@ def _measured(comparison: Comparison, corrected: float | None) -> dict[str, str]
         "p": comparison.p,
         "p (Holm)": corrected,
     }
-    told = {name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()}
-    return {"n": str(len(comparison.differences)) if comparison.is_random else "", **told}
+    cells = {name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()}
+    return {"n": str(len(comparison.differences)) if comparison.is_random else "", **cells}

@@ -22,11 +22,11 @@ from lightning_fed.core.errors import refusal_in
 from lightning_fed.lab.cell import CellRunner
 from lightning_fed.lab.overlays import Config
 
-__all__ = ["Inline", "Outcome", "Task", "TaskRunner", "Workers", "make_workers", "quietly"]
+__all__ = ["Inline", "Outcome", "TaskRunner", "WorkerTask", "Workers", "make_workers", "quietly"]
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """Something for a worker to do.
 
     Args:
@@ -53,7 +53,7 @@ class Outcome:
         trace: The trace of the failure.
     """
 
-    task: Task
+    task: WorkerTask
     cause: str | None = None
     tags: tuple[str, ...] | None = ()
     trace: str = ""
@@ -62,7 +62,7 @@ class Outcome:
 class TaskRunner(Protocol):
     """Run tasks, and yield outcomes in the order in which they are done."""
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+    def run(self, tasks: Iterable[WorkerTask]) -> Iterator[Outcome]:
         """Yield the outcome of each task as it comes."""
         ...
 
@@ -77,7 +77,7 @@ class Inline:
     def __init__(self) -> None:
         self._runner = CellRunner()
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+    def run(self, tasks: Iterable[WorkerTask]) -> Iterator[Outcome]:
         """Yield the outcome of each task in turn."""
         for task in tasks:
             with quietly():
@@ -101,30 +101,32 @@ class Workers:
         self.jobs = jobs
         self._workers: dict[Connection, BaseProcess] = {}
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+    def run(self, tasks: Iterable[WorkerTask]) -> Iterator[Outcome]:
         """Yield the outcome of each task as it comes."""
-        waiting, at_work = list(tasks), dict[Connection, Task]()
-        while waiting or at_work:
-            while waiting and len(at_work) < self.jobs:
-                idle = next((pipe for pipe in self._workers if pipe not in at_work), None) or self._start()
+        waiting, busy = list(tasks), dict[Connection, WorkerTask]()
+        while waiting or busy:
+            while waiting and len(busy) < self.jobs:
+                idle = next((pipe for pipe in self._workers if pipe not in busy), None) or self._start()
                 task = waiting.pop(0)
                 with contextlib.suppress(BrokenPipeError):  # it died; its task fails below
                     idle.send(task)
-                at_work[idle] = task
-            for pipe in connection.wait(list(at_work)):
+                busy[idle] = task
+            for pipe in connection.wait(list(busy)):
                 assert isinstance(pipe, Connection)
-                task = at_work.pop(pipe)
+                task = busy.pop(pipe)
                 try:
                     yield pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    yield Outcome(task, f"its process ended, with exit code {self._bury(pipe)}: perhaps memory ran out")
+                    yield Outcome(
+                        task, f"its process ended, with exit code {self._remove(pipe)}: perhaps memory ran out"
+                    )
 
     def close(self) -> None:
         """Kill the workers; only their current tasks are lost."""
         for process in self._workers.values():
             process.kill()
         for pipe in list(self._workers):
-            self._bury(pipe)
+            self._remove(pipe)
 
     def _start(self) -> Connection:
         context = get_context("spawn")
@@ -136,7 +138,7 @@ class Workers:
         self._workers[ours] = process
         return ours
 
-    def _bury(self, pipe: Connection) -> int | None:
+    def _remove(self, pipe: Connection) -> int | None:
         process = self._workers.pop(pipe)
         process.join()
         pipe.close()
@@ -187,7 +189,7 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _outcome_of(runner: CellRunner, task: Task) -> Outcome:
+def _outcome_of(runner: CellRunner, task: WorkerTask) -> Outcome:
     try:
         if task.folder is None:
             tags = runner.probe(task.config)

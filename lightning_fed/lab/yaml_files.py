@@ -47,7 +47,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FederatedError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise FederatedError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+        raise FederatedError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise FederatedError(f"{path} must hold a mapping of keys to values, found {type(content).__name__}.")
     return content

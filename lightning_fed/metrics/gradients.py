@@ -61,7 +61,9 @@ def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> Gradien
         FederatedError: If there is no gradient with positive weight.
 
     Example:
-        >>> measured = gradient_dissimilarity([(torch.tensor([3.0, 0.0]), 1), (torch.tensor([1.0, 2.0]), 1)])
+        >>> measured = gradient_dissimilarity(
+        ...     [(torch.tensor([3.0, 0.0]), 1), (torch.tensor([1.0, 2.0]), 1)]
+        ... )
         >>> measured.G2, measured.mean_square, round(measured.B ** 2, 6)
         (2.0, 7.0, 1.4)
     """
@@ -104,8 +106,8 @@ class PairwiseCosine:
 
     Example:
         >>> cosine = PairwiseCosine()
-        >>> for vector in (torch.tensor([2.0, 0.0]), torch.tensor([0.0, 5.0]), torch.tensor([-1.0, 0.0])):
-        ...     cosine.add(vector)
+        >>> for entries in ([2.0, 0.0], [0.0, 5.0], [-1.0, 0.0]):
+        ...     cosine.add(torch.tensor(entries))
         >>> round(cosine.value(), 6)  # 0, 0 and -1
         -0.333333
     """

@@ -51,7 +51,12 @@ def extreme_eigenvalue(
 
     Example:
         >>> diagonal = torch.tensor([1.0, -5.0, 3.0])
-        >>> round(extreme_eigenvalue(lambda v: diagonal * v, start=torch.ones(3)).value, 4)
+        >>> round(
+        ...     extreme_eigenvalue(
+        ...         lambda v: diagonal * v, start=torch.ones(3)
+        ...     ).value,
+        ...     4,
+        ... )
         -5.0
     """
     _check("extreme_eigenvalue", [product], start, tolerance, max_iterations)
@@ -109,7 +114,12 @@ def hessian_dissimilarity(
         FederatedError: If an argument is not allowed, or a product is not finite.
 
     Example:
-        >>> [e.value for e in hessian_dissimilarity([lambda v: 3 * v, lambda v: 1 * v], start=torch.ones(1))]
+        >>> [
+        ...     e.value
+        ...     for e in hessian_dissimilarity(
+        ...         [lambda v: 3 * v, lambda v: 1 * v], start=torch.ones(1)
+        ...     )
+        ... ]
         [1.0, -1.0]
     """
     _check("hessian_dissimilarity", products, start, tolerance, max_iterations)

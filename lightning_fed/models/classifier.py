@@ -142,7 +142,9 @@ class MLPClassifier(Classifier):
         FederatedError: If an argument is not allowed, or a batch does not fit.
 
     Example:
-        >>> MLPClassifier(in_features=4, num_classes=3, hidden=[8])(torch.zeros(2, 4)).shape
+        >>> MLPClassifier(in_features=4, num_classes=3, hidden=[8])(
+        ...     torch.zeros(2, 4)
+        ... ).shape
         torch.Size([2, 3])
     """
 

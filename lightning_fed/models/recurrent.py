@@ -107,7 +107,12 @@ class SentimentLSTM(Classifier):
         FederatedError: If an argument is not allowed, the vectors cannot be read, or a batch does not fit.
 
     Example:
-        >>> model = SentimentLSTM(vocab_size=5, embedding_dim=3, vectors=torch.ones(5, 3), freeze_embedding=True)
+        >>> model = SentimentLSTM(
+        ...     vocab_size=5,
+        ...     embedding_dim=3,
+        ...     vectors=torch.ones(5, 3),
+        ...     freeze_embedding=True,
+        ... )
         >>> model(torch.tensor([[0, 0, 4, 2], [1, 3, 1, 2]])).shape
         torch.Size([2, 2])
     """
@@ -163,8 +168,8 @@ class _StackedLSTM(nn.Module):
             embedded = self.embedding(codes.long())
         except IndexError as error:
             raise FederatedError(
-                f"{self.owner} got a code outside 0, ..., {self.embedding.num_embeddings - 1}: map unknown ones to a"
-                " code of their own, or set vocab_size."
+                f"{self.owner} got a code outside 0, ..., {self.embedding.num_embeddings - 1}. Map unknown ones to"
+                " their own code, or set vocab_size."
             ) from error
         states, _ = self.lstm(embedded)
         logits: Tensor = self.head(states if every_position else states[:, -1])

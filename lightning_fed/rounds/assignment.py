@@ -109,7 +109,7 @@ class StateTransfer(ClientStates):
 
     def __init__(self, server: Server, ranks: Ranks, workers: Mapping[int, int] | None) -> None:
         super().__init__(server.new_client, server.clients, server.expected_state)
-        self.ranks, self._is_announced = ranks, workers is not None
+        self.ranks, self._workers_are_known = ranks, workers is not None
         self.moves = {index: rank for index, rank in (workers or {}).items() if rank != ranks.owner_of(index)}
         self._owners = {index: ranks.owner_of(index) for index in self.moves}
         self._deliver: Callable[[], list[tuple[tuple[Kinds, Failure | None], Tensor]]] | None = None
@@ -169,17 +169,17 @@ class StateTransfer(ClientStates):
                 states.together[name][row] = value
         return states
 
-    def keep(self, index: int, state: State) -> None:
+    def stage(self, index: int, state: State) -> None:
         """Stage a client's state, or hold it until it returns to its owner."""
-        self._check_announced(state)
+        self._check_workers_are_known(state)
         if index in self.moves:
             self._returning[index] = state
         else:
-            super().keep(index, state)
+            super().stage(index, state)
 
-    def keep_all(self, indices: Sequence[int], states: State) -> None:
+    def stage_all(self, indices: Sequence[int], states: State) -> None:
         """Stage or hold copies of several clients' states [S, ...]."""
-        self._check_announced(states)
+        self._check_workers_are_known(states)
         staying = []
         for row, index in enumerate(indices):
             if index in self.moves:
@@ -190,14 +190,14 @@ class StateTransfer(ClientStates):
             indices = [indices[row] for row in staying]
             states = {name: value[staying] for name, value in states.items()}
         if indices:
-            super().keep_all(indices, states)
+            super().stage_all(indices, states)
 
-    def _check_announced(self, state: State) -> None:
+    def _check_workers_are_known(self, state: State) -> None:
         """Raise for a state if other processes do not know that clients keep any."""
-        if not self._is_announced:
+        if not self._workers_are_known:
             raise FederatedError(
-                f"{self.expected.method}.finish keeps {sorted(state)} without an init_client that says what a new"
-                " client has: several processes would not know where to look for it. Override init_client."
+                f"{self.expected.method}.finish keeps {sorted(state)}, and its init_client returns no state. Several"
+                " processes would not exchange it. Override init_client, so that it returns a new client's state."
             )
 
     def returning(self) -> tuple[Kinds, Sent]:

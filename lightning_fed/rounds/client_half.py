@@ -23,7 +23,7 @@ class ClientHalf(ABC):
 
     It does not depend on the server or its optimizer. A round is::
 
-        members = work.hello(drawn, round)
+        members = work.participants(drawn, round)
         work.begin(round, members)
         for task in ...:  # of each phase, from the server
             for clients in work.chunks(task, [member.index for member in members]):
@@ -60,7 +60,7 @@ class ClientHalf(ABC):
         return BatchSplit()
 
     @abstractmethod
-    def hello(
+    def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
         """Return the drawn clients that can participate, with their sizes and steps.

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from lightning_fed.callbacks.base import hears
+from lightning_fed.callbacks.base import any_uses_hook
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.datamodule import FederatedDataModule
@@ -21,13 +22,14 @@ from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, HeldSettings
+from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, SettingsSnapshot
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import stop_at
 from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans, check_lone_examples
-from lightning_fed.rounds.local_training import ClientGradients, LocalTraining, OwnSolve, prepared_for_own_solve
+from lightning_fed.rounds.local_training import ClientGradients, InnerSolve, LocalTraining, prepared_for_inner_solve
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
+from lightning_fed.server.attacks import attacked
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings
@@ -57,11 +59,13 @@ class ClientWork(ClientHalf):
     def __init__(self, engines: Sequence[Engine], plans: LocalPlans, settings: Settings) -> None:
         self.plans, self.settings = plans, settings
         self.algorithm, self.trainer = engines[0].algorithm, engines[0].trainer
+        attack = settings.attack
+        self._attackers = plans.attackers if attack is not None and attack.changes_messages else frozenset[int]()
         self._use(engines)
         if len(engines) > 1 and self.chunk_size is not None:  # both use the same number
             self._use_chunk(self.chunk_size)
         self._together = 1  # the most clients that can run at once
-        self._held: HeldSettings | None = None  # at the start of the round
+        self._snapshot: SettingsSnapshot | None = None  # at the start of the round
         self._round: RoundPlans | None = None
         self._training: list[int] = []  # the clients that must train, by stored index
         self._inputs: tuple[Task, RoundInputs] | None = None  # a task as the engine's inputs
@@ -71,13 +75,13 @@ class ClientWork(ClientHalf):
         """Run clients with these engines from now on."""
         self.engines, self.engine = engines, engines[0]
         self.may_restart = any(engine.name == "vectorized" for engine in engines)
-        self._own_solve = OwnSolve(engines[1], self.settings) if len(engines) > 1 else None
+        self._inner_solve = InnerSolve(engines[1], self.settings) if len(engines) > 1 else None
         self._gradients = ClientGradients(self.engine)
-        self._local = LocalTraining(self.engine, self.settings, self._gradients, self._own_solve)
+        self._local = LocalTraining(self.engine, self.settings, self._gradients, self._inner_solve, self._attackers)
 
     # ------------------------------------------------------------------ a round
 
-    def hello(
+    def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
         """Return the drawn clients that can participate, and plan their work from their data."""
@@ -93,8 +97,8 @@ class ClientWork(ClientHalf):
 
         With ``reads_later``, reports may be incomplete until :meth:`end_training`.
         """
-        may_undo = self.may_restart and hears(self.trainer, *CLIENT_HOOKS)
-        self._held = HeldSettings(self.engine.prepared) if may_undo else None
+        may_undo = self.may_restart and any_uses_hook(self.trainer, *CLIENT_HOOKS)
+        self._snapshot = SettingsSnapshot(self.engine.prepared) if may_undo else None
         self._training, self._inputs, self._read = [member.index for member in members], None, (set(), set())
         self._gradients.begin_round(len(members))
         self._local.begin_round(reads_later)
@@ -102,12 +106,12 @@ class ClientWork(ClientHalf):
         work = [plans.of(member.index, member.steps) for member in members]
         try:
             self.engine.begin_round(work)
-            if self._own_solve is not None:
-                self._own_solve.engine.begin_round(list(map(self._own_solve.plan, work)))
+            if self._inner_solve is not None:
+                self._inner_solve.engine.begin_round(list(map(self._inner_solve.plan, work)))
         except FederatedError as error:
             if self.settings.engine != "auto" or not self.may_restart:
                 raise
-            warnings.warn(f"engine='auto' goes on with 'sequential', since {reason_in(error)}", stacklevel=2)
+            warnings.warn(f"engine='auto' continues with 'sequential', since {reason_in(error)}", stacklevel=2)
             self.give_up()
             self.begin(round, members, reads_later)
 
@@ -176,9 +180,9 @@ class ClientWork(ClientHalf):
                 f"{how.reason} Round {round} restarts with chunk_size={size}, and the run stays with it. Set"
                 f" chunk_size={size} to start with it."
             )
-        held, self._held = self._held, None
-        if held is not None:
-            held.put_back()
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.restore()
         self.engine.flat.restore()  # hooks may have bound the parameters to another client
         if size is None:
             self.give_up()
@@ -193,7 +197,7 @@ class ClientWork(ClientHalf):
 
     def end(self) -> None:
         """Release the round and its data before the next round's data are loaded."""
-        self._round, self._inputs, self._training, self._held = None, None, [], None
+        self._round, self._inputs, self._training, self._snapshot = None, None, [], None
         self._gradients.begin_round(0)
         self._local.begin_round()
 
@@ -202,7 +206,7 @@ class ClientWork(ClientHalf):
         if task.phase == TRAIN:
             chunks = self.engine.chunks(self._work_of(task, clients))
             return [[plan.participant.index for plan in plans] for plans in chunks]
-        if task.phase == GRADIENTS and self._gradients.keeps:
+        if task.phase == GRADIENTS and self._gradients.caches:
             clients = list(dict.fromkeys([*clients, *self._training]))
         return [clients] if clients else []
 
@@ -259,6 +263,15 @@ class ClientWork(ClientHalf):
             send = {point: value[None] for point, value in gradients[0].items()}
         elif sends:
             send = {point: torch.stack([own[point] for own in gradients]) for point in self.algorithm.full_grad_at}
+        bad = [row for row, index in enumerate(indices) if index in self._attackers] if sends else []
+        if bad and len(indices) == 1:
+            send = {point: value.clone() for point, value in send.items()}  # the client's own work reads the true one
+        for row in bad:
+            assert self.settings.attack is not None
+            stream = generator(self.engine.seed, Purpose.ATTACK_ON_GRADIENTS, task.round, indices[row])
+            own = {point: value[row] for point, value in send.items()}
+            for point, value in attacked(self.settings.attack, own, stream).items():
+                send[point][row] = value
         return self._reply(task, indices, send=send, norms=self._gradients.norms_of(indices))
 
     def _answer_loss(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
@@ -288,6 +301,7 @@ class ClientWork(ClientHalf):
 
     def end_training(self) -> None:
         """Finish the work that is done once for all clients trained here in this round."""
+        self._local.put_back_settings()
         self._gradients.check()
         for engine in self.engines:
             engine.end_round()
@@ -326,13 +340,13 @@ def prepare_clients(
         chunk_before: The :attr:`ClientWork.chunk_size` before this run resumed.
     """
     settings, chunk_size = prepared.settings, chunk_before or prepared.settings.chunk_size
-    plans = LocalPlans(prepared.trainer, settings, population, clients)
+    plans = LocalPlans(prepared.trainer, settings, population, clients, prepared.seed)
     check_lstm(prepared.trainer, prepared.flat, plans.some)
     if type(prepared.trainer.datamodule).client_dataloader is not FederatedDataModule.client_dataloader:
         plans.check_counts()
     first, second = (*before, None, None)[:2]
     engines = [make_engine(engine, chunk_size, prepared, plans.some, first)]
     if prepared.algorithm.own_solve is not None:
-        other = prepared_for_own_solve(prepared)
+        other = prepared_for_inner_solve(prepared)
         engines.append(make_engine(engine, chunk_size, other, plans.some, second))
     return ClientWork(engines, plans, settings)

@@ -11,7 +11,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
-from lightning_fed.server.participation import Participant, Population
+from lightning_fed.server.learning_sampler import LossesOf
+from lightning_fed.server.participation import Participant, Population, unbiased
 from lightning_fed.server.sampling import draw
 from lightning_fed.settings.settings import Settings
 
@@ -26,11 +27,13 @@ class DrawnCohort:
         members: The clients that train, with their planned steps.
         gradient_members: The clients that compute full-batch gradients at the method's points.
         dropped: The ids of clients that were drawn to train but left out.
+        measured: The ids of clients whose loss was measured to draw the others.
     """
 
     members: Sequence[Participant] = ()
     gradient_members: Sequence[Participant] = ()
     dropped: Sequence[ClientId] = ()
+    measured: Sequence[ClientId] = ()
 
 
 class CohortSampling:
@@ -45,22 +48,38 @@ class CohortSampling:
     def __init__(self, settings: Settings, population: Population, seed: int) -> None:
         self.settings, self.population, self.seed = settings, population, seed
 
-    def draw(self, round: int, ask: Callable[[Mapping[ClientId, int]], Sequence[Participant]]) -> DrawnCohort:
+    def draw(
+        self,
+        round: int,
+        ask: Callable[[Mapping[ClientId, int]], Sequence[Participant]],
+        losses_of: LossesOf | None = None,
+    ) -> DrawnCohort:
         """Return a round's cohort.
 
         Args:
             round: The round.
             ask: Given how often each client was drawn, returns those that can participate, in this order, with their
                 sizes and steps.
+            losses_of: Measures clients for samplers that need losses.
         """
         settings, algorithm = self.settings, self.settings.algorithm
-        drawn = Counter(draw(settings.sampler, self.seed, round, self.population, self.seed))
+        measured = dict[ClientId, float]()
+
+        def once(clients: Sequence[ClientId]) -> Mapping[ClientId, float]:
+            assert losses_of is not None
+            if missing := [client_id for client_id in dict.fromkeys(clients) if client_id not in measured]:
+                measured.update(losses_of(missing))
+            return {client_id: measured[client_id] for client_id in clients if client_id in measured}
+
+        drawn = Counter(draw(settings.sampler, self.seed, round, self.population, self.seed, once))
         members = ask(drawn)
         if settings.heterogeneity is not None:  # it limits each client's steps
             epochs, planned = [settings.local_epochs or 1] * len(members), [m.steps for m in members]
             steps = settings.heterogeneity(self.seed, round, [m.index for m in members], epochs, planned)
             completed = zip(members, steps, strict=True)
             members = [replace(member, steps=done) for member, done in completed if done is not None]
+        if (chances := getattr(settings.sampler, "probabilities", None)) is not None:
+            members = unbiased(members, chances(round, self.population), self.population, settings.weighting)
         if algorithm.needs_everyone:
             self._check_everyone(members, round)
         gradient_members: Sequence[Participant] = ()
@@ -68,12 +87,13 @@ class CohortSampling:
             gradient_members = members
             if algorithm.grad_cohort != "same":
                 seed = derive_seed(self.seed, Purpose.GRADIENT_COHORT)
-                others = draw(settings.gradient_sampler, seed, round, self.population, self.seed)
+                others = draw(settings.gradient_sampler, seed, round, self.population, self.seed, once)
                 gradient_members = ask(Counter(others))
             if not gradient_members:
                 members = ()  # without the cohort's gradient there is no step
         there = {member.client_id for member in members}
-        return DrawnCohort(members, gradient_members, [client_id for client_id in drawn if client_id not in there])
+        dropped = [client_id for client_id in drawn if client_id not in there]
+        return DrawnCohort(members, gradient_members, dropped, tuple(measured))
 
     def _check_everyone(self, members: Sequence[Participant], round: int) -> None:
         """Raise if the method needs all clients with equal steps, but the cohort differs."""
@@ -92,8 +112,8 @@ class CohortSampling:
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:
     """Return the cohorts' secret seed, which privacy depends on; all processes must call it."""
     rank_zero_info(
-        f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so that the run does not"
-        " repeat itself. What is known of clients' training is not logged."
+        f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so the run does not repeat"
+        " itself. Values from clients' training are not logged."
     )
     delta, most = aggregator.delta, 1 / len(population)
     if delta >= most:

@@ -118,7 +118,7 @@ class Faults:
         for client_id, norm in outliers.items():
             self.add(
                 ClientError(
-                    f"Client {client_id!r} came back from round {self.round} with {what} of norm {norm:.3g},"
+                    f"Client {client_id!r} returned {what} of norm {norm:.3g} in round {self.round},"
                     f" {norm / middle:.3g} {times}; max_update_ratio={self.max_ratio:g} allows less. Look at its data,"
                     " clip gradients, or raise the limit.",
                     client_id,

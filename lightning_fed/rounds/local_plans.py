@@ -10,14 +10,21 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fed.callbacks.base import hears
+from lightning_fed.callbacks.base import any_uses_hook
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.batches import ClientBatches, RepeatedBatches
+from lightning_fed.data.batches.batches import (
+    ChangedBatches,
+    ClientBatches,
+    LoaderBatches,
+    RepeatedBatches,
+    TensorBatches,
+)
+from lightning_fed.data.batches.poisson import PoissonBatches
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.batch_hooks import uses_batch_hook
 from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient
@@ -32,7 +39,11 @@ _TRIED = 10  # clients whose data may fail to build before the first round
 
 
 class LocalPlans:
-    """Plans clients' work from their data."""
+    """Plans clients' work from their data.
+
+    Attributes:
+        attackers: The stored indices of the bad clients that the run simulates.
+    """
 
     def __init__(
         self,
@@ -40,9 +51,12 @@ class LocalPlans:
         settings: Settings,
         population: Population,
         clients: Sequence[ClientId] | None = None,
+        seed: int = 0,
     ) -> None:
         self.trainer, self.settings, self.population = trainer, settings, population
         self.clients: Sequence[ClientId] = population if clients is None else clients  # clients with local data
+        self.seed, attack = seed, settings.attack
+        self.attackers = frozenset[int]() if attack is None else attack.attackers(seed, population)
 
     def some(self) -> Iterator[WorkPlan]:
         """Yield the work of the first few clients that have examples, for trials."""
@@ -74,6 +88,11 @@ class RoundPlans:
     def __init__(self, plans: LocalPlans, round: int) -> None:
         self.round, self.settings, self.population = round, plans.settings, plans.population
         self._accumulated = plans.trainer.accumulate_grad_batches
+        attack = plans.settings.attack
+        self._attack = attack
+        privacy = plans.settings.client_privacy
+        self._samples, self._seed = privacy is not None and privacy.sampling == "poisson", plans.seed
+        self._attackers = plans.attackers if attack is not None and attack.changes_batches else frozenset[int]()
         self._limit, self._repeats = plans.trainer.limit_train_batches, plans.settings.algorithm.steps_per_batch
         self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
         self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
@@ -112,6 +131,12 @@ class RoundPlans:
         try:
             batches = self._batches_of(client_id)
             length = batches.num_batches() if batches.size else 0
+            if self._samples:
+                assert isinstance(batches, TensorBatches | LoaderBatches)
+                batches = PoissonBatches(batches, self._seed)
+            if self._attackers and self.population.index_of(client_id) in self._attackers:
+                assert self._attack is not None
+                batches = ChangedBatches(batches, self._attack.batch)
             if self._repeats > 1:
                 batches = RepeatedBatches(batches, self._repeats)
         except Exception as error:
@@ -194,7 +219,7 @@ def _may_set_modes(trainer: pl.Trainer) -> bool:
     return (
         is_overridden("on_train_batch_start", trainer.lightning_module, pl.LightningModule)
         or any(uses_batch_hook(callback, "on_train_batch_start") for callback in users)
-        or hears(trainer, "on_client_start")
+        or any_uses_hook(trainer, "on_client_start")
     )
 
 
@@ -234,13 +259,13 @@ def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) ->
     except ValueError as error:
         if ONE_VALUE not in str(error):
             return None
-        at_work = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        named = [(name, m) for name, m in module.named_modules() if any(m is other for other in at_work)]
+        active = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        named = [(name, m) for name, m in module.named_modules() if any(m is other for other in active)]
         return next((pair for pair in named if isinstance(pair[1], _BatchNorm)), ("a layer", module))
     except Exception:
         return None  # reported with the client's name when the client trains
     finally:
-        snapshot.put_back()
+        snapshot.restore()
     return None
 
 

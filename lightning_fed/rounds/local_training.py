@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.callbacks.base import call_round_hook, hears, reads_reports
+from lightning_fed.callbacks.base import any_uses_hook, call_round_hook, reads_reports, sets_for_clients
 from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
@@ -19,17 +19,18 @@ from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPla
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.engines.vectorized.changes import changed, marks
+from lightning_fed.engines.vectorized.client_settings import SettingsSnapshot
 from lightning_fed.rounds.failures import Isolation, stop_at
 from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.outgoing import Outgoing
-from lightning_fed.server.client_states.state import ClientState, ClientStates
+from lightning_fed.server.client_states.state import LOCAL_STEPS, ClientState, ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
-__all__ = ["ClientGradients", "LocalTraining", "OwnSolve", "prepared_for_own_solve"]
+__all__ = ["ClientGradients", "InnerSolve", "LocalTraining", "prepared_for_inner_solve"]
 
-_KEPT_BYTES = 2**30  # limit of full-batch gradients that are kept from their average to the clients' work
+_CACHE_BYTES = 2**30  # limit of full-batch gradients that are kept from their average to the clients' work
 
 
 class ClientGradients:
@@ -47,11 +48,11 @@ class ClientGradients:
     def begin_round(self, clients: int) -> None:
         """Drop the last round's gradients; ``clients`` clients will read theirs in their local work."""
         size = clients * len(self.algorithm.full_grad_at) * self.engine.flat.y.nbytes
-        self.keeps = self.algorithm.full_grad_for == "both" and size <= _KEPT_BYTES
-        self._kept: dict[int, State] = {}
+        self.caches = self.algorithm.full_grad_for == "both" and size <= _CACHE_BYTES
+        self._cached: dict[int, State] = {}
         self._norms: dict[int, dict[str, float | Tensor]] = {}
         self._unread: list[tuple[Participant, int, State]] = []  # client, round and norms by point
-        self._anew: set[int] = set()  # clients whose gradients were recomputed for the local work
+        self._recomputed: set[int] = set()  # clients whose gradients were recomputed for the local work
 
     def each(self, inputs: RoundInputs, plans: Sequence[WorkPlan]) -> Iterator[tuple[WorkPlan, State | ClientError]]:
         """Yield the clients' gradients at the method's points, or a client's error."""
@@ -62,8 +63,8 @@ class ClientGradients:
             except ClientError as error:
                 yield plan, error
                 continue
-            if self.keeps:
-                self._kept[index] = gradients
+            if self.caches:
+                self._cached[index] = gradients
             yield plan, gradients
         self.check()
 
@@ -72,20 +73,20 @@ class ClientGradients:
         if self.algorithm.full_grad_readers(inputs.round) in ("cohort", "nobody"):
             return {}
         indices = [plan.participant.index for plan in plans]
-        own = {index: self._kept[index] for index in indices if index in self._kept}
+        own = {index: self._cached[index] for index in indices if index in self._cached}
         missing = [plan for plan in plans if plan.participant.index not in own]
         for plan, answer in self.engine.each_full_gradients(inputs, missing):
             index = plan.participant.index
             own[index] = self._checked(plan, answer, inputs.round)
-            self._anew.add(index)
+            self._recomputed.add(index)
         return own
 
-    def norms_of(self, indices: Iterable[int], taken_anew: bool = False) -> dict[str, dict[int, float | Tensor]]:
+    def norms_of(self, indices: Iterable[int], recomputed: bool = False) -> dict[str, dict[int, float | Tensor]]:
         """Return the norms of clients' gradients, by point and stored index.
 
-        With ``taken_anew``, only recomputed gradients count.
+        With ``recomputed``, only recomputed gradients count.
         """
-        known = [index for index in indices if index in (self._anew if taken_anew else self._norms)]
+        known = [index for index in indices if index in (self._recomputed if recomputed else self._norms)]
         points = self.algorithm.full_grad_at if known else ()
         return {point: {index: self._norms[index][point] for index in known} for point in points}
 
@@ -111,24 +112,24 @@ class ClientGradients:
             for point, norm in found.items():
                 if not math.isfinite(norm):
                     raise ClientError(
-                        f"Client {who.client_id!r} came back from round {number} with a full-batch gradient at {point}"
+                        f"Client {who.client_id!r} returned, in round {number}, a full-batch gradient at {point}"
                         " that is not finite. Lower the learning rate, or look at its data.",
                         who.client_id,
                     )
             self._norms[who.index] = dict(found)
 
 
-def prepared_for_own_solve(prepared: PreparedModule) -> PreparedModule:
+def prepared_for_inner_solve(prepared: PreparedModule) -> PreparedModule:
     """Return the same module and optimizer, for an engine that runs the method's inner solve."""
     other = copy.copy(prepared)
     own = prepared.algorithm.own_solve
     assert own is not None
     other.algorithm = own
-    other.seed = derive_seed(prepared.seed, Purpose.OWN_SOLVE) if own.own_batches else prepared.seed
+    other.seed = derive_seed(prepared.seed, Purpose.INNER_SOLVE) if own.own_batches else prepared.seed
     return other
 
 
-class OwnSolve:
+class InnerSolve:
     """Runs :attr:`Algorithm.own_solve` for clients before their work, and updates their state.
 
     It has no other effect: its logs are discarded, and buffers are rewritten before the work.
@@ -165,7 +166,8 @@ class OwnSolve:
                 own: list[Any] = [kept[plan.participant.index] for plan in chunk]
                 result = self.engine.run(inputs, chunk, own, [{}] * len(chunk))
                 failed |= {result.participants[row].index: error for row, error in result.faults.items()}
-                for who, new in zip(result.participants, result.kept(), strict=True):
+                for who, new in zip(result.participants, result.new_states(), strict=True):
+                    new.pop(LOCAL_STEPS, None)  # it counts the steps of the client's work alone
                     kept[who.index] = {**kept[who.index], **new}
             finally:
                 undo()
@@ -180,12 +182,19 @@ class LocalTraining:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, gradients: ClientGradients, own_solve: OwnSolve | None
+        self,
+        engine: Engine,
+        settings: Settings,
+        gradients: ClientGradients,
+        inner_solve: InnerSolve | None,
+        attackers: frozenset[int] = frozenset(),
     ) -> None:
-        self.engine, self.settings, self.gradients, self.own_solve = engine, settings, gradients, own_solve
-        self.engines = [engine] if own_solve is None else [engine, own_solve.engine]
+        self.engine, self.settings, self.gradients, self.inner_solve = engine, settings, gradients, inner_solve
+        self.engines = [engine] if inner_solve is None else [engine, inner_solve.engine]
         self.trainer = engine.trainer
-        self._isolation, self._outgoing = Isolation(engine, settings.drops_failed), Outgoing(engine, settings)
+        self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
+        self._isolation = Isolation(engine, settings.drops_failed)
+        self._outgoing = Outgoing(engine, settings, attackers)
         self.begin_round()
 
     def begin_round(self, reads_later: bool = False) -> None:
@@ -194,24 +203,34 @@ class LocalTraining:
         With ``reads_later``, numbers on an accelerator may be read after all clients have trained. That is done if
         nothing reads them earlier and no client may be dropped.
         """
+        self.put_back_settings()
+        self._sets = sets_for_clients(self.trainer)
         self.result: ChunkResult | None = None
         self._ended = 0  # clients of the result whose hook has run
         self._before: Sequence[State] = []  # its clients' states before the work
-        self._hears_start = hears(self.trainer, "on_client_start")
-        self._hears_end = hears(self.trainer, "on_client_end")
+        self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
+        self._uses_end_hook = any_uses_hook(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine
-        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression
+        needs_numbers = settings.drops_failed or settings.aggregator or settings.compression or settings.client_privacy
         is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
         engine.reads_later = reads_later and is_alone and not (needs_numbers or reads_reports(self.trainer))
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 
     def _start(self, round: int, client_id: ClientId) -> None:
-        """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on."""
+        """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on.
+
+        It finds the settings that the last client's hook found, since its changes hold for that client alone.
+        """
         module = self.trainer.lightning_module
+        self.put_back_settings()
+        held = SettingsSnapshot(self.engine.prepared, with_callbacks=False) if self._sets else None
         before = marks(module) if self._has_measured else None
         call_round_hook(self.trainer, "on_client_start", round, client_id)
+        if held is not None:
+            self._held = held
+            held.keep_changed("on_client_start")
         if before is not None and (name := changed(before, marks(module))) is not None:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
@@ -220,6 +239,12 @@ class LocalTraining:
                 " Put what differs between clients into their data, set it for all clients in on_round_start, and keep"
                 " notes on clients in the callback."
             )
+
+    def put_back_settings(self) -> None:
+        """Put back what ``on_client_start`` has set for the last client, if anything."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.restore()
 
     def answer(
         self,
@@ -233,13 +258,13 @@ class LocalTraining:
 
         ``reply`` builds a reply to the task from clients and other parts; ``inputs`` is the task for the engine.
         """
-        if self._hears_start:
+        if self._uses_start_hook:
             for plan in plans:
                 client_id = plan.participant.client_id
                 self._start(task.round, client_id)
                 for engine in self.engines:
                     engine.client_started(client_id)
-        if self._hears_start or self._hears_end:
+        if self._uses_start_hook or self._uses_end_hook:
             for engine in self.engines:
                 engine.check_hooks(plans)
         failed: dict[int, ClientError] = {}
@@ -255,12 +280,12 @@ class LocalTraining:
         clients, work = [who.index for who in result.participants], {plan.participant.index: plan for plan in plans}
         examples = [num_examples(work[index]) for index in clients]
         own_examples: list[int] = []
-        if self.own_solve is not None:
-            own_examples = [num_examples(self.own_solve.plan(work[index])) for index in clients]
+        if self.inner_solve is not None:
+            own_examples = [num_examples(self.inner_solve.plan(work[index])) for index in clients]
         buffers = result.buffers
         if personal := self.engine.buffers.personal:  # these stay on the client
             buffers = [{name: value for name, value in own.items() if name not in personal} for own in buffers]
-        norms = self.gradients.norms_of(work, taken_anew=True) if self.engine.algorithm.full_grad_at else {}
+        norms = self.gradients.norms_of(work, recomputed=True) if self.engine.algorithm.full_grad_at else {}
         for at, messages in self._outgoing.of(result, self._before, task.round, states):
             others = [index for index in failed if index not in clients[at]]
             yield reply(
@@ -278,11 +303,11 @@ class LocalTraining:
     def call_end_hooks(self, clients: Sequence[ClientId]) -> None:
         """Call the callbacks' hook for clients of the last reply; see :meth:`ClientWork.call_end_hooks`."""
         result = self.result
-        if result is None or not self._hears_end:
+        if result is None or not self._uses_end_hook:
             return
         rows = {report.client_id: row for row, report in enumerate(result.reports)}
         for client_id in clients:
-            self.engine.point_to(result, rows[client_id])
+            self.engine.bind(result, rows[client_id])
             call_round_hook(self.trainer, "on_client_end", result.reports[rows[client_id]])
             self._ended += 1
             if self._ended < len(rows) - len(result.faults):  # others trained together with it
@@ -300,8 +325,8 @@ class LocalTraining:
         solvers = [state.solver for state in each] if engine.keeps_solver else [{}] * len(plans)
         own: Sequence[State] = [state.own for state in each] if together is None else together
         failed: dict[int, ClientError] = {}
-        if self.own_solve is not None:
-            own, failed = self.own_solve.run(inputs, plans, own)
+        if self.inner_solve is not None:
+            own, failed = self.inner_solve.run(inputs, plans, own)
             engine.buffers.write({**task.buffers, **buffers})
         self._before = own
         if engine.algorithm.full_grad_at:
@@ -311,7 +336,7 @@ class LocalTraining:
                 own = [engine.algorithm.begin_client(state, found[i]) for state, i in zip(own, indices, strict=True)]
                 for state, plan in zip(own, plans, strict=True):
                     if not plan.participant.steps:  # no later work would save it
-                        states.keep(plan.participant.index, ClientState(state).joined())
+                        states.stage(plan.participant.index, ClientState(state).joined())
         result = engine.run(inputs, plans, own, solvers)
         faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
         return replace(result, faults={**result.faults, **faults}) if faults else result

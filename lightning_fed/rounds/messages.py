@@ -31,6 +31,7 @@ class Task:
         cohort_grad: The cohort's mean full-batch gradients by point, once known.
         buffers: The server's buffers.
         mean_examples: The mean of n_i over the clients that have examples if the method may read it, else nan.
+        first_step: The step of the run at which local work begins, for ``local_schedule="total"``; else 0.
     """
 
     round: int
@@ -42,6 +43,7 @@ class Task:
     cohort_grad: State = field(default_factory=dict)
     buffers: State = field(default_factory=dict)
     mean_examples: float = math.nan
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class ReplyOrder:
 
     def __init__(self, clients: Iterable[int]) -> None:
         self._clients = list(clients)
-        self._place = dict(zip(self._clients, range(len(self._clients)), strict=True))
+        self._position = dict(zip(self._clients, range(len(self._clients)), strict=True))
         self._answered: set[int] = set()
         self._waiting: dict[int, Reply] = {}  # by the first position of each
         self._done: set[int] = set()  # clients whose replies have been returned
@@ -114,28 +116,28 @@ class ReplyOrder:
     def rows(self, reply: Reply) -> list[int]:
         """Return the rows of a reply in the order of the sum, without failed clients."""
         row_of = dict(zip(reply.clients, range(len(reply.clients)), strict=True))
-        ordered = sorted(row_of.keys() - reply.failed.keys(), key=self._place.__getitem__)
+        ordered = sorted(row_of.keys() - reply.failed.keys(), key=self._position.__getitem__)
         return list(map(row_of.__getitem__, ordered))
 
     def arrive(self, reply: Reply) -> list[Reply]:
         """Return the replies that can be added now that this one has arrived; duplicates are ignored."""
         clients = set(reply.clients)
         what = f"A reply to {reply.phase!r} of round {reply.round} is of"
-        if strangers := clients - self._place.keys():
+        if unexpected := clients.difference(self._position):
             raise FederatedError(
-                f"{what} the client with stored index {min(strangers)}, which was not asked. Answer for the clients"
+                f"{what} the client with stored index {min(unexpected)}, which was not asked. Answer for the clients"
                 " that the task names."
             )
         known = clients & self._answered
         if known and known != clients:
             raise FederatedError(
-                f"{what} several clients, some of which have answered before, such as the one with stored index"
+                f"{what} several clients, and some of them have answered before, such as the one with stored index"
                 f" {min(known)}. Answer for each client once."
             )
         if known or not clients:
             return []
         self._answered |= clients
-        first = min(map(self._place.__getitem__, clients))
+        first = min(map(self._position.__getitem__, clients))
         self._waiting[first] = reply if first == self._next else _copied(reply)
         ready = []
         while self._next in self._waiting:

@@ -1,15 +1,16 @@
 """A round as a sequence of phases: tasks from the server and replies from clients, up to the server's step."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.compat.private import rank_zero_info
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import Restart
+from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.assignment import StateTransfer, assign
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
@@ -17,6 +18,7 @@ from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import LOSS, TRAIN, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.learning_sampler import LossesOf
 from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, metrics_alone
 
@@ -35,23 +37,47 @@ class Rounds:
     answers for its part of it. No task is sent; sums of replies are exchanged.
 
     Attributes:
-        at_work: The server's half of the current round; None between rounds.
+        current_round: The server's half of the current round; None between rounds.
     """
 
     def __init__(self, server: Server, sampling: CohortSampling, work: ClientHalf, ranks: Ranks) -> None:
         self.server, self.sampling, self.work, self.ranks = server, sampling, work, ranks
         self.settings, self.trainer = sampling.settings, work.trainer
-        self.at_work: ServerRound | None = None
+        self.current_round: ServerRound | None = None
         self._faults, self._cohort = Faults(), DrawnCohort()
         self._restart: Restart | None = None  # of the current round, which an engine could not run
 
-    def draw(self) -> None:
-        """Draw the next round's cohort."""
+    def draw(self, losses_of: LossesOf | None = None) -> None:
+        """Draw the next round's cohort; ``losses_of`` measures clients for samplers that need losses."""
         s, number = self.settings, self.server.round
         self._faults = faults = Faults(s.drops_failed, s.max_failed_share, s.max_update_ratio, number)
-        self._cohort = self.sampling.draw(number, partial(self.work.hello, round=number, failed=faults.add))
+        ask = partial(self.work.participants, round=number, failed=faults.add)
+        self._cohort = self.sampling.draw(number, ask, losses_of and partial(self._losses, losses_of))
         if not self._cohort.members and not faults.causes and not s.is_private:
             rank_zero_info(f"Nobody takes part in round {number}: it changes nothing.")
+
+    def _losses(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> dict[ClientId, float]:
+        """Return losses of clients that have examples and do not fail; each process measures a part of them."""
+        ranks, size = self.ranks, self.sampling.population.size
+        mine = [client_id for client_id in clients[ranks.rank :: ranks.size] if size(client_id) > 0]
+        measure = losses_of  # sites are asked all at once
+        if self.work.measure_on_sites is None:
+            measure = partial(self._losses_here, losses_of)
+        with self.work.split.in_step(), metrics_alone(self.trainer):
+            parts = ranks.exchange(lambda: (measure(mine), [()] * ranks.size))
+        found = {client_id: loss for part, _ in parts for client_id, loss in part.items()}
+        return {client_id: found[client_id] for client_id in clients if client_id in found}
+
+    def _losses_here(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> Mapping[ClientId, float]:
+        """Return losses of clients, one after the other, so that an error has its client."""
+        found = dict[ClientId, float]()
+        for client_id in clients:
+            try:
+                with NamesClient(client_id, self.server.round, "its loss for the sampler", lambda: None):
+                    found.update(losses_of([client_id]))
+            except ClientError as error:
+                self._faults.add(error)
+        return found
 
     def check_batches(self) -> None:
         """Raise for clients with a batch of one example that the module cannot train on, before any trains.
@@ -88,12 +114,12 @@ class Rounds:
                 work.restart(self.server.round, self._restart)
                 undo = work.savepoint()  # the last one would keep an unused engine alive
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
-        assert self.at_work is not None
-        return self.at_work, statuses
+        assert self.current_round is not None
+        return self.current_round, statuses
 
     def leave(self) -> None:
         """Release the current round."""
-        self.at_work, self._cohort = None, DrawnCohort()
+        self.current_round, self._cohort = None, DrawnCohort()
         self.work.end()
 
     def _try(self, status: Callable[[], Status]) -> list[Status] | None:
@@ -104,7 +130,9 @@ class Rounds:
         ranks, server, split, statuses = self.ranks, self.server, self.work.split, [Status()]
         if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
             self._faults.merge(ranks.gather(self._faults.causes))
-        half = self.at_work = ServerRound(server, self.settings, self.sampling.population, self._cohort, self._faults)
+        half = self.current_round = ServerRound(
+            server, self.settings, self.sampling.population, self._cohort, self._faults
+        )
         mine, workers, transfer = list(half.members.values()), dict[int, int](), None
         states = ClientStates(server.new_client, server.clients, server.expected_state)
         if ranks.size > 1:

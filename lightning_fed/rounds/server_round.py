@@ -17,7 +17,7 @@ from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
 from lightning_fed.rounds.totals import RoundTotals
 from lightning_fed.server.aggregation.base import averaged_points
-from lightning_fed.server.aggregation.mean import Exchange
+from lightning_fed.server.aggregation.mean import Collectives
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -65,6 +65,7 @@ class ServerRound:
         self._totals = RoundTotals(server, settings, self.members, self.gradient_members, size)
         failed = map(population.index_of, faults.causes.keys() & faults.asked)
         self._totals.traffic.clients = {*self.members, *failed}
+        self._measured = tuple(map(population.index_of, cohort.measured))
         self._reports: dict[ClientId, ClientReport] = {}  # in the cohort's order, after the last phase
         self._done: list[ClientId] = []  # the clients whose messages count
         self._task: Task | None = None
@@ -95,6 +96,7 @@ class ServerRound:
             cohort_grad=self.cohort_grad,
             buffers=server.buffers,
             mean_examples=population.mean_size if knows else math.nan,
+            first_step=self.settings.first_step(server.round, server.longest_steps),
         )
         self._totals.norms = {}
         self.expect(self._task.clients)
@@ -157,7 +159,7 @@ class ServerRound:
         """Return this process's part of the phase for the other processes, without sums of vectors."""
         return {"totals": self._totals.partial(self._complete().phase), "failed": self.faults.causes}
 
-    def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Exchange | None = None) -> bool:
+    def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Collectives | None = None) -> bool:
         """Complete the phase, over all processes if given each one's :meth:`partial`.
 
         Returns:
@@ -227,21 +229,30 @@ class ServerRound:
             completed=len(done),
             refused=len(self.faults.refused),
             everyone=len(self.population) if self.algorithm.population_loss and self.members else 0,
+            measured=self._measured,
         )
-        norm = server.close_round(messages, models, self.state, self._cohort, new_buffers)
-        server.count(list(totals.reports), bytes_up, bytes_down)
+        if server.lora is not None:
+            bytes_down += server.lora.send(sorted(totals.traffic.involved), server.x)
+        norm = server.close_round(messages, models, self.state, self._cohort, new_buffers, totals.products)
+        if server.ledger is not None:
+            for index in totals.reports:
+                server.ledger.add(index, self.members[index].size, self.members[index].steps)
         reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
+        longest_steps = max([report.steps for report in reports.values()], default=0)
+        server.count(list(totals.reports), bytes_up, bytes_down, longest_steps)
         weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))
         if causes:
             failed = {i: causes[i] for i in sorted(causes, key=self.population.index_of)}
-        whole, examples = sum([weights[i] for i in done]), sum([reports[i].size for i in done])
+        whole = 1.0 if totals.is_estimate else sum([weights[i] for i in done])
+        examples = sum([reports[i].size for i in done])
+        counted = set(done)
         return RoundReport(
             round=self._cohort.round,
             cohort=tuple(reports),
             dropped=(*self._dropped, *[i for i in failed if i in self.faults.asked and i not in self._dropped]),
             sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
             steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
-            weights=MappingProxyType({i: weights[i] / whole if i in done else 0.0 for i in reports}),
+            weights=MappingProxyType({i: weights[i] / whole if i in counted else 0.0 for i in reports}),
             metrics=MappingProxyType(dict(metrics)),
             clients=MappingProxyType(reports),
             loss=sum([reports[i].loss * reports[i].size for i in done]) / examples if examples else math.nan,

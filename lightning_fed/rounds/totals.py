@@ -1,7 +1,7 @@
 """The sums of a round over clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` has all."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,8 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
 from lightning_fed.server.aggregation.base import FULL_GRAD
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange
+from lightning_fed.server.aggregation.lora import ProductSums
+from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -32,7 +33,7 @@ class RoundTotals:
     """Every sum of one round.
 
     ``update`` adds a reply. With several processes, each sends its ``partial`` to the others at the end of a phase, and
-    ``merge`` combines them. Sums of vectors use the :class:`Exchange`. ``compute`` returns the results.
+    ``merge`` combines them. Sums of vectors use the :class:`Collectives`. ``compute`` returns the results.
 
     Args:
         server: The server's state.
@@ -43,6 +44,7 @@ class RoundTotals:
 
     Attributes:
         traffic: The bytes sent.
+        products: The sums of products of adapters' changes, if a residual corrects their mean.
         norms: Norms of full-batch gradients in this phase, by point and client.
         reports: The clients' reports, by stored index.
         moved_buffers: The names of buffers that a client changed; no others are sent.
@@ -71,6 +73,8 @@ class RoundTotals:
         self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged ones
         self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
         self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
+        self.products = None if server.lora is None else ProductSums(server.lora.pairs)
+        self._lacks_changes = False  # of some clients: the drift would be that of the others
         self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
         self.norms: dict[str, dict[ClientId, float | Tensor]] = {}
         self.reports: dict[int, ClientReport] = {}
@@ -144,8 +148,8 @@ class RoundTotals:
                 send = {**send, **self.algorithm.implied(send, state)}
             except KeyError as error:
                 raise FederatedError(
-                    f"A reply leaves out {sorted(reply.implied)}, and {error} as well, from which"
-                    f" {type(self.algorithm).__name__} would work it out. Send one of them."
+                    f"A reply leaves out {sorted(reply.implied)}, and also {error}, which"
+                    f" {type(self.algorithm).__name__} needs to compute it. Send one of them."
                 ) from error
         return {name: value for name, value in send.items() if name not in self.algorithm.aside}
 
@@ -167,7 +171,12 @@ class RoundTotals:
             self.moved_buffers |= {name for name, same in zip(names, are_equal(pairs), strict=True) if not same}
         if reply.changes is not None:
             is_summed = models is not None and self._rule != "population"
-            self._drift.update(_rows(rows, reply.changes), self._messages.weights(steps, self._rule), is_summed)
+            changes, weights = _rows(rows, reply.changes), self._messages.weights(steps, self._rule)
+            self._drift.update(changes, weights, is_summed)
+            if self.products is not None:
+                self.products.update(changes, weights)
+        else:
+            self._lacks_changes = True
 
     # ------------------------------------------------------------------ merge
 
@@ -182,6 +191,7 @@ class RoundTotals:
             "buffers": self._mean_buffers,
             "moved_buffers": self.moved_buffers,
             "drift": self._drift.weight,
+            "products": None if self.products is None else self.products.partial(),
             "traffic": self.traffic,
             "examples": self._examples,
             "own_examples": self._own_examples,
@@ -190,7 +200,7 @@ class RoundTotals:
             "is_invalid": self.is_invalid,
         }
 
-    def merge(self, phase: str, partials: Sequence[Mapping[str, Any]], ranks: Exchange) -> None:
+    def merge(self, phase: str, partials: Sequence[Mapping[str, Any]], ranks: Collectives) -> None:
         """Combine every process's :meth:`partial` of the phase that ends."""
         x, parts = self.server.x, dict[str, list[Any]]()
         for partial in partials:
@@ -206,6 +216,8 @@ class RoundTotals:
         else:
             self._drift.merge(parts["drift"], ranks, x)  # first: it reads the models that this process has summed
             self._messages.merge(parts["messages"], ranks, x)
+            if self.products is not None:
+                self.products.merge(parts["products"], ranks)
             self._mean_buffers.merge(parts["buffers"])
             self.moved_buffers = {name for own in parts["moved_buffers"] for name in own}
             self.traffic.merge(parts["traffic"])
@@ -239,12 +251,12 @@ class RoundTotals:
 
         Returns:
             The averaged messages, empty without participants; the mean of the client models [P] if the message "delta"
-            is their change; the server's new buffers; and the drift, nan without participants.
+            is their change; the server's new buffers; and the drift, nan without clients or if a change is unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
             means, models = self._messages.compute(x)
-        drift = self._drift.compute() if done else math.nan
+        drift = self._drift.compute() if done and not self._lacks_changes else math.nan
         buffers = self.server.buffers
         if self.moved_buffers:  # the others keep their bits
             found = self._mean_buffers.compute(self._buffers)
@@ -254,6 +266,11 @@ class RoundTotals:
     def weights(self) -> list[float]:
         """Return all members' weights for the mean change."""
         return self._messages.weights(self.members, self._rule)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the weights need not sum to one; see :attr:`Aggregation.is_estimate`."""
+        return self._messages.is_estimate
 
     def gradients_computed(self) -> int:
         """Return the number of per-example gradients computed, including full-batch and second gradients."""
@@ -304,6 +321,11 @@ class Traffic:
         self.server, self.cohort_grad, self.gradients = set[str](), set[str](), set[str]()
         self.clients, self.gradient_clients = set[int](), set[int]()
 
+    @property
+    def involved(self) -> set[int]:
+        """The clients that receive x, by stored index."""
+        return self.clients | self.gradient_clients
+
     def update(self, reply: Reply, rows: Sequence[int]) -> None:
         """Add the messages of some rows of equal size; a tensor sent under two names counts once."""
         if reply.message_bytes is not None:
@@ -323,7 +345,14 @@ class Traffic:
         self.cohort_grad = {name for part in parts for name in part.cohort_grad}
 
     def compute(
-        self, state: State, buffers_up: int, buffers_down: int, completed: int, refused: int, everyone: int
+        self,
+        state: State,
+        buffers_up: int,
+        buffers_down: int,
+        completed: int,
+        refused: int,
+        everyone: int,
+        measured: Collection[int],
     ) -> tuple[int, int]:
         """Return the bytes up and down.
 
@@ -334,8 +363,9 @@ class Traffic:
             completed: The number of clients that replied.
             refused: The number of clients whose messages arrived but were not used.
             everyone: The number of clients that evaluate the population's loss.
+            measured: The clients that evaluated their loss for the sampler, by stored index.
         """
-        involved = self.clients | self.gradient_clients
+        involved = self.involved
         once, then = self._vector, len(self.cohort_grad) * self._vector + buffers_down
         for name, value in state.items():
             if name in self._points:
@@ -343,10 +373,10 @@ class Traffic:
             elif name in self.server:
                 then += value.nbytes
         down = len(involved) * once + len(self.clients) * then
-        down += max(0, everyone - len(involved)) * self._vector
+        down += max(everyone - len(involved), len(set(measured) - involved)) * self._vector
         gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
         messages = self._messages + self._messages // max(1, completed) * refused
-        return messages + gradients + (completed + refused) * buffers_up + everyone * 8, down
+        return messages + gradients + (completed + refused) * buffers_up + (everyone + len(measured)) * 8, down
 
 
 class Drift:
@@ -418,7 +448,7 @@ class Drift:
             if moves:
                 r.copy_(r.to(offset.device).add_(offset, alpha=1 / self.weight))
 
-    def merge(self, weights: Sequence[float], ranks: Exchange, x: Tensor) -> None:
+    def merge(self, weights: Sequence[float], ranks: Collectives, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
         models, changes = self._messages.models, None
         if models is not None:

@@ -2,6 +2,7 @@
 
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK
+from lightning_fed.server.aggregation.krum import Bulyan, Krum, MultiKrum
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.aggregation.robust import (
     CoordinateMedian,
@@ -13,8 +14,13 @@ from lightning_fed.server.aggregation.robust import (
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.asynchronous.methods import FedAsync, FedBuff
+from lightning_fed.server.attacks import Attack, LabelFlipAttack, NoiseAttack, SignFlipAttack
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.learning_sampler import LearningSampler
+from lightning_fed.server.oort import OortSampler
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
+from lightning_fed.server.power_of_choice import PowerOfChoiceSampler
 from lightning_fed.server.sampling import (
     AvailabilitySampler,
     BernoulliSampler,
@@ -22,14 +28,18 @@ from lightning_fed.server.sampling import (
     UniformSampler,
     WeightedSampler,
 )
+from lightning_fed.server.update_norms import UpdateNormSampler
 
 __all__ = [
     "QSGD",
     "Aggregator",
     "Asynchronous",
+    "Attack",
     "AvailabilitySampler",
     "BernoulliSampler",
+    "Bulyan",
     "ClientClock",
+    "ClientPrivacy",
     "Compressor",
     "CoordinateMedian",
     "DifferentialPrivacy",
@@ -41,12 +51,21 @@ __all__ = [
     "FedRMSProp",
     "FedYogi",
     "GeometricMedian",
+    "Krum",
+    "LabelFlipAttack",
+    "LearningSampler",
+    "MultiKrum",
+    "NoiseAttack",
     "NormClipping",
+    "OortSampler",
+    "PowerOfChoiceSampler",
     "RobustAggregator",
     "RoundRobinSampler",
+    "SignFlipAttack",
     "SystemsHeterogeneity",
     "TopK",
     "TrimmedMean",
     "UniformSampler",
+    "UpdateNormSampler",
     "WeightedSampler",
 ]

@@ -44,7 +44,9 @@ class SystemsHeterogeneity(ArgumentsRepr):
         FederatedError: If a value is out of range.
 
     Example:
-        >>> SystemsHeterogeneity(stragglers=0.5)(0, 0, clients=[3, 8], epochs=[4, 4], steps=[40, 40])
+        >>> SystemsHeterogeneity(stragglers=0.5)(
+        ...     0, 0, clients=[3, 8], epochs=[4, 4], steps=[40, 40]
+        ... )
         [40, 10]
     """
 

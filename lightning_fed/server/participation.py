@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
@@ -13,7 +13,7 @@ import torch
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, Weighting
 
-__all__ = ["Participant", "Participation", "Population", "no_weight", "raw_weight"]
+__all__ = ["Participant", "Participation", "Population", "no_weight", "raw_weight", "unbiased"]
 
 
 class Population(Sequence[ClientId]):
@@ -153,6 +153,8 @@ class Participant:
         size: The number of training examples, n_i.
         count: How often it was drawn. It trains once, and counts ``count`` times in a mean.
         steps: The local steps planned for it.
+        share: Its weight in a sum that is an unbiased estimate of the mean over all clients; None for the mean over the
+            cohort.
     """
 
     client_id: ClientId
@@ -160,10 +162,42 @@ class Participant:
     size: int
     count: int = 1
     steps: int = 0
+    share: float | None = None
+
+
+def unbiased(
+    members: Sequence[Participant], chances: torch.Tensor, population: Population, weighting: Weighting
+) -> list[Participant]:
+    """Return members with the share w_i / p_i of clients that were drawn independently.
+
+    Args:
+        members: The members of the cohort.
+        chances: The probabilities p_i [N] of the population's clients.
+        population: The clients of the run.
+        weighting: "examples" or "uniform", for w_i.
+    """
+    if len(chances) != len(population):
+        raise FederatedError(
+            f"The sampler's probabilities() must return a number for each of the {len(population)} clients, found"
+            f" {len(chances)}."
+        )
+    total, found = (sum(population.sizes) if weighting == "examples" else len(population)), []
+    for member in members:
+        p = float(chances[population.place_of(member.client_id)])
+        if member.count > 1 or not 0 < p <= 1:
+            raise FederatedError(
+                f"The sampler drew client {member.client_id!r} {member.count} times, and gives its probability as {p}:"
+                " a sampler with probabilities() draws a client at most once, and with a probability in (0, 1]."
+            )
+        weight = member.size if weighting == "examples" else 1
+        found.append(replace(member, share=weight / total / p))
+    return found
 
 
 def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:
     """Return a client's weight for a number of steps before normalization, times how often it was drawn."""
+    if member.share is not None:
+        return member.share
     if isinstance(weighting, str):
         return float(member.count * {"examples": member.size, "uniform": 1, "steps": steps}[weighting])
     weight = float(weighting(member.client_id, member.size, steps))

@@ -13,10 +13,12 @@ from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
+from lightning_fed.server.learning_sampler import LossesOf
 
 __all__ = [
     "AvailabilitySampler",
     "BernoulliSampler",
+    "CountingSampler",
     "RoundRobinSampler",
     "Sampler",
     "UniformSampler",
@@ -31,7 +33,7 @@ Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
 """
 
 
-class _CountingSampler(ArgumentsRepr):
+class CountingSampler(ArgumentsRepr):
     """A sampler of a fixed number or share of clients."""
 
     _positional = 1
@@ -61,7 +63,7 @@ class _CountingSampler(ArgumentsRepr):
         return k
 
 
-class UniformSampler(_CountingSampler):
+class UniformSampler(CountingSampler):
     """Draw clients uniformly without replacement.
 
     Args:
@@ -87,7 +89,7 @@ class UniformSampler(_CountingSampler):
         return _choose(k, population, generator(seed, Purpose.COHORT, round))
 
 
-class RoundRobinSampler(_CountingSampler):
+class RoundRobinSampler(CountingSampler):
     """Take clients in turn, in their stored order; all participate equally often.
 
     Args:
@@ -107,7 +109,7 @@ class RoundRobinSampler(_CountingSampler):
         return [population[(round * k + i) % n] for i in range(k)]
 
 
-class WeightedSampler(_CountingSampler):
+class WeightedSampler(CountingSampler):
     r"""Draw clients with given probabilities :math:`p_k`, by default with replacement.
 
     With ``weights="examples"`` and the run's ``weighting="uniform"``, this is the sampling of Algorithm 2 of Li et al.,
@@ -125,7 +127,9 @@ class WeightedSampler(_CountingSampler):
             positive weight.
 
     Example:
-        >>> WeightedSampler(2, weights={"a": 1.0, "b": 0.0})(seed=0, round=0, population=["a", "b"])
+        >>> WeightedSampler(2, weights={"a": 1.0, "b": 0.0})(
+        ...     seed=0, round=0, population=["a", "b"]
+        ... )
         ['a', 'a']
     """
 
@@ -201,7 +205,7 @@ class BernoulliSampler(ArgumentsRepr):
         return _active(p, population, generator(seed, Purpose.COHORT, round))
 
 
-class AvailabilitySampler(_CountingSampler):
+class AvailabilitySampler(CountingSampler):
     """Draw uniformly among the clients that are available at the time of day.
 
     Every client has a longitude, a function of (seed, client). Its probability of being available in a round varies
@@ -241,12 +245,25 @@ class AvailabilitySampler(_CountingSampler):
         return _choose(min(self.count(len(population)), len(available)), available, stream)
 
 
-def draw(sampler: Sampler, seed: int, round: int, population: Sequence[ClientId], run_seed: int) -> list[ClientId]:
-    """Call a sampler of two or three arguments; ``seed`` may differ from the run's seed."""
+def draw(
+    sampler: Sampler,
+    seed: int,
+    round: int,
+    population: Sequence[ClientId],
+    run_seed: int,
+    losses_of: LossesOf | None = None,
+) -> list[ClientId]:
+    """Call a sampler of two or three arguments, or four if it needs losses; ``seed`` may differ from the run's seed."""
     is_own = type(sampler).__call__ is not AvailabilitySampler.__call__  # a subclass may override it
     if isinstance(sampler, AvailabilitySampler) and not is_own:
         return sampler.cohort(seed, round, population, run_seed)
-    cohort = sampler(seed, round, population) if _takes_population(sampler) else sampler(seed, round)
+    if (needs := getattr(sampler, "needs_losses_of", None)) is not None:
+        asked = list(needs(seed, round, population))
+        assert losses_of is not None or not asked
+        losses = {} if losses_of is None or not asked else losses_of(asked)
+        cohort = sampler(seed, round, population, losses)
+    else:
+        cohort = sampler(seed, round, population) if _takes_population(sampler) else sampler(seed, round)
     if isinstance(cohort, str) or not hasattr(cohort, "__iter__"):
         raise FederatedError(f"The sampler must return a list of client ids, found {cohort!r} in round {round}.")
     return [i.item() if hasattr(i, "item") else i for i in cohort]

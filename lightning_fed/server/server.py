@@ -15,7 +15,9 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
-from lightning_fed.server.client_states.state import PERSONAL, ExpectedState
+from lightning_fed.server.aggregation.lora import ExactLora, ProductSums, lora_needs_mean
+from lightning_fed.server.client_privacy import PrivacyLedger
+from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 from lightning_fed.server.participation import Participation
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
@@ -75,9 +77,13 @@ class Server:
         self.buffers: State = {}
         self.kept_buffers: frozenset[str] = frozenset()  # buffers that clients keep
         self.moved_buffers: set[str] = set()  # buffers that differ from the module's initial ones
+        self.lora: ExactLora | None = None  # with lora="exact"
         self.bytes_up = 0
         self.bytes_down = 0
+        self.counts_steps = False  # whether clients keep the number of their local steps
+        self.longest_steps: int | None = 0  # sum over rounds of the most local steps of a client; None if unknown
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
+        self.ledger: PrivacyLedger | None = None  # of record-level privacy
         self._participation = Participation(len(ids))
         self._options: dict[str, Any] | None = algorithm.options()  # compared after the first round, then None
 
@@ -91,7 +97,7 @@ class Server:
         """The number of clients that have participated."""
         return len(self._participation)
 
-    def shown(self) -> Vector:
+    def evaluation_x(self) -> Vector:
         """Return the parameters [P] used for validation and checkpoints."""
         return self.algorithm.evaluate_at(self.x, self.state)
 
@@ -103,6 +109,7 @@ class Server:
     def new_client(self) -> State:
         """Return the state of a client that has not participated yet."""
         own = {PERSONAL: self.personal} if self.personal.numel() else {}
+        own |= {LOCAL_STEPS: torch.tensor(0)} if self.counts_steps else {}
         x = self.start if self.algorithm.init_client_at_start else self.x
         return {**self.algorithm.init_client(x), **own}
 
@@ -116,9 +123,17 @@ class Server:
     def client_state(self, index: int) -> State:
         """Return a client's state, a new one if it has not participated yet."""
         kept = self.clients.get(index)
-        return self.new_client() if kept is None else self.expected_state.placed(kept)
+        return self.new_client() if kept is None else self.expected_state.to_device(kept)
 
-    def close_round(self, mean: State, models: Vector | None, state: State, cohort: Cohort, buffers: State) -> float:
+    def close_round(
+        self,
+        mean: State,
+        models: Vector | None,
+        state: State,
+        cohort: Cohort,
+        buffers: State,
+        products: ProductSums | None = None,
+    ) -> float:
         """Take the server's step, keep the round's states, and return the Euclidean norm of the step.
 
         Args:
@@ -127,6 +142,7 @@ class Server:
             state: The server state in use during the round.
             cohort: The facts about the cohort that the method may read.
             buffers: The new server buffers.
+            products: The sums of products of adapters' changes, with lora="exact".
         """
         norm = 0.0
         if mean:
@@ -138,7 +154,12 @@ class Server:
                     f" found {type(found).__name__}. Return mean['delta'], server to leave both as they are."
                 )
             direction, state = found
-            self.step.step(direction, models if direction is mean.get("delta") else None)
+            models = models if direction is mean.get("delta") else None
+            if self.lora is not None and not (models is not None and self.step.takes_mean):
+                raise FederatedError(lora_needs_mean(f"{self.algorithm!r} does more"))
+            self.step.step(direction, models)
+            if self.lora is not None and products is not None:
+                self.lora.close_round(before, self.x, products)
             norm = _distance(self.x, before)
         self.state = {name: value.detach() for name, value in state.items()}
         if buffers is not self.buffers:
@@ -168,9 +189,11 @@ class Server:
         self.moved_buffers |= {name for name, is_same in zip(self.buffers, same, strict=True) if not is_same}
         self.buffers = buffers
 
-    def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int) -> None:
-        """Add a round to the run's totals: participating clients, bytes up and down."""
+    def count(self, indices: Sequence[int], bytes_up: int, bytes_down: int, longest_steps: int = 0) -> None:
+        """Add a round to the run's totals: participating clients, bytes up and down, the most steps of a client."""
         self._participation.add(indices)
+        if self.longest_steps is not None:
+            self.longest_steps += longest_steps
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
@@ -201,6 +224,9 @@ class Server:
             "moved_buffers": sorted(self.moved_buffers),
             "seen": self._participation.saved(),
             "bytes": [self.bytes_up, self.bytes_down],
+            **({} if self.lora is None else {"lora": self.lora.state_dict()}),
+            "longest_steps": self.longest_steps,
+            **({} if self.ledger is None else {"ledger": self.ledger.saved()}),
         }
 
     def load_state_dict(
@@ -250,6 +276,12 @@ class Server:
         self.moved_buffers = {name for name in saved["moved_buffers"] if name in self.buffers}
         self._participation.load(saved["seen"])
         self.bytes_up, self.bytes_down = saved["bytes"]
+        if self.lora is not None:
+            self.lora.load_state_dict(saved["lora"], origin)
+        longest = saved.get("longest_steps")  # absent in checkpoints of earlier versions
+        self.longest_steps = None if longest is None else int(longest)
+        if self.ledger is not None:  # the settings have been compared, so the other run had one too
+            self.ledger.load(saved["ledger"])
 
 
 _IDENTITY = {"algorithm": "method", "options": "method options", "clients": "client list", "seed": "seed"}

@@ -73,20 +73,19 @@ class ServerStep:
                 f" {type(self.scheduler).__name__}. Pass a callable such as functools.partial(StepLR, step_size=100)."
             )
 
+    @property
+    def takes_mean(self) -> bool:
+        """Whether the optimizer is plain SGD with rate one, whose step along the mean change is the mean model."""
+        (group, *others) = self.optimizer.param_groups
+        return is_plain_sgd(self.optimizer) and not others and group["lr"] == 1 and not group["weight_decay"]
+
     def step(self, direction: Vector, models: Vector | None) -> None:
         """Move ``x`` along a direction [P].
 
         ``models`` is the mean of the client models if ``direction`` equals ``models - x``. Plain SGD with rate one then
         sets ``x`` to it, without the rounding of ``x + (mean - x)``.
         """
-        (group, *others) = self.optimizer.param_groups
-        if (
-            models is not None
-            and is_plain_sgd(self.optimizer)
-            and not others
-            and group["lr"] == 1
-            and not group["weight_decay"]
-        ):
+        if models is not None and self.takes_mean:
             self.x.copy_(models)
             return
         for p, g in zip(self.params, self.layout.views(-direction), strict=True):

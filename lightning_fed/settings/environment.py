@@ -51,12 +51,12 @@ def defaults_of_environment(make: Init) -> Init:
         if not used:
             make(self, **given)
             return
-        told = ", ".join(f"{name}={value!r}" for name, value in used.items())
+        listed = ", ".join(f"{name}={value!r}" for name, value in used.items())
         try:
             make(self, **used, **given)
         except FederatedError as error:
-            raise FederatedError(f"{error} The environment ({_PREFIX}...) sets {told}.") from error
-        rank_zero_info(f"Arguments of the trainer from the environment ({_PREFIX}...): {told}.")
+            raise FederatedError(f"{error} The environment ({_PREFIX}...) sets {listed}.") from error
+        rank_zero_info(f"Arguments of the trainer from the environment ({_PREFIX}...): {listed}.")
 
     return cast(Init, call)
 

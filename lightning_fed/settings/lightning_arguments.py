@@ -15,7 +15,7 @@ from torch._dynamo import OptimizedModule
 
 from lightning_fed.compat.package import pl, refuse_foreign
 from lightning_fed.compat.private import MisconfigurationException
-from lightning_fed.core.arguments import check_flags, check_paths, finite, shown
+from lightning_fed.core.arguments import check_flags, check_paths, finite, format_value
 from lightning_fed.core.errors import FederatedError
 
 __all__ = ["as_callbacks", "check_call", "check_trainer_arguments", "checked", "refusals_of_lightning"]
@@ -54,7 +54,9 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
             hint = f" Did you mean {close[0]}?" if close else ""
             raise FederatedError(f"FederatedTrainer has no argument {name!r}.{hint}")
         if name not in _ELSEWHERE and not _fits(value, hints[name]):
-            raise FederatedError(f"FederatedTrainer({name}={shown(value)}): {name} must be {_describe(hints[name])}.")
+            raise FederatedError(
+                f"FederatedTrainer({name}={format_value(value)}): {name} must be {_describe(hints[name])}."
+            )
         least = _LEAST.get(name)
         if least is not None and value is not None and value < least:
             raise FederatedError(f"FederatedTrainer({name}={value!r}): {name} must be at least {least:g}.")
@@ -66,8 +68,8 @@ def as_callbacks(callbacks: Any) -> list[pl.Callback]:
     refuse_foreign(given)
     if not isinstance(given, list | tuple) or not all(isinstance(callback, pl.Callback) for callback in given):
         raise FederatedError(
-            f"FederatedTrainer(callbacks={shown(callbacks)}): callbacks must be a Callback or a list of Callbacks,"
-            " instances and not classes."
+            f"FederatedTrainer(callbacks={format_value(callbacks)}): callbacks must be a Callback or a list of"
+            " Callbacks, instances and not classes."
         )
     return list(given)
 
@@ -97,8 +99,8 @@ def _unlike_a_script(refusal: str) -> str:
         return ""
     ours = "ddp_notebook" if found[1].startswith("ddp") else "clients_fork"
     return (
-        f"strategy={found[1]!r} starts the script once per process, and a notebook is no script. Set strategy={ours!r},"
-        " which forks the notebook's process, or run a script."
+        f"strategy={found[1]!r} starts the script once per process, and a notebook is not a script. Set"
+        f" strategy={ours!r}, which forks the notebook's process, or run a script."
     )
 
 
@@ -198,9 +200,11 @@ def check_call(
     found = model if model is not None or stage == "fit" else trainer.lightning_module
     if not isinstance(found, (pl.LightningModule, OptimizedModule)):
         made = f"; write {found.__name__}()" if isinstance(found, type) else ""
-        raise FederatedError(f"{owner}(model={shown(found)}): model must be a LightningModule{made}.")
+        raise FederatedError(f"{owner}(model={format_value(found)}): model must be a LightningModule{made}.")
     if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
-        raise FederatedError(f"{owner}(datamodule={shown(datamodule)}): datamodule must be a LightningDataModule.")
+        raise FederatedError(
+            f"{owner}(datamodule={format_value(datamodule)}): datamodule must be a LightningDataModule."
+        )
     if ckpt_path is not None:
         check_paths(owner, ckpt_path=ckpt_path)
     if weights_only is not None:
@@ -209,7 +213,9 @@ def check_call(
         return
     is_data = isinstance(dataloaders, Iterable) and not isinstance(dataloaders, (str, bytes, type))
     if dataloaders is not None and not is_data and not isinstance(dataloaders, pl.LightningDataModule):
-        raise FederatedError(f"{owner}(dataloaders={shown(dataloaders)}): pass a data module, or loaders of batches.")
+        raise FederatedError(
+            f"{owner}(dataloaders={format_value(dataloaders)}): pass a data module, or loaders of batches."
+        )
     hook = _LOADERS[stage]
     has_own = model is not None and getattr(type(model), hook, None) is not getattr(pl.LightningModule, hook)
     if dataloaders is None and datamodule is None and model is not None and not has_own:

@@ -34,7 +34,7 @@ def check_method(algorithm: Algorithm) -> None:
     for key in sorted(own - set(_HOOKS)):
         close = get_close_matches(key, _HOOKS, n=1, cutoff=0.85)
         if close and callable(getattr(algorithm, key)) and not key.startswith("_"):
-            rank_zero_warn(f"{name}.{key} is no hook of a method, and nobody calls it. Did you mean {close[0]}?")
+            rank_zero_warn(f"{name}.{key} is not a hook of a method, and nothing calls it. Did you mean {close[0]}?")
     hooks = [hook for hook in _HOOKS if algorithm.overrides(hook) and callable(getattr(Algorithm, hook))]
     for hook in hooks:
         wanted, has = list(signature(getattr(Algorithm, hook)).parameters)[1:], signature(getattr(algorithm, hook))

@@ -13,6 +13,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
+from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.server.aggregation.base import Aggregator
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_buffers",
     "check_module",
     "check_optimization",
+    "check_schedules",
     "no_federated_data",
 ]
 
@@ -49,13 +51,13 @@ def check_module(trainer: pl.Trainer) -> None:
         raise no_federated_data(trainer.datamodule)
     if type(trainer.datamodule).train_dataloader is not FederatedDataModule.train_dataloader:
         raise FederatedError(
-            f"{type(trainer.datamodule).__name__} overrides train_dataloader, which no round asks for: every client has"
-            " a loader of its own. Override client_dataset(client_id), or client_dataloader(client_id, generator), or"
-            " pass collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
+            f"{type(trainer.datamodule).__name__} overrides train_dataloader, which no round calls: every client has"
+            " its own loader. Override client_dataset(client_id), or client_dataloader(client_id, generator), or pass"
+            " collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
         )
     if not module.automatic_optimization:
         raise FederatedError(
-            f"{name} uses manual optimization, where no correction can be injected between backward and step."
+            f"{name} uses manual optimization, so the method cannot correct the gradient between backward and step."
             " Remove `self.automatic_optimization = False` and return the loss from training_step."
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -73,8 +75,8 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
             raise FederatedError(
-                f"{name} ({type(layer).__name__}) normalises by the statistics of a batch, of which processes see"
-                " parts with strategy='ddp': results would depend on their number. Use GroupNorm, or"
+                f"{name} ({type(layer).__name__}) normalises by the statistics of a batch, and with strategy='ddp' each"
+                " process has a part of the batch: results would depend on the number of processes. Use GroupNorm, or"
                 " strategy='clients', which leaves batches whole."
             )
 
@@ -84,9 +86,9 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
     sent = [name for name in buffers.server if name not in buffers.personal]
     if buffers.mode != "server" and sent:
         raise FederatedError(
-            f"aggregator={aggregator!r} does not go with buffers={buffers.mode!r}: it does not stand in for"
-            f" the mean of buffers such as {sent[0]!r}. Set buffers='server', or use layers without"
-            " running statistics, such as GroupNorm."
+            f"aggregator={aggregator!r} cannot be combined with buffers={buffers.mode!r}: it does not replace the mean"
+            f" of buffers such as {sent[0]!r}. Set buffers='server', or use layers without running statistics, such as"
+            " GroupNorm."
         )
 
 
@@ -98,21 +100,14 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
         algorithm: The method.
 
     Raises:
-        FederatedError: If there is no optimizer, it does not support corrections, a schedule steps within a client, or
-            both the method and the optimizer precondition gradients.
+        FederatedError: If there is no optimizer, it does not support corrections, or both the method and the optimizer
+            precondition gradients.
     """
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
     (optimizer,) = trainer.optimizers  # Lightning has already rejected several
     if type(optimizer).__name__ == "_MockOptimizer":
         raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
     refuse_unsupported(optimizer, f"{name}: the local optimizer")
-    for config in trainer.lr_scheduler_configs:
-        if config.interval != "epoch":
-            raise FederatedError(
-                f"The LR scheduler {type(config.scheduler).__name__} has interval={config.interval!r}: a schedule over"
-                " the local steps of one client would start anew in every round. Use interval='epoch' (the default):"
-                " it is then stepped once a round."
-            )
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(
@@ -121,3 +116,45 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
             " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
         )
     return optimizer
+
+
+def check_schedules(trainer: pl.Trainer, local_schedule: LocalScheduleMode | None) -> None:
+    """Raise for schedules by local step without the trainer's choice of their count, or the choice without them.
+
+    Args:
+        trainer: The trainer, whose strategy has set up optimizers and schedules.
+        local_schedule: The trainer's ``local_schedule``.
+
+    Raises:
+        FederatedError: With the schedule at fault, and the values to choose from.
+    """
+    by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+    by_round = [config for config in trainer.lr_scheduler_configs if config.interval != "step"]
+    if not by_step and local_schedule is not None:
+        names = ", ".join(type(config.scheduler).__name__ for config in by_round)
+        found = f"{names}, which steps once a round" if names else "no schedule"
+        raise FederatedError(
+            f"local_schedule={local_schedule!r} is for schedules with interval='step', and"
+            f" {type(trainer.lightning_module).__name__}.configure_optimizers() returns"
+            f" {found}. Leave local_schedule unset, or return {{'scheduler': ..., 'interval': 'step'}}."
+        )
+    if not by_step:
+        return
+    name = type(by_step[0].scheduler).__name__
+    if local_schedule is None:
+        raise FederatedError(
+            f"The LR scheduler {name} has interval='step': it steps after each local step, and clients take theirs in"
+            " every round from the start. Choose what it counts: local_schedule='restart' (the steps of a client in the"
+            " round), 'continue' (the client's own steps in all its rounds) or 'total' (the steps of the run). Or use"
+            " interval='epoch' (the default): it is then stepped once a round."
+        )
+    if by_round:
+        raise FederatedError(
+            f"{name} steps by local step and {type(by_round[0].scheduler).__name__} by round: both change the rates of"
+            " one local optimizer, and the result would depend on the order of clients. Use one interval for all."
+        )
+    if any(config.reduce_on_plateau for config in by_step):
+        raise FederatedError(
+            f"{name} follows a metric, and has interval='step': no metric is known between local steps. Use"
+            " interval='epoch' (the default): it is then stepped once a round."
+        )

@@ -1,5 +1,6 @@
 """The settings of a federated run: the trainer's arguments, checked and completed."""
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,12 +13,16 @@ from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.core.arguments import check_patterns
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, Origin
-from lightning_fed.core.types import Weighting
-from lightning_fed.server.aggregation.base import Aggregator
+from lightning_fed.core.types import LocalScheduleMode, Weighting
+from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.compression import Compressor
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
+from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.attacks import Attack
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.learning_sampler import learns
 from lightning_fed.server.sampling import Sampler, UniformSampler
 from lightning_fed.server.server import resolve_weighting
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
@@ -36,6 +41,8 @@ class Settings:
 
     Attributes:
         seed_is_given: Whether the seed is the trainer's argument rather than that of ``seed_everything``.
+        sampler_learns: Whether the sampler reads reports; :attr:`sampler` is then a copy of the user's.
+        sampler_start: The state of such a sampler at the start of a run.
 
     Raises:
         FederatedError: With the argument, the found value and the allowed ones.
@@ -43,9 +50,11 @@ class Settings:
 
     algorithm: Algorithm
     personal: Sequence[str]
+    lora: Literal["separate", "frozen_a", "exact"]
     clients_per_round: int | float | None
     local_epochs: int | None
     local_steps: int | None
+    local_schedule: LocalScheduleMode | None
     server_optimizer: ServerOptimizerFactory
     server_lr_scheduler: ServerSchedulerFactory | None
     heterogeneity: SystemsHeterogeneity | None
@@ -53,6 +62,8 @@ class Settings:
     gradient_sampler: Sampler
     weighting: Weighting
     aggregator: Aggregator | None
+    attack: Attack | None
+    client_privacy: ClientPrivacy | None
     asynchronous: Asynchronous | None
     compression: Compressor | None
     engine: Literal["sequential", "vectorized", "auto"]
@@ -67,6 +78,8 @@ class Settings:
     max_failed_share: float
     max_update_ratio: float | None
     seed_is_given: bool = field(init=False)
+    sampler_learns: bool = field(init=False)
+    sampler_start: dict[str, Any] = field(init=False)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Settings":
@@ -87,10 +100,13 @@ class Settings:
         self._check_choices()
         self._check_chunk_size()
         self._check_local_work()
+        self._check_local_schedule()
         self._check_failures()
         self._check_callables()
         self._check_participation()
+        self._check_lora()
         self._settle_messages()
+        self._settle_learning()
         self._set(client_states_dir=self._folder())
 
     def _set(self, **values: Any) -> None:
@@ -118,6 +134,7 @@ class Settings:
         """True if clients are known to keep any state from round to round."""
         feeds_back = self.compression is not None and self.compression.error_feedback
         is_asked = self.keeps_solver or self.buffers == "local" or self.has_personal_parameters
+        is_asked = is_asked or self.local_schedule == "continue"
         return self.algorithm.overrides("init_client") or is_asked or feeds_back
 
     @property
@@ -143,12 +160,33 @@ class Settings:
             return -(-num_batches // accumulated) * self.local_epochs
         return self.local_steps or 0
 
+    def first_step(self, round: int, longest_steps: int | None) -> int:
+        """Return the run's step at which the clients of a round begin, if their schedule counts steps of the run.
+
+        Args:
+            round: The round, from 0.
+            longest_steps: The sum over the earlier rounds of the most steps that a client took; None if unknown.
+        """
+        if self.local_schedule != "total":
+            return 0
+        if self.local_steps is not None:
+            return round * self.local_steps
+        if longest_steps is None:
+            raise FederatedError(
+                "local_schedule='total' with local_epochs needs the steps of the earlier rounds, and the checkpoint is"
+                " of an earlier version, which did not count them. Set local_steps instead, or start from its weights"
+                " alone: Model.load_from_checkpoint(path), then fit without ckpt_path."
+            )
+        return longest_steps
+
     # ------------------------------------------------------------------ checkpoints' notes of settings
 
     def transport(self) -> dict[str, str]:
         """Return the settings for combining messages, for checkpoints."""
         noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
+        noted |= {"client_privacy": repr(self.client_privacy)} if self.client_privacy else {}
         noted |= {"personal": repr(list(self.personal))} if self.personal else {}
+        noted |= {"lora": repr(self.lora)} if self.lora != "separate" else {}
         # privacy accounting depends on the sampler's probability
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
@@ -171,7 +209,7 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling and local work, for checkpoints."""
-        names = ("local_epochs", "local_steps", "sampler", "heterogeneity")
+        names = ("local_epochs", "local_steps", "local_schedule", "sampler", "heterogeneity", "attack")
         return {name: _named(getattr(self, name)) for name in names}
 
     # ------------------------------------------------------------------ checks
@@ -189,8 +227,8 @@ class Settings:
                 raise FederatedError(f"{one.name} must be one of {allowed}, found {chosen!r}.")
         if self.keeps_solver and self.algorithm.uses_solver_state:
             raise FederatedError(
-                f"local_optimizer_state='keep' does not go with {self.algorithm!r}, which loads the server's statistics"
-                " into the local optimizer before every step. Leave it at 'reset'."
+                f"local_optimizer_state='keep' cannot be combined with {self.algorithm!r}, which loads the server's"
+                " statistics into the local optimizer before every step. Leave it at 'reset'."
             )
         if self.keeps_solver:
             self._check_has_local_work("local_optimizer_state", "Leave it at 'reset'.")
@@ -233,6 +271,20 @@ class Settings:
                 " local_steps (optimizer steps)."
             )
 
+    def _check_local_schedule(self) -> None:
+        allowed, chosen = get_args(LocalScheduleMode), self.local_schedule
+        if chosen is None:
+            return
+        if chosen not in allowed:
+            raise FederatedError(f"local_schedule must be one of {allowed}, or None, found {chosen!r}.")
+        self._check_has_local_work("local_schedule")
+        if chosen == "total" and self.local_steps is None and isinstance(self.aggregator, DifferentialPrivacy):
+            raise FederatedError(
+                f"local_schedule='total' with local_epochs cannot be combined with aggregator={self.aggregator!r}: the"
+                " rates would reveal the size of the largest client of each round, which the accounting leaves out. Set"
+                " local_steps instead, or use local_schedule='restart'."
+            )
+
     def _check_failures(self) -> None:
         share, ratio = self.max_failed_share, self.max_update_ratio
         if not _is_number(share) or not 0 < share <= 1:
@@ -255,6 +307,19 @@ class Settings:
             if isinstance(value, type) and not name.startswith("server_"):
                 raise FederatedError(f"{name}={value.__name__} is a class: make one, as in {value.__name__}(...).")
 
+    def _check_lora(self) -> None:
+        if self.lora != "exact":
+            return
+        for name in ("aggregator", "asynchronous", "compression"):
+            if (value := getattr(self, name)) is not None:
+                raise FederatedError(lora_needs_mean(f"{name}={value!r} changes it"))
+        if self.attack is not None and self.attack.changes_messages:
+            raise FederatedError(lora_needs_mean(f"attack={self.attack!r} changes what clients send"))
+        if getattr(self.sampler, "probabilities", None) is not None:
+            raise FederatedError(lora_needs_mean(f"sampler={self.sampler!r} makes an estimate of it"))
+        if self.algorithm.population_loss or not takes_mean_model(self.algorithm):
+            raise FederatedError(lora_needs_mean(f"{self.algorithm!r} does more"))
+
     def _check_participation(self) -> None:
         if self.sampler is not None and self.clients_per_round is not None:
             raise FederatedError(
@@ -266,8 +331,8 @@ class Settings:
         if self.gradient_sampler is not None and not has_own_cohort:
             own = ", or choose grad_cohort='own'" if "grad_cohort" in method.options() else ""
             raise FederatedError(
-                f"gradient_sampler={self.gradient_sampler!r} does not apply to {method!r}, which averages no gradients"
-                f" over a cohort of their own. Leave it unset{own}."
+                f"gradient_sampler={self.gradient_sampler!r} does not apply to {method!r}, which does not average"
+                f" gradients over their own cohort. Leave it unset{own}."
             )
         if self.heterogeneity is not None:
             self._check_has_local_work("heterogeneity")
@@ -293,8 +358,52 @@ class Settings:
         self._set(gradient_sampler=sampler if self.gradient_sampler is None else self.gradient_sampler)
         if self.is_private:
             self._check_private()
+        if self.attack is not None and not isinstance(self.attack, Attack):
+            raise FederatedError(f"attack must be an Attack such as SignFlipAttack(0.2), found {self.attack!r}.")
+        if self.client_privacy is not None:
+            self._check_client_privacy()
         if self.compression is not None and not isinstance(self.compression, Compressor):
             raise FederatedError(f"compression must be a Compressor such as TopK(0.01), found {self.compression!r}.")
+
+    def _settle_learning(self) -> None:
+        """Copy a sampler that learns, which is the run's, and check what goes with a sampler that has probabilities."""
+        sampler: Any = self.sampler
+        is_learning, start = learns(sampler), dict[str, Any]()
+        if self.gradient_sampler is not sampler and learns(self.gradient_sampler):
+            raise FederatedError(
+                f"gradient_sampler={self.gradient_sampler!r} learns from reports, which only clients that train send."
+                " Pass it as sampler, or a gradient_sampler that does not learn."
+            )
+        if is_learning:
+            own = copy.deepcopy(sampler)
+            start = copy.deepcopy(own.state_dict())
+            self._set(gradient_sampler=own if self.gradient_sampler is sampler else self.gradient_sampler, sampler=own)
+        self._set(sampler_learns=is_learning, sampler_start=start)
+        if hasattr(sampler, "probabilities"):
+            self._check_estimate()
+
+    def _check_estimate(self) -> None:
+        """Raise if the sum over the cohort would not be an unbiased estimate of the mean over all clients."""
+        method, who = self.algorithm, f"sampler={self.sampler!r} weights clients by their probabilities, and so"
+        if dict(method.reduces) != {"delta": "weighting"} or averaged_points(method):
+            raise FederatedError(
+                f"{who} cannot be combined with {method!r}, whose clients send {dict(method.reduces)}: the estimate is"
+                " made for the weighted mean of the models' changes alone. Use a method such as FedAvg or FedProx."
+            )
+        if self.weighting not in ("examples", "uniform"):
+            raise FederatedError(
+                f"{who} cannot be combined with weighting={self.weighting!r}, which is unknown for clients outside the"
+                " cohort. Set 'examples' or 'uniform'."
+            )
+        reasons = {
+            "aggregator": "is no weighted sum",
+            "heterogeneity": "may drop clients that were drawn, or some of their work",
+            "on_client_error": "drops clients that were drawn",
+        }
+        for name, reason in reasons.items():
+            if (value := getattr(self, name)) not in (None, "raise"):
+                remedy = "Leave it at 'raise'." if value == "drop" else "Leave it unset."
+                raise FederatedError(f"{who} cannot be combined with {name}={value!r}, which {reason}. {remedy}")
 
     def _check_asynchronous(self) -> None:
         if not isinstance(self.asynchronous, Asynchronous):
@@ -305,8 +414,9 @@ class Settings:
         for name in ("clients_per_round", "sampler", "aggregator", "heterogeneity", "on_client_error"):
             if (value := getattr(self, name)) not in (None, "raise"):
                 raise FederatedError(
-                    f"{name}={value!r} does not go with asynchronous={type(self.asynchronous).__name__}(...), which"
-                    " says who begins when, how long clients take and how their answers count. Leave it unset."
+                    f"{name}={value!r} cannot be combined with asynchronous={type(self.asynchronous).__name__}(...),"
+                    " which determines who begins when, how long clients take and how their answers count. Leave it"
+                    " unset."
                 )
 
     def _check_private(self) -> None:
@@ -321,8 +431,42 @@ class Settings:
             if (value := getattr(self, name)) not in (None, "raise"):
                 remedy = "Leave it at 'raise'." if value == "drop" else "Leave it unset."
                 raise FederatedError(
-                    f"{name}={value!r} does not go with aggregator={self.aggregator!r}{reason}. {remedy}"
+                    f"{name}={value!r} cannot be combined with aggregator={self.aggregator!r}{reason}. {remedy}"
                 )
+
+    def _check_client_privacy(self) -> None:
+        privacy, method = self.client_privacy, self.algorithm
+        if not isinstance(privacy, ClientPrivacy):
+            raise FederatedError(
+                "client_privacy must be a ClientPrivacy such as ClientPrivacy(noise_multiplier=1.0, max_grad_norm=1.0),"
+                f" found {privacy!r}."
+            )
+        accountant("ClientPrivacy")  # raises without Opacus
+        unnoised = {
+            "whose clients take no local steps": not method.local_work,
+            "whose clients compute full-batch gradients, without noise": bool(method.full_grad_at),
+            "whose clients send losses, without noise": method.population_loss,
+            "which takes a second gradient on every batch": method.anchor_at is not None or method.looks_ahead,
+            "which takes several steps on every batch": method.steps_per_batch > 1,
+            "whose clients train a second model on their data": method.own_solve is not None,
+        }
+        if (use := next((use for use, holds in unnoised.items() if holds), None)) is not None:
+            raise FederatedError(
+                f"client_privacy={privacy!r} cannot be combined with {method!r}, {use}. Use a method that reads data"
+                " through one gradient per step only, such as FedAvg, FedProx or Scaffold(option='ii')."
+            )
+        reasons = {
+            "engine='vectorized'": (self.engine == "vectorized", "runs no single examples. Set engine='sequential'"),
+            "asynchronous=...": (self.asynchronous is not None, "does not count what a client spends. Leave it unset"),
+            "on_client_error='drop'": (self.drops_failed, "depends on clients' data. Leave it at 'raise'"),
+            f"sampler={self.sampler!r}": (
+                learns(self.sampler) or hasattr(self.sampler, "needs_losses_of"),
+                "chooses clients by losses or reports, to which no noise is added. Use another sampler",
+            ),
+        }
+        for name, (is_set, reason) in reasons.items():
+            if is_set:
+                raise FederatedError(f"client_privacy={privacy!r} cannot be combined with {name}, which {reason}.")
 
     def _folder(self) -> str | None:
         folder: Any = self.client_states_dir

@@ -5,13 +5,14 @@ from typing import Any
 from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.settings.client_privacy_checks import check_private_clients
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy
 
 __all__ = ["check_local_options", "check_strategy", "check_trainer"]
 
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it averages weights along one optimizer path, while every client starts a path anew",
+    "StochasticWeightAveraging": "it averages weights along one optimizer path, while every client starts a new path",
     "WeightAveraging": "it averages weights after every batch, while batches belong to different clients",
     "EMAWeightAveraging": "it averages weights after every batch, while batches belong to different clients",
     "BaseFinetuning": "it changes which parameters are trained, and with them what clients and server exchange",
@@ -28,7 +29,7 @@ _STRATEGIES = {
     "fsdp": "it shards the parameters, while server and clients exchange them as one vector",
     "modelparallel": "it spreads the parameters over devices, while server and clients exchange them as one vector",
     "deepspeed": "it keeps parameters, gradients and optimizer to itself, where no correction can be injected",
-    "xla": "it records steps to run them later as one graph, while clients take steps of their own",
+    "xla": "it records steps to run them later as one graph, while clients take their own steps",
     "ddp": "it changes how gradients are reduced, which the corrections of clients rely on",
 }
 
@@ -103,22 +104,24 @@ def check_trainer(trainer: pl.Trainer) -> None:
     settings, splits = trainer.fit_loop.settings, isinstance(trainer.strategy, WithinClientStrategy)
     if settings.engine == "vectorized" and trainer.world_size > 1 and splits:
         raise FederatedError(
-            f"engine='vectorized' does not go with strategy='ddp' on {trainer.world_size} devices: one runs several"
-            " clients on one device, the other one client on several. Set strategy='clients', or engine='sequential'."
+            f"engine='vectorized' cannot be combined with strategy='ddp' on {trainer.world_size} devices: one runs"
+            " several clients on one device, the other one client on several. Set strategy='clients', or"
+            " engine='sequential'."
         )
     is_timed = trainer._val_check_time_interval is not None
     if not is_timed and (trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0):
         raise FederatedError(
-            f"val_check_interval={trainer.val_check_interval!r} with check_val_every_n_epoch="
-            f"{trainer.check_val_every_n_epoch!r} asks for validation inside a round, where there is no server model to"
-            " validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch, counted in rounds; or pass"
-            " check_val_every_n_epoch=None and a whole number of rounds as val_check_interval; or pass a time, such as"
-            " val_check_interval='00:00:10:00'."
+            f"val_check_interval={trainer.val_check_interval!r} with"
+            f" check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} asks for validation inside a round, when"
+            " there is no server model to validate. Leave val_check_interval at 1.0 and set check_val_every_n_epoch,"
+            " counted in rounds. Or pass check_val_every_n_epoch=None with a whole number of rounds as"
+            " val_check_interval, or with a time, such as val_check_interval='00:00:10:00'."
         )
     if settings.algorithm.steps_per_batch > 1 or settings.algorithm.looks_ahead:
         _check_second_gradients(trainer)
     if settings.is_private:
         _check_private(trainer)
+    check_private_clients(trainer)
     for callback in trainer.callbacks:
         interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
         if interval is not None and trainer.world_size > 1:
@@ -141,8 +144,8 @@ def _check_second_gradients(trainer: pl.Trainer) -> None:
     algorithm = trainer.fit_loop.settings.algorithm
     if algorithm.steps_per_batch > 1 and trainer.accumulate_grad_batches != 1:
         raise FederatedError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with {algorithm!r}, which takes"
-            f" {algorithm.steps_per_batch} steps on every batch. Raise batch_size instead."
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be combined with {algorithm!r}, which"
+            f" takes {algorithm.steps_per_batch} steps on every batch. Raise batch_size instead."
         )
     if not algorithm.looks_ahead:
         return
@@ -154,13 +157,13 @@ def _check_second_gradients(trainer: pl.Trainer) -> None:
             else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         )
         raise FederatedError(
-            f"{found} does not go with {type(algorithm).__name__}, which takes a second gradient on the batch of every"
-            " step, at a point made of the first one: there must be one batch a step. Raise batch_size instead."
+            f"{found} cannot be combined with {type(algorithm).__name__}, which takes a second gradient on the batch of"
+            " every step, at a point made of the first one: there must be one batch a step. Raise batch_size instead."
         )
     if trainer.gradient_clip_val:
         raise FederatedError(
             f"gradient_clip_val={trainer.gradient_clip_val!r} would clip the first gradient of"
-            f" {type(algorithm).__name__}, of which the point of the second one is made, and not the step. Set"
+            f" {type(algorithm).__name__}, which determines the point of the second one, and not the step. Set"
             " gradient_clip_on='corrected', which clips the step."
         )
 
@@ -171,11 +174,11 @@ def _check_private(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (Measure, Inexactness, SplitPicture)):
             raise FederatedError(
-                f"The callback {type(callback).__name__} does not go with aggregator={aggregator!r}: it measures or"
-                " shows clients' data without noise. Remove it."
+                f"The callback {type(callback).__name__} cannot be combined with aggregator={aggregator!r}: it measures"
+                " or shows clients' data without noise. Remove it."
             )
     if trainer.world_size > 1 and isinstance(trainer.strategy, WithinClientStrategy):
         raise FederatedError(
-            f"aggregator={aggregator!r} does not go with strategy='ddp' on {trainer.world_size} devices, where every"
-            " process would add noise of its own. Set strategy='clients'."
+            f"aggregator={aggregator!r} cannot be combined with strategy='ddp' on {trainer.world_size} devices: every"
+            " process would add its own noise. Set strategy='clients'."
         )

@@ -31,13 +31,13 @@ def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> N
     All must call it, with the store of their process group. ``limit`` are the seconds for each connection.
     """
     with ExitStack() as listening:
-        store.set(f"{_KEYS}/place/{rank}", json.dumps(_place(listening)))
-        places = [json.loads(store.get(f"{_KEYS}/place/{other}")) for other in range(size)]
-        first = {place["machine"]: place for place in reversed(places)}
-        own = places[rank]["machine"]
-        problems = [place["problem"] for place in places if place["problem"]]
+        store.set(f"{_KEYS}/endpoint/{rank}", json.dumps(_endpoint(listening)))
+        endpoints = [json.loads(store.get(f"{_KEYS}/endpoint/{other}")) for other in range(size)]
+        first = {endpoint["machine"]: endpoint for endpoint in reversed(endpoints)}
+        own = endpoints[rank]["machine"]
+        problems = [endpoint["problem"] for endpoint in endpoints if endpoint["problem"]]
         if not problems and len(first) > 1:
-            found = (_problem(rank, places[rank], place, limit) for of, place in first.items() if of != own)
+            found = (_problem(rank, endpoints[rank], endpoint, limit) for of, endpoint in first.items() if of != own)
             store.set(f"{_KEYS}/found/{rank}", next(filter(None, found), ""))
             keys = [f"{_KEYS}/found/{other}" for other in range(size)]
             store.wait(keys, timedelta(seconds=limit * (len(first) + 1)))
@@ -48,33 +48,33 @@ def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> N
             with suppress(RuntimeError):
                 store.wait([f"{_KEYS}/read/{other}" for other in range(size)], timedelta(seconds=limit))
         raise FederatedError(
-            f"{problems[0]} Set GLOO_SOCKET_IFNAME on that machine to the interface by which the others reach it, such"
-            " as GLOO_SOCKET_IFNAME=eth0; `ip -brief address` lists them."
+            f"{problems[0]} Set GLOO_SOCKET_IFNAME on that machine to the interface that the others reach, such as"
+            " GLOO_SOCKET_IFNAME=eth0; `ip -brief address` lists them."
         )
 
 
-def _place(listening: ExitStack) -> dict[str, Any]:
+def _endpoint(listening: ExitStack) -> dict[str, Any]:
     """Return this machine, the addresses that gloo uses on it, with a port at which each listens, and where from."""
     host, names = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME", "")
     machine = [host, _BOOT.read_text() if _BOOT.is_file() else ""]
-    place: dict[str, Any] = {"host": host, "machine": " ".join(machine), "ports": {}, "problem": ""}
+    endpoint: dict[str, Any] = {"host": host, "machine": " ".join(machine), "ports": {}, "problem": ""}
     if names:
-        place["source"] = f"the address of GLOO_SOCKET_IFNAME={names} there"
+        endpoint["source"] = f"the address of GLOO_SOCKET_IFNAME={names} there"
         there = [name for _, name in socket.if_nameindex()]
         if missing := [name for name in names.split(",") if name not in there]:
-            place["problem"] = f"GLOO_SOCKET_IFNAME names {missing[0]} on {host}, which has {', '.join(there)}."
+            endpoint["problem"] = f"GLOO_SOCKET_IFNAME names {missing[0]} on {host}, which has {', '.join(there)}."
         addresses = [address for name in names.split(",") for address in _of_interface(name)]
     else:
-        place["source"] = f"to which the host name {host} resolves there"
+        endpoint["source"] = f"to which the host name {host} resolves there"
         addresses = list(_of_host(host))[:1]
         if not addresses:
             addresses = ["127.0.0.1"]
-            place["source"] = f"since the host name {host} resolves to no address of that machine"
+            endpoint["source"] = f"since the host name {host} resolves to no address of that machine"
     for address in addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = listening.enter_context(socket.create_server((address, 0), family=family, backlog=1024))
-        place["ports"][address] = listener.getsockname()[1]
-    return place
+        endpoint["ports"][address] = listener.getsockname()[1]
+    return endpoint
 
 
 def _of_host(host: str) -> Iterator[str]:

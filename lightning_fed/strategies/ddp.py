@@ -19,7 +19,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.addresses import check_addresses
-from lightning_fed.strategies.peers import NO_PEERS, Peers, kept_under_test
+from lightning_fed.strategies.peers import NO_PEERS, Peers, monitored_connections
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
@@ -38,7 +38,7 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     def setup_distributed(self) -> None:
         """Connect to the other processes, and disconnect before Python exits."""
         was_there = dist.is_initialized()
-        with kept_under_test(), self._checked_addresses(is_due=not was_there):
+        with monitored_connections(), self._checked_addresses(is_due=not was_there):
             super().setup_distributed()
         if not was_there:
             atexit.register(_leave_group)

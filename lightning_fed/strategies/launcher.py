@@ -42,8 +42,8 @@ class RoundLauncher(_MultiProcessingLauncher):
             )
         if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             raise FederatedError(
-                "A second fit of this trainer cannot go on from the first one: its state has ended with the processes"
-                " that held it. Make a new FederatedTrainer, and resume with fit(..., ckpt_path=...)."
+                "A second fit of this trainer cannot continue the first one: its state ended with the processes that"
+                " held it. Make a new FederatedTrainer, and resume with fit(..., ckpt_path=...)."
             )
         self._errors = multiprocessing.get_context(self._start_method).SimpleQueue()
         try:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["LIMIT", "NO_PEERS", "Peers", "Place", "kept_under_test"]
+__all__ = ["LIMIT", "NO_PEERS", "Endpoint", "Peers", "monitored_connections"]
 
 LIMIT = 15.0
 """Seconds without an answer after which a machine counts as gone."""
@@ -30,7 +30,7 @@ _KEY = 16  # bytes with which two processes confirm their connection
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """A process's location, and the data for connecting to it."""
 
     host: str = field(default_factory=socket.gethostname)
@@ -46,11 +46,11 @@ class Peers:
     def __init__(
         self,
         rank: int = 0,
-        places: Sequence[Place] = (),
+        endpoints: Sequence[Endpoint] = (),
         lines: Mapping[int, socket.socket] | None = None,
         limit: float = LIMIT,
     ) -> None:
-        self.rank, self.places, self.limit = rank, places, limit
+        self.rank, self.endpoints, self.limit = rank, endpoints, limit
         self._lines = dict(lines or {})
         self._gone: set[int] = set()
         if self._lines:
@@ -63,24 +63,24 @@ class Peers:
     def meet(rank: int, size: int, limit: float = LIMIT) -> "Peers":
         """Connect every two processes of the default process group; all must call it."""
         if size == 1:
-            return Peers(rank, [Place()], limit=limit)
+            return Peers(rank, [Endpoint()], limit=limit)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         with socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual) as listener:
-            own = Place(port=listener.getsockname()[1], addresses=_addresses(), key=secrets.token_bytes(_KEY))
-            places = [own] * size
-            dist.all_gather_object(places, own)
-            calls = {other: _call(place, own, rank, limit) for other, place in enumerate(places[:rank])}
+            own = Endpoint(port=listener.getsockname()[1], addresses=_addresses(), key=secrets.token_bytes(_KEY))
+            endpoints = [own] * size
+            dist.all_gather_object(endpoints, own)
+            calls = {other: _call(endpoint, own, rank, limit) for other, endpoint in enumerate(endpoints[:rank])}
             lines = {other: line for other, line in calls.items() if line is not None}
-            lines |= _called(listener, places, rank, limit)
+            lines |= _called(listener, endpoints, rank, limit)
         if missing := set(range(size)) - {rank, *lines}:
             warnings.warn(
-                f"Process {rank} on {own.host} has no connection to {_named(missing, places)}: if one of them is killed"
-                " it may take ClientsStrategy(timeout=...) to notice, and it is not named. Machines must reach each"
-                " other at any port, under the address by which they reach MASTER_ADDR, or by their host names.",
+                f"Process {rank} on {own.host} has no connection to {_named(missing, endpoints)}. If one of them is"
+                " killed, it may take ClientsStrategy(timeout=...) to notice, and it is not named. Machines must reach"
+                " each other at any port, at the address that they use for MASTER_ADDR, or by host name.",
                 stacklevel=2,
             )
-        return Peers(rank, places, lines, limit)
+        return Peers(rank, endpoints, lines, limit)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Peers:
         """
         for rank, line in list(self._lines.items()):
             try:
-                said = line.recv(len(self.places))
+                said = line.recv(len(self.endpoints))
             except BlockingIOError:
                 continue
             except OSError:
@@ -118,12 +118,12 @@ class Peers:
         gone = self.gone()
         for line in self._lines.values():
             with suppress(OSError):
-                line.send(bytes(rank in gone for rank in range(len(self.places))))
+                line.send(bytes(rank in gone for rank in range(len(self.endpoints))))
         first = " Process 0, which writes logs and checkpoints, is among them." if 0 in gone else ""
         return FederatedError(
-            f"Process {self.rank} on {self.places[self.rank].host} misses {_named(gone, self.places)}: ended, or on a"
-            f" machine that has not answered for {self.limit:g} s.{first} What was printed there last says why; a"
-            " checkpoint lets the run go on from there, with any number of processes."
+            f"Process {self.rank} on {self.endpoints[self.rank].host} has lost {_named(gone, self.endpoints)}. They"
+            f" have ended, or their machine has not answered for {self.limit:g} s.{first} See the last lines printed"
+            " there for the reason. The run can resume from a checkpoint, with any number of processes."
         )
 
 
@@ -132,7 +132,7 @@ NO_PEERS = Peers()
 
 
 @contextmanager
-def kept_under_test(limit: float = LIMIT) -> Iterator[None]:
+def monitored_connections(limit: float = LIMIT) -> Iterator[None]:
     """Make the system test the connections opened inside, which gloo does not request."""
     before = _sockets()
     yield
@@ -155,13 +155,13 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _named(ranks: Iterable[int], places: Sequence[Place]) -> str:
+def _named(ranks: Iterable[int], endpoints: Sequence[Endpoint]) -> str:
     """Return a text that names processes by machine."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(ranks):
-        hosts.setdefault(places[rank].host, []).append(rank)
+        hosts.setdefault(endpoints[rank].host, []).append(rank)
     return ", ".join(
-        f"process{'es' if len(of) > 1 else ''} {', '.join(f'{r} (pid {places[r].pid})' for r in of)} on {host}"
+        f"process{'es' if len(of) > 1 else ''} {', '.join(f'{r} (pid {endpoints[r].pid})' for r in of)} on {host}"
         for host, of in hosts.items()
     )
 
@@ -180,32 +180,34 @@ def _addresses() -> tuple[str, ...]:
     return (own, main, name) if own.startswith("127.") or own == "::1" else (own, name)
 
 
-def _call(place: Place, own: Place, rank: int, limit: float) -> socket.socket | None:
+def _call(endpoint: Endpoint, own: Endpoint, rank: int, limit: float) -> socket.socket | None:
     """Connect to a process, which identifies this one by its rank; None if it cannot be reached."""
-    for address in place.addresses:
+    for address in endpoint.addresses:
         with suppress(OSError):
-            line = socket.create_connection((address, place.port), timeout=limit)
+            line = socket.create_connection((address, endpoint.port), timeout=limit)
             with suppress(OSError):
-                line.sendall(place.key + rank.to_bytes(4, "little"))
+                line.sendall(endpoint.key + rank.to_bytes(4, "little"))
                 if line.recv(_KEY, socket.MSG_WAITALL) == own.key:
                     return line
             line.close()
     return None
 
 
-def _called(listener: socket.socket, places: Sequence[Place], rank: int, limit: float) -> dict[int, socket.socket]:
+def _called(
+    listener: socket.socket, endpoints: Sequence[Endpoint], rank: int, limit: float
+) -> dict[int, socket.socket]:
     """Wait for the processes of higher rank to connect, and return their connections by rank."""
     lines: dict[int, socket.socket] = {}
     deadline = time.monotonic() + limit
-    while len(lines) < len(places) - rank - 1 and (remaining := deadline - time.monotonic()) > 0:
+    while len(lines) < len(endpoints) - rank - 1 and (remaining := deadline - time.monotonic()) > 0:
         listener.settimeout(remaining)
         with suppress(OSError):
             line, _ = listener.accept()
             line.settimeout(remaining)
             said = line.recv(_KEY + 4, socket.MSG_WAITALL)
             caller = int.from_bytes(said[_KEY:], "little")
-            if said[:_KEY] == places[rank].key and rank < caller < len(places):
-                line.sendall(places[caller].key)
+            if said[:_KEY] == endpoints[rank].key and rank < caller < len(endpoints):
+                line.sendall(endpoints[caller].key)
                 lines[caller] = line
             else:
                 line.close()

@@ -17,7 +17,7 @@ from lightning_fed.core.devices import has_float64
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.ddp import ClientsStrategy, UnwrappedDDPStrategy
 from lightning_fed.strategies.peers import NO_PEERS, Peers
-from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_up
+from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_together
 from lightning_fed.strategies.stopping import Failure
 
 __all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
@@ -160,14 +160,14 @@ class Ranks:
             if len(piece) <= _TO_ALL:
                 parts = [torch.empty_like(piece) for _ in range(self.size)]
                 dist.all_gather(parts, piece)
-                add_up(parts, piece)
+                add_together(parts, piece)
                 continue
             sent = piece.new_zeros(self.size, -(-len(piece) // self.size))  # each process sums a part of it
             sent.view(-1)[: len(piece)] = piece
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent)
             total = torch.empty_like(sent[0])
-            add_up(received.unbind(), total)
+            add_together(received.unbind(), total)
             dist.all_gather(list(sent.unbind()), total)
             piece.copy_(sent.view(-1)[: len(piece)])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["PIECE", "SharedMemory", "add_up"]
+__all__ = ["PIECE", "SharedMemory", "add_together"]
 
 PIECE = 2**22
 """Bytes of a sum exchanged at once; larger sums are exchanged in pieces."""
@@ -115,7 +115,7 @@ class SharedMemory:
     def sum(self, whole: Tensor) -> None:
         """Replace a tensor [n] with its sum over all processes, in order of rank; lengths must be equal."""
         for piece in whole.split(PIECE // whole.element_size()):
-            add_up([part.view(whole.dtype) for part in self.gather(piece.view(torch.uint8))], piece)
+            add_together([part.view(whole.dtype) for part in self.gather(piece.view(torch.uint8))], piece)
 
     def _memory(self, rank: int, half: int, length: int) -> Tensor:
         """Return a process's memory, of at least ``length`` bytes."""
@@ -157,9 +157,7 @@ class SharedMemory:
                     else f"Process {self.rank} has waited {waited:.0f} s for process {rank}, and"
                     " ClientsStrategy(timeout=...) says to wait no longer."
                 )
-                raise FederatedError(
-                    f"{what} What it printed last says why; a checkpoint lets the run go on from there."
-                )
+                raise FederatedError(f"{what} See its last lines for the reason. The run can resume from a checkpoint.")
         if interrupt is not None:
             raise interrupt
 
@@ -169,7 +167,7 @@ class SharedMemory:
         return bool(poll.poll(0))
 
 
-def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
+def add_together(parts: Sequence[Tensor], total: Tensor) -> None:
     """Write the sum of at least two tensors to another, added in order, which determines the bits."""
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fed.tracing.in_place import SplitGraph, split_graph
@@ -22,6 +22,28 @@ else:
 __all__ = ["Found", "Trace", "Traces", "kinds", "resized"]
 
 _MOST = 512  # traces of about 300 kB each
+
+_aten = torch.ops.aten
+_BINDINGS: dict[Any, Any] = {
+    _aten._log_softmax.default: torch._log_softmax,
+    _aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
+    _aten.addmm.default: torch.addmm,
+    _aten.addmm_.default: Tensor.addmm_,
+    _aten.bmm.default: torch.bmm,
+    _aten.expand.default: Tensor.expand,
+    _aten.gather.default: torch.gather,
+    _aten.mm.default: torch.mm,
+    _aten.mul.Tensor: torch.mul,
+    _aten.relu.default: torch.relu,
+    _aten.squeeze.dims: torch.squeeze,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.t.default: torch.t,
+    _aten.transpose.int: torch.transpose,
+    _aten.unsqueeze.default: torch.unsqueeze,
+    _aten.view.default: Tensor.view,
+    _aten.where.self: torch.where,
+}
+"""Functions with the operators' arguments, which take up to 1.4 microseconds less to call."""
 
 Found: TypeAlias = tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]
 """The results of a traced function: tensors, a loss, and named values."""
@@ -177,16 +199,17 @@ class Trace:
     Attributes:
         checked: By kinds of inputs compared with the function: the Python numbers that the function returned, which are
             not part of the trace; None if the trace is wrong.
+        fixed: A key of the part that runs once, equal for traces of one function in which it is the same.
     """
 
     def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]]) -> None:
         self.graph, self.notes = graph, notes
         self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
-        _call_directly(graph.once)
-        _call_directly(graph.call)
-        self._once = _under(dtype, fx.GraphModule(graph.owner, graph.once).forward)
-        self._call = _under(dtype, fx.GraphModule(graph.owner, graph.call).forward)
+        has_numbers = any(node.op == "get_attr" for node in graph.once.nodes)
+        self.fixed: Any = self if has_numbers else graph.once.python_code("self").src
+        self._once = _under(dtype, _module_of(graph.owner, graph.once).forward)
+        self._call = _under(dtype, _module_of(graph.owner, graph.call).forward)
 
     def once(self, constants: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return the constant part of every moved input's direction, and the further inputs of a call."""
@@ -204,13 +227,17 @@ class Trace:
         return results[:start], results[start], dict(zip(self._names, results[start + 1 :], strict=True))
 
 
-def _call_directly(graph: fx.Graph) -> None:
-    """Call operators without their Python wrappers, which take half a microsecond each."""
+def _module_of(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return a graph as a module that calls operators directly, and finds its constants without ``nn.Module``."""
     for node in graph.nodes:
-        if (operator := getattr(node.target, "_op", None)) is not None:
+        operator = _BINDINGS.get(node.target) or getattr(node.target, "_op", None)
+        if operator is not None:
             direct: Any = partial(operator)
             direct.__name__, direct.__module__ = str(node.target), __name__  # for the code generated from the graph
             node.target = direct
+    module = fx.GraphModule(owner, graph)
+    vars(module).update(module._buffers)
+    return module
 
 
 def _under(dtype: torch.dtype, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:

@@ -16,7 +16,7 @@ from lightning_fed.checkpoints.folders import (
     restore_scores,
 )
 from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from
-from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run, roots
+from lightning_fed.checkpoints.search import best_of_newest_run, check_exists, last_of_newest_run, roots
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     MisconfigurationException,
@@ -45,7 +45,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
     else.
     """
 
-    kept: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
+    last_saved: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
@@ -59,7 +59,9 @@ class RoundCheckpointConnector(_CheckpointConnector):
         try:
             super().resume_start(checkpoint_path, weights_only=weights_only)
         except KeyError as error:
-            raise FederatedError(f"{checkpoint_path} is no Lightning checkpoint: it has no entry {error}.") from error
+            raise FederatedError(
+                f"{checkpoint_path} is not a Lightning checkpoint: it has no entry {error}."
+            ) from error
         if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
             self._take(self._loaded_checkpoint, checkpoint_path)
         if self._loaded_checkpoint:
@@ -97,7 +99,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             is_scheduled = bool(self.trainer.lr_scheduler_configs)
             if differing := differing_options(options, options_of(optimizer), is_scheduled):
                 rank_zero_warn(
-                    f"The local optimizer goes on with the checkpoint's {', '.join(differing)}. To train with other"
+                    f"The local optimizer continues with the checkpoint's {', '.join(differing)}. To train with other"
                     " options, start from its weights alone: Model.load_from_checkpoint(path), then fit without"
                     " ckpt_path."
                 )
@@ -106,7 +108,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         """Check a checkpoint before it is restored, and leave only weights in one of another kind of run."""
         weights, module = checkpoint.get("state_dict"), self.trainer.lightning_module
         if weights is None:
-            raise FederatedError(f"{path} holds no 'state_dict': it is no Lightning checkpoint.")
+            raise FederatedError(f"{path} has no entry 'state_dict': it is not a Lightning checkpoint.")
         for name, value in module.state_dict().items():  # torch would give a long list
             other = weights.get(name)
             if isinstance(other, Tensor) and isinstance(value, Tensor) and other.shape != value.shape:
@@ -117,11 +119,11 @@ class RoundCheckpointConnector(_CheckpointConnector):
         saved = (checkpoint.get("loops") or {}).get("fit_loop", {}).get("state_dict", {})
         if "format" in saved and "optimizer_states" in checkpoint:
             self._check_run(saved, path)
-            self.kept = (int(saved["round"]), path)
+            self.last_saved = (int(saved["round"]), path)
             return
         if "format" in saved:
             rank_zero_warn(
-                f"{path} was saved with save_weights_only=True: the run cannot go on from round {saved['round']}. It"
+                f"{path} was saved with save_weights_only=True: the run cannot continue from round {saved['round']}. It"
                 " starts at round 0 from these weights."
             )
         else:
@@ -155,7 +157,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
             if callback.stopped_epoch > 0 or callback.wait_count >= callback.patience:
                 self.trainer.should_stop = True
                 rank_zero_info(
-                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To go on with it, leave that"
+                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To continue it, leave that"
                     " callback out."
                 )
         super().resume_end()
@@ -205,7 +207,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         except (ValueError, MisconfigurationException) as error:
             raise FederatedError(f"ckpt_path={ckpt_path!r}: {error}") from error
         if path is not None:
-            check_is_there(trainer, path)
+            check_exists(trainer, path)
         return path
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:

@@ -187,7 +187,7 @@ class ClientEvaluation:
             engine.buffers.write(buffers)
             if steps:
                 self._fine_tune(y, train, steps, round, index)
-            engine.flat.point_to(engine.flat.cut(y))
+            engine.flat.bind(engine.flat.cut(y))
             seed_global(derive_seed(self.seed, Purpose.VALIDATION, round, index), y.device)
             stream = generator(self.seed, Purpose.VALIDATION, round, index)
             logged = self._validate(examples.unaugmented(stream))
@@ -206,12 +206,19 @@ class ClientEvaluation:
         state = dict(base.state)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
         base.state.clear()
+        schedule = engine.optimizer.schedule
+        if schedule is not None:  # as for a new client
+            schedule.begin(schedule.start_of({}), steps)
         try:
             for i, batch in enumerate(islice(batches, steps)):
                 self._step(y, prepare_batch(self.trainer, batch), i)
+                if schedule is not None:
+                    schedule.advance()
         finally:
             base.state.clear()
             base.state.update(state)
+            if schedule is not None:
+                schedule.rest()
             for group, kept in zip(base.param_groups, groups, strict=True):
                 group.update(kept)
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.callbacks.monitors import Monitors
-from lightning_fed.checkpoints.folders import keep_last_round
+from lightning_fed.checkpoints.folders import save_last_round
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     MisconfigurationException,
@@ -35,6 +35,7 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
+from lightning_fed.settings.client_privacy_checks import check_private_module
 from lightning_fed.settings.module_checks import check_batch_statistics, check_module
 from lightning_fed.settings.settings import Settings
 from lightning_fed.settings.trainer_checks import check_trainer
@@ -51,9 +52,10 @@ class FederatedLoop(_FitLoop):
     A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
 
         for round in range(max_rounds):
-            draw the cohort; let its clients work (see :class:`lightning_fed.rounds.round.Rounds`)
-            the server takes its step along the mean of their messages, and their new states are kept
-            schedules step; validation of the server model when due; one report; checkpoint
+            sample the cohort, and train its clients
+            step the server along the mean of their messages
+            store the clients' new states
+            step schedules, validate if due, report, save a checkpoint
 
     Callbacks reach it as ``trainer.fit_loop``: the current round and state (:attr:`round`, :attr:`state`), and
     measurements of clients (:meth:`full_gradient`, :meth:`evaluate_clients`). A measurement leaves no trace in the run,
@@ -104,7 +106,7 @@ class FederatedLoop(_FitLoop):
         if self.trainer.should_stop and not self._can_stop_early and self._says_why_it_continues:
             self._says_why_it_continues = False
             rank_zero_info(
-                f"The run was asked to stop after {self.round} rounds and {self.steps_taken} local steps, but goes on"
+                f"The run was asked to stop after {self.round} rounds and {self.steps_taken} local steps, but continues"
                 f" until min_epochs={self.min_epochs} rounds and min_steps={self.min_steps or 0} local steps are done."
             )
         return bool(self.trainer.should_stop and self._can_stop_early)
@@ -115,7 +117,7 @@ class FederatedLoop(_FitLoop):
         if self.round > 0 and (limit := self._limit_reached()):
             raised = "trainer.max_rounds" if limit.startswith("max_rounds") else "max_steps"
             rank_zero_warn(
-                f"fit() has nothing to do: {self.round} rounds are done and {limit}. Raise {raised} to go on from"
+                f"fit() has nothing to do: {self.round} rounds are done and {limit}. Raise {raised} to continue from"
                 " there."
             )
             return True
@@ -143,6 +145,7 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         check_trainer(trainer)
         check_module(trainer)
+        check_private_module(trainer)
         time_by_rounds(trainer)
         self.run_state.connect_clients()
         self.max_batches = 1  # set again for every local epoch
@@ -195,11 +198,12 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         assert self.run_state.rounds is not None
         self.epoch_progress.increment_ready()
+        self.run_state.show_rates()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self.run_state.rounds.draw()
+        self.run_state.rounds.draw(self.measurements.training_losses)
         self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 
@@ -216,6 +220,7 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector.on_epoch_end()
         with steps_not_counted():
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        self.run_state.show_rates()
         call_round_hook(trainer, "on_round_end", report)
         self._validate()
         self.step_plateau_schedulers()
@@ -237,7 +242,7 @@ class FederatedLoop(_FitLoop):
             self._end_stopped(self._stop)
             raise exception_of(self._stop)
         if (error := self.monitors.error) is not None:
-            keep_last_round(trainer, self.round, trainer._checkpoint_connector.kept)
+            save_last_round(trainer, self.round, trainer._checkpoint_connector.last_saved)
             raise error
 
     def _leave_round(self) -> None:
@@ -253,7 +258,7 @@ class FederatedLoop(_FitLoop):
         if self.is_closing:
             return  # interrupted at once: there is no completed round to save
         connector.received_sigterm = stop >= Stop.TERMINATE
-        keep_last_round(trainer, self.round, trainer._checkpoint_connector.kept)
+        save_last_round(trainer, self.round, trainer._checkpoint_connector.last_saved)
         if stop == Stop.REQUEUE:
             connector.requeue()
 
@@ -311,7 +316,7 @@ class FederatedLoop(_FitLoop):
         server_round, statuses = run.rounds.run(self._process_status)
         self._merge_statuses(statuses)
         self.is_closing, self.precision_at_start = True, None
-        if self.settings.is_private:
+        if self.settings.is_private or self.settings.client_privacy is not None:
             results.forget_clients()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
@@ -375,7 +380,7 @@ class FederatedLoop(_FitLoop):
     def round_state(self) -> State:
         """The server state that clients read in the current round; outside of one, :attr:`server`."""
         rounds = self.run_state.rounds
-        return self.server if rounds is None or rounds.at_work is None else rounds.at_work.state
+        return self.server if rounds is None or rounds.current_round is None else rounds.current_round.state
 
     @property
     def population(self) -> Population | None:
@@ -402,7 +407,7 @@ class FederatedLoop(_FitLoop):
     def client_model(self) -> tuple[Vector, State] | None:
         """The parameters [P] and buffers of the client whose hooks are called, if training."""
         prepared = self.prepared
-        return None if prepared is None else (self.run_state.engine.parameters_at_work.clone(), prepared.buffers.read())
+        return None if prepared is None else (self.run_state.engine.current_parameters.clone(), prepared.buffers.read())
 
     def client_state(self, client_id: ClientId) -> State | None:
         """Return a client's state after the last completed round; None if another process has it."""
@@ -415,6 +420,13 @@ class FederatedLoop(_FitLoop):
         """The privacy spent in the completed rounds, None without differential privacy."""
         aggregator = self.settings.aggregator
         return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
+
+    @property
+    def client_epsilons(self) -> dict[ClientId, float]:
+        """The record-level privacy spent by each client that has taken part; empty without ``client_privacy``."""
+        if not self.run_state.has_server or (ledger := self.state.ledger) is None:
+            return {}
+        return {self.state.ids[index]: epsilon for index, epsilon in ledger.epsilons().items()}
 
     @property
     def is_asynchronous(self) -> bool:

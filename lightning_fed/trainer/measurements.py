@@ -52,10 +52,10 @@ class Measurements:
         """Yield the gradients [P] at a point [P] of the first ``most`` batches of a client's local epoch."""
         batches, index = self._client(client_id)
         self._check_vectors("batch_gradients", point=point)
-        engine, place = self._run.engine, (Purpose.MEASUREMENT, self._run.round, index)
-        for number, (batch, size) in enumerate(islice(batches.epoch(generator(engine.seed, *place)), most)):
+        engine, key = self._run.engine, (Purpose.MEASUREMENT, self._run.round, index)
+        for number, (batch, size) in enumerate(islice(batches.epoch(generator(engine.seed, *key)), most)):
             with self._run.preserving_module(), preserved_random_state(point.device):
-                seed_global(derive_seed(derive_seed(engine.seed, *place), Purpose.TRAINING, number), point.device)
+                seed_global(derive_seed(derive_seed(engine.seed, *key), Purpose.TRAINING, number), point.device)
                 gradient = engine.gradients.full(point, [(batch, size)], size, engine.optimizer.decay)
             yield gradient
 
@@ -64,7 +64,10 @@ class Measurements:
         if (ask_sites := self._ask_sites) is not None:
             return {client_id: found["loss"] for client_id, found in ask_sites("loss", 0, client_ids, False).items()}
         engine, losses = self._run.engine, {}
-        with self._run.showing_server_model(), engine.losses_at(self._run.server.shown(), self._run.round) as loss_of:
+        with (
+            self._run.showing_server_model(),
+            engine.losses_at(self._run.server.evaluation_x(), self._run.round) as loss_of,
+        ):
             for client_id in client_ids:
                 batches, index = self._client(client_id)
                 total = sum(engine.split.gather(loss_of(batches, index)))
@@ -77,7 +80,9 @@ class Measurements:
         check_one_of("evaluate_client", "on", on, ("val", "train"))
         steps = check_count("evaluate_client", "steps", steps, least=0)
         server = self._run.server
-        x, buffers = self._own_model(index) if own else (torch.cat([server.shown(), server.personal]), server.buffers)
+        x, buffers = (
+            self._own_model(index) if own else (torch.cat([server.evaluation_x(), server.personal]), server.buffers)
+        )
         with self._run.preserving_module():
             evaluation = ClientEvaluation(self._run.engine)
             return evaluation.of_client(x, buffers, client_id, index, on, steps, self._run.round)
@@ -106,7 +111,7 @@ class Measurements:
             )
         index = self._population.index_of(client_id)
         if self._ask_sites is not None or not self._run.ranks.owns(index):
-            raise FederatedError(f"What client {client_id!r} keeps, its own model included, is not in this process.")
+            raise FederatedError(f"The state of client {client_id!r}, with its own model, is kept by another process.")
         with self._run.preserving_module():
             x, buffers = self._own_model(index)
             prepared.flat.restore()

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning_fed.checkpoints.client_states import ClientStatesPlace
-from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, start_server
+from lightning_fed.checkpoints.client_states import ClientStatesStorage
+from lightning_fed.checkpoints.contents import check_loads
+from lightning_fed.checkpoints.restoring import EarlierFit, notes_of, restored_from, sampler_state, start_server
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
@@ -17,8 +18,10 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.client_work import ClientWork, prepare_clients
 from lightning_fed.rounds.cohort import CohortSampling, secret_seed
+from lightning_fed.rounds.local_plans import limited
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
+from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -51,7 +54,7 @@ class RunState:
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
         self.trainer, self.settings = trainer, settings
-        self.client_states = ClientStatesPlace(trainer, settings.client_states, settings.client_states_dir)
+        self.client_states = ClientStatesStorage(trainer, settings.client_states, settings.client_states_dir)
         self.population: Population | None = None
         self.prepared: PreparedModule | None = None
         self.server_model: ServerModel | None = None
@@ -68,6 +71,7 @@ class RunState:
         self._notes: dict[str, str] = {}  # on data and optimizer
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
+        self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
     def round(self) -> int:
@@ -139,7 +143,7 @@ class RunState:
             return {**self._checkpoint, "client_states": self.client_states.copied(self._checkpoint)}
         if self._server is None:
             return {}
-        if self.ranks.size > 1 and self.rounds is not None and self.rounds.at_work is not None:
+        if self.ranks.size > 1 and self.rounds is not None and self.rounds.current_round is not None:
             raise FederatedError(
                 "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
                 " different clients. Save at the end of a round, or train in one process."
@@ -162,6 +166,8 @@ class RunState:
             noted["precision"] = self.ranks.gather_at_zero(precision)  # each process has scaled its own clients' losses
         if self.settings.aggregator is not None and (kept := self.settings.aggregator.state_dict()):
             noted["aggregator"] = kept
+        if self.settings.sampler_learns:
+            noted["sampler"] = sampler_state(self.settings)
         return {**self._server.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -186,8 +192,8 @@ class RunState:
                     else "This trainer's earlier fit"
                 )
                 raise FederatedError(
-                    f"{of} is of a run with real clients, {len(versions)} of which keep states on their sites: a"
-                    " simulation cannot go on without them. Go on with fit(model, RemoteClients(...))."
+                    f"{of} is of a run with real clients, and {len(versions)} of them keep states on their sites: a"
+                    " simulation cannot continue without these. Continue with fit(model, RemoteClients(...))."
                 )
             self.sites = {}
         self.load_population()
@@ -232,6 +238,22 @@ class RunState:
         self.clients = work = prepare_clients(prepared, population, self.settings.engine, clients)
         return prepared, population, work
 
+    def _make_ledger(self) -> PrivacyLedger | None:
+        """Return the account of the privacy that clients spend on their examples, None without ``client_privacy``."""
+        privacy, population = self.settings.client_privacy, self.population
+        if privacy is None:
+            return None
+        assert population is not None
+        largest = max(population.sizes, default=1) if population.sizes_are_known else 1
+        if privacy.delta >= 1 / largest:
+            rank_zero_warn(
+                f"client_privacy has delta={privacy.delta:g}, which is not below 1/n = {1 / largest:.3g} of the largest"
+                " client: such a guarantee says little about one example."
+            )
+        limit = self.trainer.limit_train_batches
+        num_batches = self.trainer.datamodule.batch_settings.num_batches
+        return PrivacyLedger(privacy, num_batches, lambda batches: limited(batches, limit))
+
     # ------------------------------------------------------------------ start and end of a fit
 
     def start(self) -> None:
@@ -248,7 +270,13 @@ class RunState:
                 self._resume_counts(saved)
                 self._resume_precision(saved)
             self._server = server = start_server(
-                prepared, self.client_states, self.ranks, notes, saved, None if saved is not None else self._earlier
+                prepared,
+                self.client_states,
+                self.ranks,
+                notes,
+                saved,
+                None if saved is not None else self._earlier,
+                self._make_ledger(),
             )
         except BaseException:  # a server of an earlier fit must not be shown in this module
             prepared.release()
@@ -296,15 +324,33 @@ class RunState:
                 " the first one, so other local steps may overflow and be skipped."
             )
 
+    def show_rates(self) -> None:
+        """Show the rates that the next round begins with, if schedules step within rounds."""
+        assert self.prepared is not None
+        self.prepared.begin_round(self.settings.first_step(self.server.round, self.server.longest_steps))
+
     def close_round(self, report: RoundReport) -> None:
         """Complete a round."""
         assert self.rounds is not None
         assert self.server_model is not None
         assert self.clients is not None
+        self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
         self.rounds.leave()
         self.server_model.show()
+
+    def _teach_sampler(self, report: RoundReport) -> None:
+        """Let a sampler that learns read the reports; processes that split batches take those of the first one."""
+        sampler: Any = self.settings.sampler
+        if not self.settings.sampler_learns:
+            return
+        assert self.clients is not None
+        (reports, *_) = self.clients.split.gather(dict(report.clients))
+        sampler.update(report.round, reports)
+        if not self._sampler_is_checked:
+            self._sampler_is_checked = True
+            check_loads(sampler.state_dict(), f"{type(sampler).__name__}.state_dict()")
 
     def leave_round(self) -> None:
         """Abandon the current round: the state is as after the last completed one."""

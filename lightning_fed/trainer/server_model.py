@@ -28,14 +28,14 @@ class ServerModel:
 
     def __init__(self, prepared: PreparedModule, server: Server) -> None:
         self._prepared, self._server = prepared, server
-        self._shown: Vector | None = None  # the parameters [P] that hooks find; None while clients work
+        self._loaded: Vector | None = None  # the parameters [P] that hooks find; None while clients work
         self.change_digest: str | None = None
 
     def show(self) -> None:
         """Let the module hold the server's model, even in the middle of a client's work."""
         prepared, server = self._prepared, self._server
-        self._shown = server.shown()
-        prepared.flat.y.copy_(self._shown)
+        self._loaded = server.evaluation_x()
+        prepared.flat.y.copy_(self._loaded)
         prepared.flat.personal.copy_(server.personal)
         prepared.flat.restore()
         prepared.buffers.write(server.buffers)
@@ -46,27 +46,27 @@ class ServerModel:
         frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
         if frozen:
             raise FederatedError(
-                f"A hook has frozen the parameter {frozen[0]!r}: what is trained is settled when the fit starts. Freeze"
-                " it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+                f"A hook has frozen the parameter {frozen[0]!r}: the trained parameters are fixed when the fit starts."
+                " Freeze it in the module's __init__, or set requires_grad and start a new fit of another trainer."
             )
         self.sync_hook_changes()
-        self._shown = None
+        self._loaded = None
 
     def sync_hook_changes(self) -> None:
         """Give the server what hooks have changed in the module between rounds; do nothing while clients work.
 
         Changes of parameters that the method does not train are refused.
         """
-        prepared, server, shown = self._prepared, self._server, self._shown
-        if shown is None:
+        prepared, server, loaded = self._prepared, self._server, self._loaded
+        if loaded is None:
             return
         flat = prepared.flat
         flat.gather()
         buffers = prepared.buffers.read()
         kept = [(flat.personal, server.personal), *((value, server.buffers[name]) for name, value in buffers.items())]
-        is_same, *rest_is_same = are_equal([(flat.y, shown), *kept])
+        is_same, *rest_is_same = are_equal([(flat.y, loaded), *kept])
         is_changed = not is_same
-        if is_changed and shown is not server.x:
+        if is_changed and loaded is not server.x:
             raise FederatedError(
                 "A hook has changed parameters of the model between rounds, but"
                 f" {type(server.algorithm).__name__} shows another model there than the one it trains (evaluate_at)."
@@ -101,12 +101,12 @@ class ServerModel:
     @contextmanager
     def preserving_module(self) -> Iterator[None]:
         """Restore parameters and buffers of the module afterwards."""
-        flat, buffers_of, shown = self._prepared.flat, self._prepared.buffers, self._shown
+        flat, buffers_of, loaded = self._prepared.flat, self._prepared.buffers, self._loaded
         parts, y, buffers = [p.data for p in flat.params], flat.whole.clone(), buffers_of.read()
         try:
             yield
         finally:
             flat.whole.copy_(y)
-            flat.point_to(parts)
+            flat.bind(parts)
             buffers_of.write(buffers)
-            self._shown = shown
+            self._loaded = loaded

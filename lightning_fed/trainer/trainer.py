@@ -13,10 +13,12 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.types import Weighting
+from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.attacks import Attack
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
@@ -59,23 +61,36 @@ class FederatedTrainer(pl.Trainer):
         personal: Names of parameters and buffers that stay with each client, or patterns of them such as
             ``["head.*"]``. They are trained with the others, and neither sent nor averaged. Every client keeps its own
             from round to round, and starts with the module's.
+        lora: The mean of LoRA adapters of peft. "separate" takes the means of A and B, as of any other parameters.
+            "frozen_a" freezes A, so that the mean is that of the merged weights (FFA-LoRA). "exact" trains both, and
+            adds what is missing to the base weights of the server and all clients (FedEx-LoRA).
         max_rounds: The number of rounds; -1 for no limit. Another name for Lightning's ``max_epochs``.
         clients_per_round: The clients drawn uniformly without replacement each round: an int is a count, a float in
             (0, 1] a share. By default all of them.
         local_epochs: Passes of a client over its data in a round. Set exactly one of this and ``local_steps``, or
             neither for methods without local work.
         local_steps: Optimizer steps of a client in a round.
+        local_schedule: The steps that schedules with ``interval="step"`` count. "restart" counts a client's steps in
+            the round, so the schedule begins again in every round. "continue" counts the client's own steps in all
+            rounds in which it took part. "total" counts those of the run: a round begins ``local_steps`` after the last
+            one, or with ``local_epochs`` as many steps later as its longest client took. None if schedules step once a
+            round (``interval="epoch"``); other schedules then raise an error.
         server_optimizer: A function from parameters to the torch optimizer of the server's step. Its gradient is the
             negative direction. By default SGD with rate 1: the server takes the mean of the client models.
         server_lr_scheduler: A function from the server's optimizer to a torch scheduler, stepped once a round.
         heterogeneity: Clients that do less work than required, are too late, or drop out:
             :class:`lightning_fed.server.SystemsHeterogeneity`.
-        sampler: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns the round's client ids.
+        sampler: ``sampler(seed, round, population)`` or ``sampler(seed, round)`` returns the round's client ids. A
+            :class:`lightning_fed.server.LearningSampler` also reads the clients' reports.
         gradient_sampler: The same for methods that average gradients over a separate cohort (FedDANE).
         weighting: The weights of messages: "examples", "uniform", "steps", or a function of (client_id, size, steps).
             By default the method's own.
         aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`, or
             :class:`lightning_fed.server.DifferentialPrivacy`. None for the weighted means.
+        attack: Simulated bad clients, to try a rule: :class:`lightning_fed.server.SignFlipAttack`, ``NoiseAttack`` or
+            ``LabelFlipAttack``.
+        client_privacy: Differential privacy of each client's examples:
+            :class:`lightning_fed.server.ClientPrivacy`.
         asynchronous: The server steps whenever some answers have arrived, by a simulated clock, without waiting for a
             cohort: :class:`lightning_fed.server.FedBuff` or ``FedAsync``, in place of sampler and aggregator.
         compression: The compression of clients' messages: :class:`lightning_fed.server.TopK` or
@@ -118,13 +133,20 @@ class FederatedTrainer(pl.Trainer):
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> from lightning_fed.algorithms import Scaffold
-        >>> trainer = FederatedTrainer(algorithm=Scaffold(), max_rounds=100, clients_per_round=20, local_epochs=5,
-        ...                            logger=False, enable_checkpointing=False, accelerator="cpu")
+        >>> trainer = FederatedTrainer(
+        ...     algorithm=Scaffold(),
+        ...     max_rounds=100,
+        ...     clients_per_round=20,
+        ...     local_epochs=5,
+        ...     logger=False,
+        ...     enable_checkpointing=False,
+        ...     accelerator="cpu",
+        ... )
         >>> trainer.max_rounds
         100
     """
 
-    _told_of_threads = False
+    _has_reported_threads = False
     _val_check_time_interval: float | None  # seconds, as Lightning has found them in val_check_interval
 
     @defaults_of_environment
@@ -133,10 +155,12 @@ class FederatedTrainer(pl.Trainer):
         *,
         algorithm: Algorithm | None = None,
         personal: Sequence[str] = (),
+        lora: Literal["separate", "frozen_a", "exact"] = "separate",
         max_rounds: int | None = None,
         clients_per_round: int | float | None = None,
         local_epochs: int | None = None,
         local_steps: int | None = None,
+        local_schedule: LocalScheduleMode | None = None,
         server_optimizer: ServerOptimizerFactory | None = None,
         server_lr_scheduler: ServerSchedulerFactory | None = None,
         heterogeneity: SystemsHeterogeneity | None = None,
@@ -144,6 +168,8 @@ class FederatedTrainer(pl.Trainer):
         gradient_sampler: Sampler | None = None,
         weighting: Weighting | None = None,
         aggregator: Aggregator | None = None,
+        attack: Attack | None = None,
+        client_privacy: ClientPrivacy | None = None,
         asynchronous: Asynchronous | None = None,
         compression: Compressor | None = None,
         engine: Literal["sequential", "vectorized", "auto"] = "sequential",
@@ -190,8 +216,8 @@ class FederatedTrainer(pl.Trainer):
         adopt_launcher(self)
         if settings.drops_failed and isinstance(self.strategy, WithinClientStrategy):
             raise FederatedError(
-                "on_client_error='drop' does not go with strategy='ddp', whose processes work on one client together"
-                " and stop together. Use strategy='clients', or leave on_client_error at 'raise'."
+                "on_client_error='drop' cannot be combined with strategy='ddp', whose processes work on one client"
+                " together and stop together. Use strategy='clients', or leave on_client_error at 'raise'."
             )
         if isinstance(self.strategy, UnwrappedDDPStrategy):  # Lightning's sampler would show some examples twice
             self._accelerator_connector.use_distributed_sampler = False
@@ -208,17 +234,32 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The rounds of the run, in which schedules are stepped once; infinite without a limit.
+        """How often schedules are stepped in the run; infinite without a limit.
+
+        This is the number of rounds. With ``local_schedule`` it is the number of steps that the schedule counts, at the
+        most: ``local_steps`` for "restart", and that times the rounds for "continue" and "total".
 
         Raises:
-            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn.
+            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn. If
+                schedules count local steps, and ``local_epochs`` lets clients take different numbers of them.
         """
+        settings = self.fit_loop.settings
+        steps = 1 if settings.local_schedule is None else settings.local_steps
+        if steps is None:
+            raise FederatedError(
+                "trainer.estimated_stepping_batches is the number of local steps that"
+                f" local_schedule={settings.local_schedule!r} counts, which local_epochs={settings.local_epochs} does"
+                " not tell: it depends on the clients' data. Set local_steps instead, or give the module the length of"
+                " its schedule."
+            )
+        if settings.local_schedule == "restart":
+            return steps
         if self.max_epochs is not None and self.max_epochs != -1:
-            return max(self.max_epochs, 1)
+            return max(self.max_epochs, 1) * steps
         if self.max_steps != -1:
             raise FederatedError(
-                f"trainer.estimated_stepping_batches is the number of rounds, which max_steps={self.max_steps} does not"
-                " tell before the run: it depends on who is drawn. Pass max_rounds too."
+                f"trainer.estimated_stepping_batches is the number of rounds. With max_steps={self.max_steps} it is"
+                " unknown before the run: it depends on the clients drawn. Pass max_rounds too."
             )
         return float("inf")
 
@@ -237,8 +278,8 @@ class FederatedTrainer(pl.Trainer):
     def _check_is_one(self, name: str) -> None:
         if self.fit_loop.runs_several:
             raise FederatedError(
-                f"engine='vectorized' cannot say what trainer.{name} is in training_step: clients are run at once, and"
-                " it differs from one to another. Do without it, or use engine='sequential'."
+                f"engine='vectorized' has no value for trainer.{name} in training_step: clients are run at once, and it"
+                " differs from one to another. Do not use it, or use engine='sequential'."
             )
 
     def fit(
@@ -274,7 +315,7 @@ class FederatedTrainer(pl.Trainer):
             raise no_federated_data(train_dataloaders)
         if val_dataloaders is not None:
             raise FederatedError(
-                "fit(val_dataloaders=...) does not go with a data module, which has the validation set:"
+                "fit(val_dataloaders=...) cannot be combined with a data module, which has the validation set:"
                 " FederatedDataModule(val=...), a data set or a loader."
             )
         check_trainer(self)
@@ -296,8 +337,8 @@ class FederatedTrainer(pl.Trainer):
     def _run_stage(self) -> Any:
         """Run a stage, with the threads that suit the model; here the model is complete, and the process is its own."""
         with threads_for(self.lightning_module, self.strategy.root_device) as before:
-            if before is not None and not self._told_of_threads:
-                self._told_of_threads = True
+            if before is not None and not self._has_reported_threads:
+                self._has_reported_threads = True
                 rank_zero_info(
                     f"The model is small: this run takes 1 thread instead of PyTorch's {before}. To choose yourself,"
                     " set OMP_NUM_THREADS or call torch.set_num_threads."
@@ -342,7 +383,7 @@ class FederatedTrainer(pl.Trainer):
         with self.fit_loop.run_state.client_states.writing(filepath):
             super().save_checkpoint(filepath, weights_only, storage_options)
         if not weights_only and isinstance(self._checkpoint_connector, RoundCheckpointConnector):
-            self._checkpoint_connector.kept = (self.fit_loop.round, filepath)
+            self._checkpoint_connector.last_saved = (self.fit_loop.round, filepath)
 
 
 def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:

@@ -35,8 +35,8 @@ def test_two_steps_by_hand() -> None:
     ("make", "message"),
     [
         (lambda: APFL(1.5), r"alpha must be a finite number in \[0, 1\]"),
-        (lambda: run(APFL(0.5), accumulate_grad_batches=2), "accumulate_grad_batches=2 does not go with APFL"),
-        (lambda: run(APFL(0.5), personal=["head.*"]), "do not go with APFL.*whole model of its own"),
+        (lambda: run(APFL(0.5), accumulate_grad_batches=2), "accumulate_grad_batches=2 cannot be combined with APFL"),
+        (lambda: run(APFL(0.5), personal=["head.*"]), "cannot be combined with APFL.*own whole model"),
     ],
 )
 def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:

@@ -75,7 +75,7 @@ def test_a_client_that_fails_in_its_own_solve_leaves_the_round() -> None:
         (lambda: Ditto(1, personal_epochs=-1), "personal_epochs"),
         (lambda: Ditto(1, personal_epochs=0), "personal_epochs"),
         (lambda: Ditto(1, batches="other"), "batches must be 'same' or 'own'"),
-        (lambda: run(Ditto(0.5), personal=["head.*"]), "do not go with Ditto.*whole model of its own"),
+        (lambda: run(Ditto(0.5), personal=["head.*"]), "cannot be combined with Ditto.*own whole model"),
     ],
 )
 def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:

@@ -50,7 +50,7 @@ def test_two_inner_steps_by_hand() -> None:
         (lambda: PFedMe(0), r"lam must be a finite number in \(0, inf\)"),
         (lambda: PFedMe(1, inner_steps=0), "inner_steps"),
         (lambda: PFedMe(1, personal_rate=-1), "personal_rate=-1"),
-        (lambda: run(PFedMe(1), accumulate_grad_batches=2), "accumulate_grad_batches=2 does not go with PFedMe"),
+        (lambda: run(PFedMe(1), accumulate_grad_batches=2), "accumulate_grad_batches=2 cannot be combined with PFedMe"),
     ],
 )
 def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:

@@ -11,9 +11,12 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, Mime, S
 from lightning_fed.server import (
     QSGD,
     BernoulliSampler,
+    ClientPrivacy,
     CoordinateMedian,
     DifferentialPrivacy,
     GeometricMedian,
+    MultiKrum,
+    NoiseAttack,
     NormClipping,
     TopK,
     TrimmedMean,
@@ -48,13 +51,17 @@ CASES: dict[str, Any] = {
     "compressed without state": partial(of, "FedAvg", compression=TopK(0.2), max_rounds=5),
     "quantized": partial(of, "FedAvg", compression=QSGD(7), engine="vectorized"),
     "quantized and robust": partial(of, "FedAvg", compression=QSGD(7), aggregator=CoordinateMedian()),
+    "pairwise and attacked": partial(
+        of, "Scaffold", aggregator=MultiKrum(1), attack=NoiseAttack(0.4, 0.1), clients_per_round=1.0
+    ),
     "one process idle": partial(of, "FedAvg", aggregator=CoordinateMedian(), clients_per_round=1),
 }
 FEW = (  # every rule once, every kind of message once, and what goes through other code
     *("FedAvg median", "Scaffold trimmed", "Mime geometric", "FedDane median", "ServerOnly trimmed", "weighted"),
-    *("clipping", "compressed", "quantized and robust", "one process idle"),
+    *("clipping", "compressed", "quantized and robust", "one process idle", "pairwise and attacked"),
 )
 EVERYBODY: dict[str, Any] = {"sampler": BernoulliSampler(1.0), "clients_per_round": None, "max_rounds": 2}
+RECORDS = partial(of, "Scaffold", client_privacy=ClientPrivacy(0.8, 0.3, 1e-3))
 QUIETLY = partial(of, "FedAvg", aggregator=DifferentialPrivacy(0.5, 1e-15, 1e-5), **EVERYBODY)
 LOUDLY = partial(
     of,
@@ -89,7 +96,7 @@ def columns() -> list[torch.Tensor]:
 def work() -> dict[str, Any]:
     found = {name: CASES[name](**TWO) for name in FEW}
     if find_spec("opacus") is not None:
-        found |= {"quietly": QUIETLY(**TWO), "loudly": LOUDLY(**TWO), "noise": noisy_mean()}
+        found |= {"records": RECORDS(**TWO), "quietly": QUIETLY(**TWO), "loudly": LOUDLY(**TWO), "noise": noisy_mean()}
     return {**found, "columns": columns()}
 
 
@@ -114,6 +121,11 @@ def test_every_process_gets_its_columns_of_all_rows(together: Any) -> None:
         whole = torch.arange(count * 7, dtype=torch.float64).view(-1, 7)
         assert torch.equal(together[0]["columns"][i], whole[:, :4])
         assert torch.equal(together[1]["columns"][i], whole[:, 4:])
+
+
+@needs_opacus
+def test_noise_of_clients_is_that_of_one_process(together: Any) -> None:
+    assert_one_result(RECORDS(), together, "records")
 
 
 @needs_opacus

@@ -72,7 +72,7 @@ class Broken(Dataset):
         return self.examples[i]
 
 
-def spoiled(examples: TensorDataset, cause: str) -> Dataset:
+def with_invalid(examples: TensorDataset, cause: str) -> Dataset:
     """Return the examples of a client that fails for a cause."""
     x, y = examples.tensors
     x, y = x.clone(), y.clone()
@@ -91,11 +91,11 @@ def spoiled(examples: TensorDataset, cause: str) -> Dataset:
     return TensorDataset(x, y)
 
 
-class Spoiled(FederatedDataModule):
+class WithInvalid(FederatedDataModule):
     """Clients of :data:`SIZES`, of which some fail."""
 
     def __init__(self, causes: Mapping[int, str], **kwargs: Any) -> None:
-        clients = [spoiled(classification(n, i), causes.get(i, "")) for i, n in enumerate(SIZES)]
+        clients = [with_invalid(classification(n, i), causes.get(i, "")) for i, n in enumerate(SIZES)]
         super().__init__(clients=clients, val=classification(20, 77), batch_size=4, **kwargs)
 
 
@@ -109,7 +109,7 @@ class OnDemand(FederatedDataModule):
     def client_dataset(self, client_id: Any) -> Dataset:
         if self.causes.get(client_id) == "no data":
             raise FileNotFoundError("clients/2.csv")
-        return spoiled(classification(SIZES[client_id], client_id), self.causes.get(client_id, ""))
+        return with_invalid(classification(SIZES[client_id], client_id), self.causes.get(client_id, ""))
 
 
 class EmptyBatches(FederatedDataModule):
@@ -131,21 +131,21 @@ def made(cause: str, bad: int = BAD) -> Callable[[], FederatedDataModule]:
     """Return what makes a data module in which a client fails for a cause."""
     if cause == "empty batch":
         return partial(EmptyBatches, bad)
-    return partial(OnDemand if cause == "no data" else Spoiled, {bad: cause})
+    return partial(OnDemand if cause == "no data" else WithInvalid, {bad: cause})
 
 
 CAUSES: dict[str, str] = {
-    "nan loss": r"came back from round 0 with parameters that are not finite, after 6 local steps; its loss was first"
+    "nan loss": r"returned parameters that are not finite in round 0, after 6 local steps; its loss was first"
     r" nan at local step \d",
-    "inf loss": r"came back from round 0 with a loss that is not finite, after 6 local steps; its loss was first inf at"
+    "inf loss": r"returned a loss that is not finite in round 0, after 6 local steps; its loss was first inf at"
     r" local step 1",
-    "nan gradient": "came back from round 0 with parameters that are not finite",
-    "huge update": r"came back from round 0 with an update of norm \S+, \S+ times the cohort's median",
+    "nan gradient": "returned parameters that are not finite in round 0",
+    "huge update": r"returned an update of norm \S+ in round 0, \S+ times the cohort's median",
     "loader raises": r"failed in .* in round 0, local step \d: OSError: the disk is gone",
     "wrong shape": r"failed in .* in round 0, local step 1: RuntimeError: ",
     "wrong dtype": r"failed in .* in round 0, local step 1: \w+Error: ",
     "label out of range": r"failed in .* in round 0, local step \d: (IndexError|RuntimeError): ",
-    "empty batch": r"came back from round 0 with .*; its loss was first nan at local step 2",
+    "empty batch": r"returned .* in round 0, .*; its loss was first nan at local step 2",
     "no data": "failed in the making of its data in round 0: FileNotFoundError: clients/2.csv",
 }
 
@@ -258,7 +258,7 @@ class Parts(FederatedDataModule):
         examples = classification(48, 0)
         x, y = examples.tensors
         rows = slice(8 * BAD, 8 * BAD + 8)
-        x[rows], y[rows] = spoiled(TensorDataset(x[rows], y[rows]), cause).tensors
+        x[rows], y[rows] = with_invalid(TensorDataset(x[rows], y[rows]), cause).tensors
         cut = lambda labels: [torch.arange(8 * i, 8 * i + 8) for i in range(6)]  # noqa: E731
         super().__init__(train=examples, partition=cut, val=classification(20, 77), batch_size=4)
 
@@ -292,7 +292,7 @@ def test_a_failed_client_has_weight_zero_and_the_others_sum_to_one() -> None:
     ),
 )
 def test_the_kept_state_of_a_failed_client_is_unchanged(cause: str, options: dict[str, Any]) -> None:
-    class OnceBad(Spoiled):
+    class OnceBad(WithInvalid):
         def client_batches(self, client_id: Any) -> Any:
             return (self if self.trainer.fit_loop.round == 1 else good).client_batches_of(client_id)
 
@@ -382,7 +382,7 @@ def test_a_run_without_failures_has_nothing_to_show(capsys: Any) -> None:
 
 
 def spoil(*clients: int, cause: str = "loader raises") -> Callable[[], FederatedDataModule]:
-    return lambda: Spoiled(dict.fromkeys(clients, cause))
+    return lambda: WithInvalid(dict.fromkeys(clients, cause))
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
@@ -488,7 +488,7 @@ def test_a_module_that_cannot_be_vectorized_is_refused_as_ever() -> None:
 
 
 def test_ddp_refuses_to_drop(tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match="on_client_error='drop' does not go with strategy='ddp'"):
+    with pytest.raises(FederatedError, match="on_client_error='drop' cannot be combined with strategy='ddp'"):
         run("sequential", strategy="ddp", devices=2, **DROP)
 
 
@@ -711,7 +711,7 @@ class Misspelt(Net):
 
 
 def test_the_command_line_shows_the_users_part_of_the_trace_and_one_line(capsys: Any) -> None:
-    words = ["fit", "--model", f"{__name__}.Misspelt", "--data", f"{__name__}.Spoiled", "--data.causes", "{}"]
+    words = ["fit", "--model", f"{__name__}.Misspelt", "--data", f"{__name__}.WithInvalid", "--data.causes", "{}"]
     words += ["--trainer.max_rounds", "1", "--trainer.local_epochs", "1", "--trainer.accelerator", "cpu"]
     words += [f"--trainer.{what}=false" for what in ("logger", "enable_checkpointing", "enable_progress_bar")]
     message = "^lightning-fed: Client 0 failed in its local work in round 0, local step 1"

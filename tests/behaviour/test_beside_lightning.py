@@ -196,7 +196,7 @@ MEANT: Mapping[str, str] = {
     "trainer.estimated_stepping_batches": "the rounds, in which a schedule is stepped once",
     "ModelCheckpoint: file names": "step is the completed rounds",
     "val_check_interval=0.4": "refused: within a round there is no server model to validate",
-    "a scheduler with interval='step'": "refused: it would start anew in every client",
+    "a scheduler with interval='step'": "refused: local_schedule must say what it counts",
     "manual optimization": "refused: no correction could come between backward and step",
     "max_steps=7, in the middle of an epoch": "looked at after a round, which is finished",
 }

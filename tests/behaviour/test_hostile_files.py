@@ -104,7 +104,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", ["gone.ckpt", "."])
 def test_a_checkpoint_that_is_not_there_is_named(name: str, reader: str) -> None:
-    with pytest.raises(FederatedError, match=r"gone\.ckpt|\. is damaged|is no file|It is a folder"):
+    with pytest.raises(FederatedError, match=r"gone\.ckpt|\. is damaged|is not a file|It is a folder"):
         READERS[reader](name)
 
 
@@ -117,7 +117,7 @@ def test_a_hostile_checkpoint_runs_nothing(reader: str, write: Callable[..., str
 @pytest.mark.parametrize("reader", READERS)
 def test_a_file_of_tensors_that_is_no_checkpoint_is_named(reader: str) -> None:
     torch.save({"state_dict": Staged().state_dict()}, "hostile.ckpt")
-    with pytest.raises(FederatedError, match=r"hostile\.ckpt is no Lightning checkpoint"):
+    with pytest.raises(FederatedError, match=r"hostile\.ckpt is not a Lightning checkpoint"):
         READERS[reader]("hostile.ckpt")
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, algorithms
 from lightning_fed.checkpoints.client_states import is_reference, shards_of
-from lightning_fed.checkpoints.files import fault_of
+from lightning_fed.checkpoints.files import damage_of
 from lightning_fed.data import Dirichlet
 from lightning_fed.models import MLPClassifier
 from lightning_fed.server import (
@@ -124,7 +124,7 @@ def survive(
         blows = [blow if other == rank else None for other in range(processes)]
         code, at = struck_together(partial(fit, hurt), blows, folder)[rank]
         assert code == (EXITS[blow.kind] if at else 0), (blow, at)
-        assert all(fault_of(file) is None for file in hurt.glob("*.ckpt")), (blow, at)
+        assert all(damage_of(file) is None for file in hurt.glob("*.ckpt")), (blow, at)
         fallen += [(blow.kind, at)] if at else []
     assert {code for code, _ in struck_together(partial(fit, hurt), nothing, folder)} == {0}
     assert not list(hurt.glob(".*"))
@@ -175,7 +175,7 @@ def test_a_run_killed_from_outside_at_any_time_ends_with_the_same_bits(tmp_path:
         ):
             break
         kills += 1
-        assert all(fault_of(file) is None for file in hurt.glob("*.ckpt"))
+        assert all(damage_of(file) is None for file in hurt.glob("*.ckpt"))
     assert kills > 2
     assert same(end(hurt), end(whole))
 

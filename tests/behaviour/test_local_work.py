@@ -67,7 +67,7 @@ def test_kept_optimizer_state_resumes_exactly(method: Any, tmp_path: Any) -> Non
 
 
 def test_kept_state_and_mimicry_do_not_go_together() -> None:
-    with pytest.raises(FederatedError, match="local_optimizer_state='keep' does not go with Mime"):
+    with pytest.raises(FederatedError, match="local_optimizer_state='keep' cannot be combined with Mime"):
         trainer(algorithm=Mime(), local_optimizer_state="keep")
 
 

@@ -80,18 +80,22 @@ def test_unchanged_settings_cause_no_warning(tmp_path: Path, settings: dict[str,
 @pytest.mark.parametrize(
     ("first", "then", "message"),
     [
-        ({}, {"optimizer": partial(SGD, lr=5.0)}, "local optimizer goes on with .*lr=0.1 (this run has 5.0)"),
-        ({}, {"optimizer": partial(SGD, momentum=0.9)}, "local optimizer goes on with .*momentum=0 (this run has 0.9)"),
+        ({}, {"optimizer": partial(SGD, lr=5.0)}, "local optimizer continues with .*lr=0.1 (this run has 5.0)"),
+        (
+            {},
+            {"optimizer": partial(SGD, momentum=0.9)},
+            "local optimizer continues with .*momentum=0 (this run has 0.9)",
+        ),
         ({"module": Scheduled}, {"optimizer": partial(SGD, lr=5.0)}, "lr=0.1 (this run has 5.0)"),
         (
             {"server_optimizer": partial(FedAdam, lr=0.1)},
             {"server_optimizer": partial(FedAdam, lr=0.01)},
-            "server's optimizer goes on with the checkpoint's lr=0.1 (this run has 0.01)",
+            "server's optimizer continues with the checkpoint's lr=0.1 (this run has 0.01)",
         ),
-        ({}, {"local_epochs": 3}, "written with local_epochs=1 (this run has 3). The run goes on with this run's"),
+        ({}, {"local_epochs": 3}, "written with local_epochs=1 (this run has 3). The run continues with this run's"),
         ({}, {"clients_per_round": 2}, "sampler=UniformSampler(3) (this run has UniformSampler(2))"),
         ({}, {"batch_size": 8}, "batch_size=4 (this run has 8)"),
-        ({}, {"sizes": (13, 8, 21, 5, 16, 8)}, "other numbers of examples per client. The run goes on"),
+        ({}, {"sizes": (13, 8, 21, 5, 16, 8)}, "other numbers of examples per client. The run continues"),
     ],
 )
 def test_changed_settings_are_warned_of(tmp_path: Path, first: Any, then: Any, message: str) -> None:
@@ -119,4 +123,6 @@ def test_settings_that_a_run_cannot_resume_with_are_refused(
 
 def test_another_seed_of_the_environment_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
-    assert told(tmp_path, {"seed": 0}, {"seed": None}) == ["The run goes on with the checkpoint's seed 0, not with 5."]
+    assert told(tmp_path, {"seed": 0}, {"seed": None}) == [
+        "The run continues with the checkpoint's seed 0, not with 5."
+    ]

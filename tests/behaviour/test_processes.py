@@ -121,7 +121,7 @@ class Fails(Ordinary):
         return super().training_step(batch, batch_idx)
 
 
-def spoiled(sizes: Sequence[int] = (13, 8, 21, 5, 16, 9), bad: int = 3) -> FederatedDataModule:
+def with_invalid(sizes: Sequence[int] = (13, 8, 21, 5, 16, 9), bad: int = 3) -> FederatedDataModule:
     parts = clients(sizes)
     parts[bad].tensors[0][0] = 99.0
     return FederatedDataModule(parts, batch_size=4)
@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
         algorithm=Scaffold(),
         make=Fails,
         on_client_error="drop",
-        **{**UNEVEN, "datamodule": partial(spoiled, (60, 5, 64, 6, 58, 7), 2)},
+        **{**UNEVEN, "datamodule": partial(with_invalid, (60, 5, 64, 6, 58, 7), 2)},
     ),
     "clients drawn twice": partial(end, sampler=lambda seed, round: [0, 1, 0, 4], clients_per_round=None),
     "dropout": partial(end, make=partial(Ordinary, dropout=0.5), algorithm=Mime(base=SGDm())),
@@ -419,7 +419,7 @@ def test_a_time_limit_ends_all_processes_after_the_same_round(engine: str, tmp_p
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=repr)
 def test_what_goes_wrong_in_one_process_ends_both_and_names_the_client(algorithm: Any, tmp_path: Path) -> None:
-    case = partial(end, make=Fails, datamodule=spoiled, clients_per_round=6, algorithm=algorithm)
+    case = partial(end, make=Fails, datamodule=with_invalid, clients_per_round=6, algorithm=algorithm)
     texts = [outcome.error for outcome in in_processes(lambda: case(**TWO), tmp_path)]
     assert all(re.search(r"Client 3 failed in .* in round 0.*these examples are bad", text) for text in texts), texts
     assert sum("Process" in text for text in texts) == 1
@@ -445,7 +445,7 @@ def test_a_state_that_cannot_be_sent_ends_both_processes(with_memory: bool, tmp_
 
 
 def test_what_goes_wrong_in_a_full_gradient_ends_both_processes(tmp_path: Path) -> None:
-    case = partial(end, make=Fails, datamodule=spoiled, clients_per_round=6, algorithm=Mime(base=SGDm()))
+    case = partial(end, make=Fails, datamodule=with_invalid, clients_per_round=6, algorithm=Mime(base=SGDm()))
     for outcome in in_processes(lambda: case(**TWO), tmp_path):
         assert re.search(r"Client 3 failed in its full-batch gradient in round 0", outcome.error)
 
@@ -468,12 +468,12 @@ class KeepsUnannounced(FedAvg):
 def test_states_without_a_first_value_are_refused(engine: str, tmp_path: Path) -> None:
     run = partial(end, engine, algorithm=KeepsUnannounced(), clients_per_round=6, **TWO)
     for outcome in in_processes(run, tmp_path):
-        assert "without an init_client" in outcome.error
+        assert "its init_client returns no state" in outcome.error
 
 
 def test_forked_processes_end_with_the_client_named() -> None:
     with pytest.raises(ClientError, match=r"Client 3 failed in .* in round 0"):
-        end(make=Fails, datamodule=spoiled, clients_per_round=6, strategy="clients_fork", devices=2)
+        end(make=Fails, datamodule=with_invalid, clients_per_round=6, strategy="clients_fork", devices=2)
 
 
 # How processes start

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import Ditto, FedAvg, Scaffold
-from lightning_fed.engines.vectorized.trial import Trial
+from lightning_fed.engines.vectorized.trial import TrialStep
 from tests.helpers.engines import Ordinary, run, state_of
 from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, data, same
@@ -141,9 +141,9 @@ def test_a_module_of_half_precision_is_tried_in_it(precision: str) -> None:
 @pytest.mark.parametrize("precision", few(PRECISIONS, ["bf16-true"]))
 def test_a_trial_leaves_all_as_it_was(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    trial = Trial.run
+    trial = TrialStep.run
 
-    def watched(self: Trial, group: Any) -> None:
+    def watched(self: TrialStep, group: Any) -> None:
         def seen() -> list[Any]:
             tensors = (*self.module.parameters(), *self.module.buffers())
             return [(t.dtype, t.data_ptr(), t.detach().clone()) for t in tensors]
@@ -161,7 +161,7 @@ def test_a_trial_leaves_all_as_it_was(precision: str, monkeypatch: pytest.Monkey
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.cross_entropy(self.net(batch[0]) + self.shift, batch[1])
 
-    monkeypatch.setattr(Trial, "run", watched)
+    monkeypatch.setattr(TrialStep, "run", watched)
     run(**{**FIT, "make": Frozen}, **PRECISIONS[precision](), engine="vectorized", max_rounds=1)
     assert looked == [True]
 
@@ -185,7 +185,7 @@ def test_a_resumed_auto_run_keeps_its_engine(tmp_path: Path) -> None:
 
 
 def test_a_resumed_auto_run_that_must_change_its_engine_warns(tmp_path: Path) -> None:
-    text = r"goes on with 'sequential', though this run was trained with 'vectorized'.*PerBatch.on_train_batch_end"
+    text = r"continues with 'sequential', though this run was trained with 'vectorized'.*PerBatch.on_train_batch_end"
     with pytest.warns(UserWarning, match=text):
         found = resumed(tmp_path, 1, 3, OPTIONS, {**OPTIONS, "callbacks": [PerBatch()]})
     assert engines_of(found) == ["sequential"]
@@ -233,7 +233,7 @@ class FailsTogether(Ordinary):
         return loss * (1 + 0 * batch[0].sum().item()) if len(batch[0]) == 1 else loss
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' goes on")
+@pytest.mark.filterwarnings("ignore:engine='auto' continues")
 @pytest.mark.parametrize(
     "algorithm", few([FedAvg(), Scaffold(), Ditto(0.1)], []), ids=lambda algorithm: type(algorithm).__name__
 )

@@ -191,7 +191,7 @@ def shrunk(model: Any) -> None:
 
 WARNINGS: dict[str, tuple[str, Callable[[Any], None], Callable[[], FederatedDataModule]]] = {
     "sizes": (
-        r"The earlier fit ran with other numbers of examples per client\. The run goes on with this fit's",
+        r"The earlier fit ran with other numbers of examples per client\. The run continues with this fit's",
         lambda model: None,
         partial(data, (13, 8, 21, 6, 16, 9)),
     ),
@@ -201,7 +201,7 @@ WARNINGS: dict[str, tuple[str, Callable[[Any], None], Callable[[], FederatedData
         partial(data, batch_size=5),
     ),
     "rate": (
-        r"The local optimizer goes on with the earlier fit's lr=0.1 \(this fit has 0.3\)",
+        r"The local optimizer continues with the earlier fit's lr=0.1 \(this fit has 0.3\)",
         lambda model: setattr(model, "build", partial(torch.optim.SGD, lr=0.3)),
         data,
     ),

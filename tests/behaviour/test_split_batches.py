@@ -385,7 +385,7 @@ def test_buffers_that_parts_of_a_batch_change_are_averaged(together: Together) -
         ("fails late", "no space left"),
         ("skips", "on_train_batch_start returned -1"),
         ("cannot be cut", r"A batch of . examples holds a tensor of shape \(2, 17\), which cannot be split"),
-        ("vectorized", "engine='vectorized' does not go with strategy='ddp' on 2 devices"),
+        ("vectorized", "engine='vectorized' cannot be combined with strategy='ddp' on 2 devices"),
         ("BatchNorm", r"norm \(BatchNorm1d\) normalises by the statistics of a batch.*Use GroupNorm"),
     ],
 )

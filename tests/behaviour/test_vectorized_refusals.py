@@ -324,7 +324,7 @@ class WithBuffer(Ordinary):
 
 
 def test_local_buffers_are_refused_where_there_are_buffers() -> None:
-    refused(WithBuffer, "clients keep buffers of their own, such as 'scale'", buffers="local")
+    refused(WithBuffer, "clients keep their own buffers, such as 'scale'", buffers="local")
 
 
 def test_local_buffers_are_allowed_where_there_are_none() -> None:

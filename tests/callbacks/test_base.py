@@ -5,7 +5,7 @@ from typing import Any
 from pytorch_lightning.callbacks import Callback, LambdaCallback
 
 from lightning_fed import FederatedCallback
-from lightning_fed.callbacks.base import hears, uses_hook
+from lightning_fed.callbacks.base import any_uses_hook, uses_hook
 from tests.helpers.training import data, seeded, trainer
 
 
@@ -32,8 +32,8 @@ def test_lightnings_own_callbacks_hear_nothing_of_rounds() -> None:
             raise AssertionError
 
     run = trainer(callbacks=[Named(), Logs()], max_rounds=1)
-    assert hears(run, "on_round_start")
-    assert not hears(run, "on_round_restart")
+    assert any_uses_hook(run, "on_round_start")
+    assert not any_uses_hook(run, "on_round_restart")
     run.fit(seeded(), data())
 
 

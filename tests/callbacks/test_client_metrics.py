@@ -335,7 +335,7 @@ def test_clients_that_turn_out_to_be_empty_are_not_measured(make: Any) -> None:
 
 
 def test_nobody_to_measure_is_refused() -> None:
-    with pytest.raises(FederatedError, match="TrainingLoss has nobody to measure: no client has training examples"):
+    with pytest.raises(FederatedError, match="TrainingLoss has no client to measure: none has training examples"):
         run(TrainingLoss(), datamodule=Built(2, sizes=()), clients_per_round=1.0)
 
 

@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_fed.checkpoints import files as checkpoint_io
-from lightning_fed.checkpoints.files import AtomicCheckpointIO, fault_of, link, newest_sound, remove_leftovers
+from lightning_fed.checkpoints.files import AtomicCheckpointIO, damage_of, link, newest_valid, remove_temporary_files
 from lightning_fed.core.errors import FederatedError
 from tests.helpers.checkpoints import run_keeping as run
 from tests.helpers.selection import few
@@ -135,7 +135,7 @@ def test_leftovers_go_and_a_save_under_way_stays(tmp_path: Path) -> None:
     (tmp_path / ".a.ckpt.77.part").write_bytes(b"half")
     with (tmp_path / ".b.ckpt.78.part").open("wb") as stream:
         checkpoint_io._lock(stream)
-        assert [gone.name for gone in remove_leftovers(tmp_path)] == [".a.ckpt.77.part"]
+        assert [gone.name for gone in remove_temporary_files(tmp_path)] == [".a.ckpt.77.part"]
     assert os.listdir(tmp_path) == [".b.ckpt.78.part"]
 
 
@@ -195,7 +195,7 @@ def test_torch_alone_takes_a_changed_byte(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes().replace(torch.tensor([41.0]).numpy().tobytes(), b"\x01\x02\x03\x04"))
     assert not same(torch.load(path, weights_only=True), CONTENT)  # which is why it is looked at before
-    assert "the checksum" in str(fault_of(path))
+    assert "the checksum" in str(damage_of(path))
 
 
 def damage(path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_damaged_last_is_refused_and_the_newest_sound_one_offered(save_last: A
 
 def test_with_nothing_sound_the_way_out_is_to_start_anew(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"nothing")
-    with pytest.raises(FederatedError, match="no sound checkpoint beside it; start anew"):
+    with pytest.raises(FederatedError, match="no valid checkpoint next to it. Start a new run"):
         run(tmp_path, 1, ckpt_path=tmp_path / "a.ckpt")
 
 
@@ -232,7 +232,7 @@ def test_what_is_offered_is_sound_whole_and_no_link(tmp_path: Path) -> None:
         else:
             (tmp_path / name).write_bytes(b"PK")
         os.utime(tmp_path / name, (10 + i, 10 + i))
-    assert newest_sound(tmp_path) == tmp_path / "old.ckpt"
+    assert newest_valid(tmp_path) == tmp_path / "old.ckpt"
 
 
 @pytest.mark.parametrize(("change", "age"), [(1, "a newer"), (-1, "an older")])
@@ -248,7 +248,9 @@ def test_a_checkpoint_of_another_format_is_refused(change: int, age: str, tmp_pa
 def test_a_checkpoint_of_weights_alone_gives_the_first_model(tmp_path: Path) -> None:
     run(tmp_path, 1, keep=ModelCheckpoint(tmp_path, filename="w", save_weights_only=True))
     weights = torch.load(tmp_path / "w.ckpt", weights_only=True)["state_dict"]
-    with pytest.warns(UserWarning, match=r"save_weights_only=True: the run cannot go on from round 1\. It starts at"):
+    with pytest.warns(
+        UserWarning, match=r"save_weights_only=True: the run cannot continue from round 1\. It starts at"
+    ):
         began = fit(max_rounds=1, ckpt_path=tmp_path / "w.ckpt")
     other = seeded()
     other.load_state_dict(weights)

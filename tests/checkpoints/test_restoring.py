@@ -21,9 +21,9 @@ def test_what_does_not_fit_is_told_in_whole_sentences(cause: str) -> None:
 def test_other_work_is_warned_of_and_other_parameters_or_data_of_kept_states_refused(origin: object) -> None:
     saved = {"parameters": "a", "sizes": "b", "local_epochs": "1", "optimizer": "SGD", "gone": "x"}
     compare_work(saved, {**saved, "optimizer": "Adam"}, True, origin)  # refused where its state is loaded
-    with pytest.warns(UserWarning, match=r"local_epochs=1 \(.* has 2\). The run goes on with"):
+    with pytest.warns(UserWarning, match=r"local_epochs=1 \(.* has 2\). The run continues with"):
         compare_work(saved, {"local_epochs": "2"}, True, origin)
-    with pytest.warns(UserWarning, match="other numbers of examples per client. The run goes on with"):
+    with pytest.warns(UserWarning, match="other numbers of examples per client. The run continues with"):
         compare_work(saved, {"sizes": "c"}, False, origin)
     with pytest.raises(FederatedError, match="what its clients keep belongs to their data"):
         compare_work(saved, {"sizes": "c"}, True, origin)

@@ -22,9 +22,9 @@ from lightning_fed.core.arguments import (
     check_texts,
     choice,
     finite,
+    format_value,
     kind_of,
     number,
-    shown,
 )
 from lightning_fed.core.errors import FederatedError
 
@@ -91,6 +91,6 @@ def test_only_finite_real_numbers_are_finite() -> None:
 
 
 def test_values_are_shown_within_a_line() -> None:
-    assert shown("a") == "'a'"
-    assert len(shown("a" * 1000)) == 200
+    assert format_value("a") == "'a'"
+    assert len(format_value("a" * 1000)) == 200
     assert [kind_of(value) for value in ([], 3, None)] == ["a list", "an int", "a NoneType"]

@@ -53,7 +53,7 @@ def test_examples_are_the_populations_sizes() -> None:
     sizes = {"a": 3, "b": 0, "c": 5}
     population = Population(list(sizes), sizes.__getitem__, list(sizes.values()))
     assert ClientWeights("examples").of(population).tolist() == [3.0, 5.0]
-    with pytest.raises(FederatedError, match="weights='examples' needs a population that tells its clients' sizes"):
+    with pytest.raises(FederatedError, match="weights='examples' needs a population with its clients' sizes"):
         ClientWeights("examples").of(["a"])
 
 
@@ -97,7 +97,7 @@ def test_missing_weights_are_counted_and_one_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_but_zeros_is_refused() -> None:
-    with pytest.raises(FederatedError, match="All clients have weight zero in .*: nobody could take part"):
+    with pytest.raises(FederatedError, match="All clients have weight zero in .*: no client could take part"):
         ClientWeights({"a": 0, "b": 0.0, "c": 1.0}).of(["a", "b"])
 
 

@@ -75,7 +75,7 @@ def test_values_move_both_ways() -> None:
 def test_point_to_and_restore() -> None:
     module, flat = linear()
     elsewhere = torch.zeros(9)
-    flat.point_to(flat.layout.views(elsewhere))
+    flat.bind(flat.layout.views(elsewhere))
     with torch.no_grad():
         module.weight.add_(1.0)
     assert torch.equal(elsewhere, torch.tensor([1.0] * 6 + [0.0] * 3))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.seeds import (
+    KeyedStream,
     Purpose,
     capture_random_state,
     derive_seed,
@@ -56,7 +57,7 @@ def test_the_values_are_fixed_for_all_time() -> None:
     # checkpoints of older versions resume with the cohorts they would have had
     assert derive_seed(0, Purpose.COHORT) == 6929971993531640619
     assert derive_seed(7, Purpose.BATCHES, 3, 5) == 6051488708998418504
-    assert [p.value for p in Purpose] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14]
+    assert [p.value for p in Purpose] == [1, 2, 3, 4, 5, 6, *range(8, 20)]
 
 
 @pytest.mark.parametrize("purpose", list(Purpose)[1:])
@@ -122,3 +123,21 @@ def test_the_devices_generator_is_seeded_and_restored() -> None:
     with preserved_random_state(device):
         assert torch.equal(torch.rand(3, device=device), first)
     assert torch.equal(torch.rand(3, device=device), first)
+
+
+def test_keyed_streams_repeat_and_differ_by_key_and_by_draw() -> None:
+    one, same = KeyedStream(2**127 + 3, 18, 0, 5), KeyedStream(2**127 + 3, 18, 0, 5)
+    first = one(64)
+    assert first == same(64)
+    assert one(64) == same(64) != first
+    others = [KeyedStream(2**127 + 4, 18, 0, 5), KeyedStream(2**127 + 3, 18, 0, 15), KeyedStream(2**127 + 3, 18, 5, 0)]
+    assert len({first, *(other(64) for other in others)}) == 4
+
+
+def test_keyed_streams_are_uniform() -> None:
+    found = KeyedStream(0).uniform(100_000)
+    assert found.dtype == torch.float64
+    assert bool(((found >= 0) & (found < 1)).all())
+    assert float(found.mean()) == pytest.approx(0.5, abs=0.005)
+    assert float(found.var()) == pytest.approx(1 / 12, rel=0.02)
+    assert KeyedStream(0).uniform(0).shape == (0,)

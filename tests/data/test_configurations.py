@@ -18,8 +18,10 @@ from tests.helpers.optional import needs_matplotlib, needs_pyarrow
 
 
 def csv_table(folder):
-    (folder / "t.csv").write_text("who,a,b\nann,1,x\nann,2,y\nbob,3,x\nbob,4,x\n")
-    return {"path": str(folder / "t.csv"), "client": "who", "target": "b", "features": ["a"], "val_fraction": 0.0}
+    (folder / "t.csv").write_text("who;a;c;b\nann;1,5;f;x\nann;;m;y\nbob;3;f;x\nbob;4;f;x\n")
+    roles = {"path": str(folder / "t.csv"), "client": "who", "target": "b", "features": ["a", "c"], "val_fraction": 0.0}
+    rules = {"classes": ["x", "y"], "categories": {"c": ["f", "m"]}, "missing": {"a": "client_mean"}}
+    return {**roles, **rules, "decimal": ",", "delimiter": ";"}
 
 
 def arrays(folder):

@@ -163,7 +163,7 @@ def test_a_client_alone_answers_with_the_bits_of_the_simulation_in_any_order_of_
     rounds = {note.task.round: [n for n in notes if n.task.round == note.task.round] for note in notes}
     assert len(rounds) == 4
     with closing(ClientsOutsideFit(run_of(method, engine, **options), model(), Site([2]), [2])) as site:
-        (member,) = site.work.hello({2: 1}, 0)
+        (member,) = site.work.participants({2: 1}, 0)
         assert (member.index, member.size, member.steps) == (2, SIZES[2], 12)
         for number in (3, 0, 2, 2, 1):
             for note in rounds[number]:
@@ -253,7 +253,7 @@ def test_a_schedule_that_follows_a_metric_needs_its_state() -> None:
     with closing(ClientsOutsideFit(run_of("FedAvg", "sequential"), model(plateau), Site())) as site:
         prepared = site.work.engine.prepared
         prepared.set_round(0)
-        with pytest.raises(FederatedError, match="1 schedules of Net are ReduceLROnPlateau.* round 3 .* found 0"):
+        with pytest.raises(FederatedError, match="1 schedules of Net are ReduceLROnPlateau.* Round 3 .* found 0"):
             prepared.set_round(3)
         scheduler = plateau(torch.optim.SGD(Net(HALVED).parameters(), lr=0.1))
         for metric in (1.0, 2.0, 3.0):
@@ -281,7 +281,9 @@ def test_a_server_and_its_sites_end_where_a_simulation_does(method: str) -> None
         population, stores = Population(range(4), SIZES.__getitem__), [MemoryClientStore() for _ in sites]
         sampling = CohortSampling(settings, population, seed=0)
         for number in range(4):
-            cohort = sampling.draw(number, lambda drawn: [m for i in drawn for m in sites[i].work.hello({i: 1}, 0)])
+            cohort = sampling.draw(
+                number, lambda drawn: [m for i in drawn for m in sites[i].work.participants({i: 1}, 0)]
+            )
             half = ServerRound(server, settings, population, cohort, Faults())
             for task in half.phases():
                 for i in reversed(task.clients):

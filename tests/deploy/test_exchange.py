@@ -42,7 +42,7 @@ def test_second_copies_and_stale_replies_change_nothing_and_are_named_once(
         wire.run(module)
     assert torch.equal(parameters(module), parameters(simulated(MAKE).lightning_module))
     found = [text for text in caplog.messages if "is to 'train' of round 0" in text]
-    assert [text for text in found if "and 'train' of round 1 (attempt 0) is at hand" in text]
+    assert [text for text in found if "and the current task is 'train' of round 1 (attempt 0)" in text]
     assert len(found) == len(set(found))
 
 
@@ -133,10 +133,10 @@ def test_a_client_whose_reply_is_not_valid_is_not_waited_for_but_may_send_anothe
     asked = list[Any]()
 
     class Silent(Wire):
-        def exchange(self, tasks: Mapping[Any, Message], greetings: Mapping[Any, Message]) -> Iterator[Any]:
+        def exchange(self, tasks: Mapping[Any, Message], registrations: Mapping[Any, Message]) -> Iterator[Any]:
             header = next(iter(tasks.values())).header
             if (header["phase"], header["round"]) != ("train", 1):
-                yield from super().exchange(tasks, greetings)
+                yield from super().exchange(tasks, registrations)
                 return
             replies = {client: self.answer(task) for client, task in tasks.items()}
             wrong = {client: Message(reply.header, {}) for client, reply in replies.items()}
@@ -250,13 +250,13 @@ def changed(message: Message, tensors: dict[str, Any] | None = None, **header: A
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another format": ({"format": 2}, "format 2, and knows format 1"),
+    "another format": ({"format": 2}, "format 2, and reads format 1"),
     "another run": ({"run": "other"}, "The reply of client 1 is of run other, and this is run"),
     "no client": ({"client": 17}, "The reply of client 17 is of no client of this run"),
     "a truth value": ({"client": True}, "The reply of client True is of no client of this run"),
-    "a later round": ({"round": 4}, "of round 4 (attempt 0), and 'train' of round 0 (attempt 0) is at hand"),
-    "another phase": ({"phase": "loss"}, "'loss' of round 0 (attempt 0), and 'train' of round 0"),
-    "another attempt": ({"attempt": 1}, "(attempt 1), and 'train' of round 0 (attempt 0) is at hand"),
+    "a later round": ({"round": 4}, "of round 4 (attempt 0), and the current task is 'train' of round 0 (attempt 0)"),
+    "another phase": ({"phase": "loss"}, "'loss' of round 0 (attempt 0), and the current task is 'train' of round 0"),
+    "another attempt": ({"attempt": 1}, "(attempt 1), and the current task is 'train' of round 0 (attempt 0)"),
     "a hello of one that is there": ({"phase": "hello"}, "The reply of client 1 is to 'hello' of round 0"),
     "a round that is none": ({"round": "0"}, "round is '0'"),
 }

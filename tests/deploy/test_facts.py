@@ -63,10 +63,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", list(DIFFERENT))
-def test_a_site_that_runs_something_else_refuses_to_say_hello(name: str, tmp_path: Path) -> None:
+def test_a_site_with_other_settings_refuses_to_register(name: str, tmp_path: Path) -> None:
     options, make_model, why = DIFFERENT[name]
     own, wire = make_trainer(**{"method": "Scaffold ii", **options}), Wire(tmp_path, MAKE)
-    said = f"'hello': 2.*Client 2: The site of client 2 does not run what the server runs: .*{why}"
+    said = f"'hello': 2.*Client 2: The site of client 2 has other settings than the server: .*{why}"
     with FederatedSite(own, make_model(), make_data([2]), 2, tmp_path / "2") as site:
         wire.sites[2] = site
         with pytest.raises(FederatedError, match=said):
@@ -76,6 +76,20 @@ def test_a_site_that_runs_something_else_refuses_to_say_hello(name: str, tmp_pat
 def test_a_site_whose_personal_parameters_begin_elsewhere_is_refused(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", personal=["net.3.*"]), Net)
     with pytest.raises(FederatedError, match="its parameters at the start that stay with"):
+        wire.run()
+
+
+class Frozen(Net):
+    """The module with a frozen first layer, which is never sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+def test_a_site_with_other_frozen_parameters_is_refused(tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg"), Frozen)  # every one draws its own
+    with pytest.raises(FederatedError, match="its frozen parameters is .*, the server's is"):
         wire.run()
 
 
@@ -98,7 +112,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_what_hello_compares_of_the_optimizer_is_the_same_in_every_round(name: str) -> None:
+def test_the_registered_facts_of_the_optimizer_are_the_same_in_every_round(name: str) -> None:
     layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     groups = [{"params": list(layers[0].parameters()), "lr": 0.2}, {"params": list(layers[1].parameters())}]
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1), momentum=0.9, foreach=True)

@@ -11,7 +11,7 @@ from lightning_fed.rounds.messages import TRAIN, Task
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04}.", bytes(100), (2**60).to_bytes(8, "little") + b"{}"])
 def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
-    with pytest.raises(FederatedError, match=f"These {len(content)} bytes are no message"):
+    with pytest.raises(FederatedError, match=f"These {len(content)} bytes are not a message"):
         Message.from_bytes(content)
 
 

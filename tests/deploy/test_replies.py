@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "a loss that is no number": (lambda m: changed(m, loss=float("nan")), "loss or a norm that is not finite"),
     "not a number": (lambda m: changed(m, {"model": NAN}), "'model' with numbers that are not finite"),
     "a strange tensor": (lambda m: changed(m, {"evil": torch.zeros(P)}), "tensor 'evil', which no reply has"),
-    "no tensor": (lambda m: changed(m, {"model": "x"}), "model is no tensor"),
+    "no tensor": (lambda m: changed(m, {"model": "x"}), "model is not a tensor"),
     "a strange buffer": (lambda m: changed(m, {"buffers.b": torch.zeros(2)}), "buffer 'b'"),
     "a scalar for a vector": (
         lambda m: changed(m, {"send.delta": torch.tensor(1.0)}),
@@ -97,15 +97,17 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "a metric with a control character": (lambda m: changed(m, metrics={"\x1b[31m": 1.0}), r"metrics is '\\\\x1b"),
     "steps on no examples": (lambda m: changed(m, examples=0), "local steps on no examples"),
     "an infinite time": (lambda m: told(m, seconds=float("inf")), "loss, norm or time is not finite"),
+    "a time below zero": (lambda m: told(m, seconds=-1.0), "its norm or its time is negative"),
+    "a norm below zero": (lambda m: told(m, update_norm=-2.0), "its norm or its time is negative"),
     "a nested header": (lambda m: changed(m, server_read=nested(900)), "its server_read is a list"),
     "a nested metric": (lambda m: changed(m, metrics={"a": nested(900)}), "'a' is a list"),
     "no implied": (
         lambda m: Message({n: v for n, v in m.header.items() if n != "implied"}, m.tensors),
         "implied is None",
     ),
-    "no report": (lambda m: changed(m, report=None), "is no reply"),
-    "a strange report": (lambda m: changed(m, report={"size": "many"}), "is no reply"),
-    "a strange metric": (lambda m: changed(m, metrics={"a": []}), "is no reply"),
+    "no report": (lambda m: changed(m, report=None), "is not valid"),
+    "a strange report": (lambda m: changed(m, report={"size": "many"}), "is not valid"),
+    "a strange metric": (lambda m: changed(m, metrics={"a": []}), "is not valid"),
     "strange names": (lambda m: changed(m, same={"a": "b"}), "the same as 'b'"),
 }
 

@@ -10,6 +10,7 @@ import torch
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import Message
+from lightning_fed.server import OortSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import METHODS, EndedError, Wire, make_data, make_trainer, parameters, simulated
 from tests.helpers.selection import few
@@ -44,6 +45,20 @@ def test_a_run_that_began_in_simulation_goes_on_with_sites(method: str, tmp_path
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
+def test_what_a_sampler_has_learned_of_sites_is_in_the_servers_checkpoint(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clients_per_round": None, "sampler": OortSampler(2, exploration=0.3)}
+    make = partial(make_trainer, "FedAvg", **options)
+    wire, module, two = Wire(tmp_path, make), model(), tmp_path / "two.ckpt"
+    wire.run(save={2: two}, trainer=make(max_rounds=3))
+    wire.kill()
+    fitted, _ = wire.run(module, ckpt_path=two)
+    expected = simulated(make)
+    assert torch.equal(parameters(module), parameters(expected.lightning_module))
+    learned, wanted = (t.fit_loop.settings.sampler.state_dict() for t in (fitted, expected))
+    assert learned == wanted
+    assert len(learned["clients"]) == 4
+
+
 @pytest.mark.parametrize("method", ["Scaffold ii"])
 def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_other_clients_objects(
     method: str, tmp_path: Path
@@ -58,7 +73,7 @@ def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_oth
     assert torch.equal(parameters(module), parameters(simulated(make).lightning_module))
     trainer.max_rounds = 6
     with pytest.raises(
-        FederatedError, match="This trainer's earlier fit is of a run with real clients, 4 of which keep"
+        FederatedError, match="This trainer's earlier fit is of a run with real clients, and 4 of them keep"
     ):
         trainer.fit(module, make_data())
 

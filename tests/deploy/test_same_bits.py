@@ -14,8 +14,13 @@ from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server import (
     QSGD,
     CoordinateMedian,
+    Krum,
+    NoiseAttack,
+    OortSampler,
+    PowerOfChoiceSampler,
     SystemsHeterogeneity,
     TopK,
+    UpdateNormSampler,
 )
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import METHODS, SIZES, Wire, make_trainer, parameters, simulated
@@ -81,7 +86,7 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str |
     assert all(torch.equal(state.state[name], other.state[name]) for name in state.state)
     known, wanted = logged_by(fitted), logged_by(expected)
     sends_no_change = isinstance(expected.fit_loop.settings.algorithm, (FedNova, FedSpeed, PFedMe))
-    if make.keywords.get("compression") is not None or sends_no_change:
+    if {"compression", "attack"} & make.keywords.keys() or sends_no_change:
         del wanted["client/drift"]
     assert known == pytest.approx(wanted, nan_ok=True)
     assert (state.bytes_up, state.bytes_down) == (other.bytes_up, other.bytes_down)
@@ -125,13 +130,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "accumulate_grad_batches": 2,
     },
     "sparse with feedback": {"compression": TopK(0.3)},
+    "the highest fresh losses": {"clients_per_round": None, "sampler": PowerOfChoiceSampler(2, 3)},
+    "by utility": {"clients_per_round": None, "sampler": OortSampler(2, exploration=0.5)},
+    "by update norms": {"clients_per_round": None, "sampler": UpdateNormSampler(2)},
     "quantised and clipped": {"compression": QSGD(4), "gradient_clip_val": 0.1},
+    "attacked": {"aggregator": Krum(0), "attack": NoiseAttack(0.5, 0.1)},
 }
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_options_of_the_rounds_work_over_sites(option: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "FedProx", **OPTIONS[option]), tmp_path)
+
+
+class Warming(Net):
+    """A network whose rate changes from one local step to the next."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, t / 10) * 0.98**t)
+        return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
+
+
+def warming() -> Warming:
+    torch.manual_seed(0)
+    return Warming()
+
+
+@pytest.mark.parametrize("mode", ["continue", "total", pytest.param("restart", marks=pytest.mark.thorough)])
+def test_schedules_by_local_step_are_followed_as_in_the_simulation(mode: str, tmp_path: Path) -> None:
+    assert_same_run(partial(make_trainer, "Scaffold ii", local_schedule=mode), tmp_path, warming)
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "server"])

@@ -38,7 +38,7 @@ def test_every_round_is_saved_and_the_one_before_stays(tmp_path: Path, caplog: p
     assert [line.split(":")[0] for line in caplog.messages if line.startswith("Round")] == [
         f"Round {r}" for r in range(5)
     ]
-    assert f"The run goes on from {checkpoint}." in caplog.messages
+    assert f"The run continues from {checkpoint}." in caplog.messages
 
 
 def test_two_runs_do_not_work_with_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,20 +42,20 @@ def noted(wire: Wire, phase: str = "hello", **fit: Any) -> dict[Any, Message]:
 def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
     make = partial(MAKE, clients_per_round=1.0, max_rounds=2)
     wire, other = Wire(tmp_path / "one", make), Wire(tmp_path / "other", make)
-    greetings, train = noted(wire), noted(other, "train")
+    registrations, train = noted(wire), noted(other, "train")
     with FederatedSite(make(), model(), make_data([2]), 2, tmp_path / "new") as site:
-        with pytest.raises(FederatedError, match="which has not said hello to it"):
+        with pytest.raises(FederatedError, match="has not registered for that run"):
             site.answer(train[2])
-        with pytest.raises(FederatedError, match="A task for client 1 has come to the site of 2"):
-            site.answer(greetings[1])
-        site.answer(greetings[2])
-        with pytest.raises(FederatedError, match="A task of run .* has not said hello to it"):
+        with pytest.raises(FederatedError, match="The site of 2 has received a task for client 1"):
+            site.answer(registrations[1])
+        site.answer(registrations[2])
+        with pytest.raises(FederatedError, match="received a task of run .* has not registered"):
             site.answer(train[2])
         with pytest.raises(FederatedError, match="has no client 2. Its client_ids must name all"):
-            site.answer(changed(greetings[2], clients=[0, 1]))
+            site.answer(changed(registrations[2], clients=[0, 1]))
     for path in (tmp_path / "other").rglob("*.state"):
         path.unlink()
-    with pytest.raises(FederatedError, match="asked to go on from what it kept after 1 rounds, and .* none"):
+    with pytest.raises(FederatedError, match="asked to continue from its state after 1 rounds, and .* none"):
         other.site(2).answer(train[2])
 
 

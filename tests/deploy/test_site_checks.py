@@ -73,14 +73,15 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "a mean that is infinite": (task(mean_examples=float("inf")), "mean_examples = inf"),
     "a schedule that is not there": (task(plateaus=[{"best": 0.0}]), "schedules that this site's module does not have"),
     "schedules that are none": (task(plateaus=None), "schedules that this site's module does not have"),
+    "a step of a schedule that does not count the run's": (task(first_step=1), "first_step = 1: .* from 0 to 0"),
     "long fine-tuning": (measure(what="val", local_steps=2000), f"local_steps = 2000: .* from 0 to {STEPS}"),
     "an unknown measure": (measure(what="examples"), "'examples', which no site measures"),
     "another model": (task({"x": torch.zeros(3)}), r"the x of shape \[3\] and type torch.float32; this site"),
     "another precision": (task({"x": parameters(model()).double()}), "type torch.float64"),
     "a buffer that is not there": (task({"buffers.own": torch.zeros(1)}), "no such buffer"),
-    "a hello without facts": (hello(facts=None), "does not say what the server runs"),
-    "a hello with nested facts": (hello(facts={"method": ["FedAvg"]}), "does not say what the server runs"),
-    "a hello without an optimizer": (hello(optimizer=None), "does not say what the server runs"),
+    "a hello without facts": (hello(facts=None), "does not contain the server's settings"),
+    "a hello with nested facts": (hello(facts={"method": ["FedAvg"]}), "does not contain the server's settings"),
+    "a hello without an optimizer": (hello(optimizer=None), "does not contain the server's settings"),
     "a hello without clients": (hello(clients=None), "give a sequence of ints or strs"),
 }  # fmt: skip
 
@@ -107,7 +108,7 @@ def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedS
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_examples", "plateaus", "state", "what",
-         "local_steps", "own", "facts", "optimizer", "clients")  # fmt: skip
+         "first_step", "local_steps", "own", "facts", "optimizer", "clients")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

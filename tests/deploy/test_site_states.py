@@ -48,7 +48,7 @@ def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) ->
         found = states.read("r", 3, 0, version)
         assert found is not None
         assert found["c"].tolist() == [version, version]
-    with pytest.raises(FederatedError, match="Client 3 is asked to go on from what it kept after 1 rounds, .* 2, 3"):
+    with pytest.raises(FederatedError, match="Client 3 is asked to continue from its state after 1 rounds, .* 2, 3"):
         states.read("r", 3, 0, 1)
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_named(states: SiteStates) -> None:
     with pytest.raises(FederatedError, match="0.1.state is damaged"):
         states.read("r", 3, 0, 1)
     (states.folder / "r" / "agreed.json").write_text("{")
-    with pytest.raises(FederatedError, match="agreed.json is damaged.*start the run anew"):
+    with pytest.raises(FederatedError, match="agreed.json is damaged.*start a new run"):
         states.agreed("r")
 
 

@@ -24,7 +24,7 @@ def test_sites_in_one_process_answer_for_all_their_clients(tmp_path: Path) -> No
         MAKE().fit(module, RemoteClients(InProcess(sites), range(4)))
         with pytest.raises(FederatedError, match="'hello': 0.*Client 0: no site here has it"):
             MAKE().fit(model(), RemoteClients(InProcess(sites[1:]), range(4)))
-        with pytest.raises(FederatedError, match="Client 0: The site of client 0 does not run.* its seed is 0"):
+        with pytest.raises(FederatedError, match="Client 0: The site of client 0 has other settings.* its seed is 0"):
             MAKE(seed=1).fit(model(), RemoteClients(InProcess(sites), range(4)))
     assert torch.equal(parameters(module), parameters(simulated(MAKE).lightning_module))
 
@@ -32,7 +32,7 @@ def test_sites_in_one_process_answer_for_all_their_clients(tmp_path: Path) -> No
 def test_bytes_are_the_reply_of_the_client_that_has_sent_them_or_none() -> None:
     reply = Message({"client": "a", "phase": "train"})
     assert reply_from("a", reply.to_bytes()) == reply
-    assert reply_from("b", reply.to_bytes()) == Refusal("b", "A reply has come of client 'a'.")
+    assert reply_from("b", reply.to_bytes()) == Refusal("b", "The reply is from client 'a'.")
     for content in (b"", b"hello", Message([]).to_bytes()):  # type: ignore[arg-type]
         refused = reply_from("a", content)
         assert isinstance(refused, Refusal)

@@ -186,8 +186,10 @@ class Wire:
         except FederatedError as error:
             return [Refusal(task.client, str(error))]
 
-    def exchange(self, tasks: Mapping[Any, Message], greetings: Mapping[Any, Message]) -> Iterator[Message | Refusal]:
-        asked, header = [*greetings.values(), *tasks.values()], next(iter(tasks.values())).header
+    def exchange(
+        self, tasks: Mapping[Any, Message], registrations: Mapping[Any, Message]
+    ) -> Iterator[Message | Refusal]:
+        asked, header = [*registrations.values(), *tasks.values()], next(iter(tasks.values())).header
         self.phases.append((header["round"], header["phase"], list(tasks)))
         self.order.shuffle(asked)
         asked.sort(key=lambda task: task.client in tasks)  # the fit takes nothing more after the last one

@@ -10,7 +10,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold
-from lightning_fed.core.torch_optimizers import home_of
+from lightning_fed.core.torch_optimizers import device_of
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 from tests.devices.conftest import Place
 from tests.helpers.training import Net, Trajectory, data, fit, seeded
@@ -76,9 +76,9 @@ def test_a_statistic_lives_where_the_optimizer_makes_it(place: Place, kind: Any)
     optimizer.step()
     for p, entries in optimizer.state.items():
         for name, value in entries.items():
-            assert value is None or value.device == home_of(name, p, optimizer.param_groups[0]), name
+            assert value is None or value.device == device_of(name, p, optimizer.param_groups[0]), name
     capturable = {"capturable": True}
-    assert home_of("step", model.weight, capturable) == model.weight.device
+    assert device_of("step", model.weight, capturable) == model.weight.device
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])

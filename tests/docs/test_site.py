@@ -1,5 +1,6 @@
 """The site names every page and builds; configurations and commands in the documentation are real ones."""
 
+import ast
 import io
 import logging
 import re
@@ -66,11 +67,30 @@ def named(nav: Any) -> Iterator[str]:
 
 def test_the_navigation_names_every_page_once() -> None:
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    elsewhere = tuple(site()["not_in_nav"].split())
+    assert site()["not_in_nav"].split() == ["papers/*_details.md"]
     found = list(named(site()["nav"]))
     assert len(found) == len(set(found))
-    made = {"changelog.md", "contributing.md", "examples.md"} | {name for name in found if name.startswith("api/")}
-    assert set(found) == {page for page in pages if not page.startswith(elsewhere)} | made | {"papers/index.md"}
+    made = {"changelog.md", "contributing.md", "examples.md", "api/index.md"} | {
+        f"api/{name}.md" for name in reference()
+    }
+    assert set(found) == {page for page in pages if not page.endswith("_details.md")} | made
+
+
+def test_the_menu_has_the_titles_of_the_reference() -> None:
+    titles = dict(entry for each in site()["nav"] for entry in titled(each))
+    assert {name: titles[f"api/{name}.md"] for name in reference()} == {
+        n: page["title"] for n, page in reference().items()
+    }
+
+
+def titled(nav: Any) -> Iterator[tuple[str, str]]:
+    """Yield the pages of a part of the navigation, each with its title if it has one there."""
+    if isinstance(nav, dict):
+        for title, inner in nav.items():
+            if isinstance(inner, str):
+                yield inner, title
+            else:
+                yield from (entry for each in inner for entry in titled(each))
 
 
 def test_the_list_of_results_has_them_all() -> None:
@@ -92,33 +112,161 @@ def test_the_citation_is_of_this_version() -> None:
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
-def test_the_reference_has_every_package_that_makes_names_public() -> None:
-    packages = {"lightning_fed"}
-    for path in (ROOT / "lightning_fed").rglob("*/__init__.py"):
-        if "__all__" in path.read_text():
-            packages.add(path.parent.name)
-    assert {Path(page).stem for page in named(site()["nav"]) if page.startswith("api/")} == packages
+@cache
+def reference() -> dict[str, Any]:
+    """Return the pages of the reference."""
+    return dict(yaml.safe_load((ROOT / "docs" / "reference.yaml").read_text()))
+
+
+def test_the_reference_has_each_public_name_once() -> None:
+    public: dict[str, set[str]] = {}
+    for path in (ROOT / "lightning_fed").rglob("__init__.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = {name for name in ast.literal_eval(node.value) if not name.startswith("__")}
+                public[".".join(path.parent.relative_to(ROOT).parts)] = names
+    shown = [(package, name) for page in reference().values() for package, ns in page["names"].items() for name in ns]
+    assert not [f"{package}.{name}" for package, name in shown if name not in public.get(package, ())]
+    names = [name for _, name in shown]
+    assert len(names) == len(set(names))
+    assert set(names) == set().union(*public.values())
+
+
+def test_links_have_titles_and_not_file_names() -> None:
+    faults = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        faults += [f"{page.name}: {match[0]}" for match in re.finditer(r"\[`?[\w/.]+\.md`?\]\([^)]+\)", text)]
+    assert not faults
+
+
+def test_code_has_at_most_76_columns() -> None:
+    """Which fit on the site at 1280 pixels; output of programs may be wider."""
+    faults = []
+    for page in (path for path in PAGES if path.parent.name != "papers" and path.name != "README.md"):
+        text = page.read_text()
+        parts = list(re.finditer(r"^```(?!text|math)\w+\n.*?^```$", text, flags=re.M | re.S))
+        plain = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+        parts += list(re.finditer(rf"^ {{4}}(?:{'|'.join(STARTS)}).*$", plain, flags=re.M))
+        for part in parts:
+            wide = [line for line in part[0].splitlines() if len(line.removeprefix("    ")) > 76]
+            faults += [f"{page.name}: {line}" for line in wide]
+    assert not faults, "\n".join(faults)
+
+
+def test_the_files_agree_on_the_address_of_the_repository() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    address = site()["repo_url"]
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    clone = re.search(r"git clone (\S+)", (ROOT / "README.md").read_text())
+    assert urls.get("Repository") == citation.get("repository-code") == address, "see docs/releasing.md"
+    assert clone is not None
+    assert clone[1] == (address or "URL"), "see docs/releasing.md"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site."""
+    pytest.importorskip("mkdocs", reason='no MkDocs, which builds the site: pip install -e ".[docs]"')
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE), "-d", str(folder)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.mark.thorough
-def test_the_site_builds_without_warnings_and_fetches_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason='no MkDocs, which builds the site: pip install -e ".[docs]"')
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE), "-d", str(tmp_path)]
-    done = subprocess.run(build, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    formulas = (tmp_path / "methods.html").read_text()
+def test_the_site_builds_without_warnings_and_fetches_nothing(built: Path) -> None:
+    formulas = (built / "methods.html").read_text()
     assert formulas.count("<math") > 100
     assert "\\(" not in re.sub(r"<code.*?</code>", "", formulas, flags=re.S)
-    for path in tmp_path.rglob("*.html"):
+    for path in built.rglob("*.html"):
         fetched = re.findall(
             r'<(?:script|img)[^>]* src="?([^">\s]+)|<link[^>]* rel="?stylesheet[^>]*', path.read_text()
         )
         assert not [address for address in fetched if "//" in address], path.name
-    reference = (tmp_path / "api" / "algorithms.html").read_text()
-    assert 'id="lightning_fed.algorithms.Scaffold"' in reference
-    for path in (tmp_path / "api").glob("*.html"):
+    assert not [path.name for path in built.rglob("*") if path.suffix in {".py", ".pyc", ".yaml"}]
+    assert '<div class="admonition warning">' in (built / "export.html").read_text()
+    assert not [path.name for path in built.rglob("*.html") if "[!WARNING]" in path.read_text()]
+    for path in (built / "api").glob("*.html"):
         found = re.search(r":(?:class|math|meth):|\.\. math::|={8}|``", path.read_text())
         assert found is None, f"{path.name}: {found}"
+
+
+@pytest.mark.thorough
+def test_a_page_of_the_reference_has_a_table_and_no_overridden_hook(built: Path) -> None:
+    methods, writing, callbacks, models = (
+        (built / "api" / f"{name}.html").read_text() for name in ("algorithms", "writing", "callbacks", "models")
+    )
+    heading = methods.index('id="lightning_fed.algorithms.FedAvg"')
+    assert "Stochastic controlled averaging." in methods[:heading]
+    assert 'id="lightning_fed.algorithms.Scaffold"' in methods
+    assert 'id="lightning_fed.algorithms.Algorithm.begin_client"' in writing
+    assert 'id="lightning_fed.algorithms.Scaffold.begin_client"' not in methods
+    assert 'id="lightning_fed.FederatedCallback.on_round_end"' in callbacks
+    assert 'id="lightning_fed.callbacks.RoundLogger.on_fit_start"' not in callbacks  # Lightning's hook
+    assert 'id="lightning_fed.models.MLPClassifier.forward"' not in models
+    assert 'id="lightning_fed.FederatedTrainer.fit"' in (built / "api" / "trainer.html").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_a_browser_shows_every_page_as_it_should(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    look = site_check()
+    if look.browser() is None:
+        pytest.skip(f"no browser that shows the site: install one of {', '.join(look.BROWSERS)}")
+    code = look.main([str(built), "--timeout", "1200"])
+    assert code == 0, capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("<p>all is well</p>", None),
+        ('<div style="width:700px">wide</div>', 'at 500 px: reaches 200 px beyond the window: div "wide"'),
+        ('<div style="width:1400px">wide</div>', "at 1280 px: the page scrolls sideways: it is 1400 px wide"),
+        ('<div style="overflow:auto"><div style="width:1400px">may scroll</div></div>', None),
+        ('<img src="none.png" style="width:9px">', "a picture is missing: none.png"),
+        ('<link rel="stylesheet" href="none.css">', "/none.css is missing"),
+        ("<script>wrong()</script>", "a script failed: Uncaught ReferenceError: wrong is not defined"),
+        (
+            '<table><td style="width:9em;max-width:9em"><code>one-word-with-hyphens</code></table>',
+            "breaks a line within one-",
+        ),
+        (
+            f"<pre style='overflow:auto;width:300px'><code style='display:block;overflow:auto'>{'x' * 99}</code></pre>",
+            None,
+        ),
+        (
+            f"<div><pre><code style='display:block;width:300px;overflow:auto'>{'x' * 99}</code></pre></div>",
+            "scrolls sideways by",
+        ),
+    ],
+)
+def test_a_fault_of_a_page_is_found(
+    content: str, fault: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    look = site_check()
+    if look.browser() is None:
+        pytest.skip(f"no browser that shows the site: install one of {', '.join(look.BROWSERS)}")
+    style = "<style>.narrow {display: block; width: 300px; overflow: auto}</style>"
+    (tmp_path / "index.html").write_text(f'<!doctype html>{style}<body style="margin:0">{content}')
+    code = look.main([str(tmp_path), "--timeout", "60"])
+    shown = capsys.readouterr().out
+    assert (code, "0 faults" in shown) == ((0, True) if fault is None else (1, False)), shown
+    assert fault is None or fault in shown
+
+
+@cache
+def site_check() -> Any:
+    spec = spec_from_file_location("site_check", ROOT / ".ci" / "site_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # Configurations and commands

@@ -50,11 +50,11 @@ def chunk(**options: Any) -> ChunkResult:
 def test_what_clients_keep_does_not_hold_on_to_the_chunk() -> None:
     states = torch.arange(6.0).view(2, 3)
     result = chunk(keep={"c": states})
-    kept = result.kept()
+    kept = result.new_states()
     states.zero_()
     assert [own["c"].tolist() for own in kept] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert {own["c"].untyped_storage().nbytes() for own in kept} == {3 * 4}
-    assert chunk(keep={}).kept() == [{}, {}]
+    assert chunk(keep={}).new_states() == [{}, {}]
 
 
 def test_personal_parameters_are_no_part_of_what_is_exchanged() -> None:

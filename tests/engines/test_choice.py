@@ -129,7 +129,7 @@ class Fails(Picky):
         return super().training_step(batch, batch_idx)
 
 
-def spoiled() -> FederatedDataModule:
+def with_invalid() -> FederatedDataModule:
     parts = clients((5, 5, 5, 5))
     parts[2].tensors[0][0] = 99.0
     return FederatedDataModule(parts, batch_size=4)
@@ -137,7 +137,7 @@ def spoiled() -> FederatedDataModule:
 
 @pytest.mark.filterwarnings("ignore:engine='auto' restarts")
 def test_a_client_that_fails_alone_is_left_out() -> None:
-    options = {"make": Fails, "datamodule": spoiled, "on_client_error": "drop", "max_failed_share": 0.5}
+    options = {"make": Fails, "datamodule": with_invalid, "on_client_error": "drop", "max_failed_share": 0.5}
     found, expected = (run(engine, limit_val_batches=0, **options) for engine in ("auto", "sequential"))
     assert_agree(found, expected)
 

@@ -76,7 +76,7 @@ def test_a_client_is_at_fault_if_its_loss_or_its_parameters_are_not_finite() -> 
         error = fault_of(found, [0.5, float("inf"), float("nan")], 2)
         assert error is not None
         assert error.culprit == "ann"
-        says = f"Client 'ann' came back from round 2 with {what}.* that (is|are) not finite, after 3 local steps; its"
+        says = f"Client 'ann' returned {what}.* that (is|are) not finite in round 2, after 3 local steps; its"
         assert re.match(says + " loss was first inf at local step 2", str(error))
 
 

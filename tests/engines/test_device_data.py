@@ -45,15 +45,15 @@ def test_only_batches_that_are_rows_of_tensors_are_placed(monkeypatch: pytest.Mo
     monkeypatch.setattr(data, "free", lambda: 10**6)
     x: Tensor = torch.zeros(4, 2)
     rows, changed = TensorBatches((x,), None, BatchSettings(2)), BatchSettings(2, transform=lambda batch: batch)
-    placed = data.placed(rows)
+    placed = data.to_device(rows)
     assert isinstance(placed, TensorBatches)
     assert placed.tensors[0].device.type == "meta"
-    repeated = data.placed(RepeatedBatches(rows, 3))
+    repeated = data.to_device(RepeatedBatches(rows, 3))
     assert isinstance(repeated, RepeatedBatches)
     assert repeated.num_batches() == 6
     transformed = TensorBatches((x,), None, changed)
-    assert data.placed(transformed) is transformed
-    assert DeviceData(torch.device("cpu")).placed(rows) is rows
+    assert data.to_device(transformed) is transformed
+    assert DeviceData(torch.device("cpu")).to_device(rows) is rows
 
 
 def test_a_device_that_has_run_out_of_memory_gets_no_more_copies(monkeypatch: pytest.MonkeyPatch) -> None:

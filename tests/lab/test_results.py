@@ -10,7 +10,7 @@ import pytest
 from lightning_fed.lab.claims import judge, overall
 from lightning_fed.lab.experiment import Claim
 from lightning_fed.lab.grid import Grid
-from lightning_fed.lab.numbers import shown
+from lightning_fed.lab.numbers import format_number
 from lightning_fed.lab.page import pages
 from lightning_fed.lab.quantities import Metric, parse_quantity
 from lightning_fed.lab.reading import read_experiment
@@ -90,7 +90,7 @@ def test_an_estimate_shows_its_mean_and_what_stands_in_its_way() -> None:
     assert str(candidate("a", 0.25, 0.75).estimate) == "0.50 ± 0.35"
     assert str(candidate("a").estimate) == "-"
     assert str(candidate("a", -math.inf, is_diverged=True).estimate) == "diverged"
-    assert [shown(value) for value in (38.0, 0.123456, 1234.56, math.inf, math.nan, 1e8)] == [
+    assert [format_number(value) for value in (38.0, 0.123456, 1234.56, math.inf, math.nan, 1e8)] == [
         "38",
         "0.1235",
         "1235",

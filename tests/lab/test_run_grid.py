@@ -159,7 +159,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Wr
     assert is_alive(), messages.read_text()
     os.kill(process.pid, signal.SIGINT)
     wait_until(lambda: not is_alive())
-    assert "goes on from there" in messages.read_text()
+    assert "continues from there" in messages.read_text()
     assert len(list(cells.glob(finished))) == 1
     _, ran = run(path, tmp_path / "out")
     assert len(ran) == 1

@@ -11,7 +11,7 @@ from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.runner import make_jobs, probe_jobs
-from lightning_fed.lab.workers import Outcome, Task
+from lightning_fed.lab.workers import Outcome, WorkerTask
 from tests.helpers.lab import Write, run
 
 
@@ -70,7 +70,7 @@ def test_cells_that_differ_in_numbers_alone_are_tried_once(write: Write, tmp_pat
     probed: list[str] = []
 
     class Probing:
-        def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        def run(self, tasks: Iterable[WorkerTask]) -> Iterator[Outcome]:
             for task in tasks:
                 probed.append(task.name)
                 yield Outcome(task, tags=None if "lr 0.1" in task.name else ("val_distance",))

@@ -12,7 +12,7 @@ from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
 from lightning_fed.lab.store import Store
-from lightning_fed.lab.workers import Inline, Task, Workers
+from lightning_fed.lab.workers import Inline, Workers, WorkerTask
 from tests.helpers.lab import Write, failing, run
 
 
@@ -57,7 +57,7 @@ def test_inline_keeps_a_data_set_from_files_for_the_next_cell(tmp_path: Path) ->
         "seed_everything": 3,
     }
     runner = Inline()
-    first, second = (Task("x", config, {}, tmp_path / name) for name in ("first", "second"))
+    first, second = (WorkerTask("x", config, {}, tmp_path / name) for name in ("first", "second"))
     (outcome,) = runner.run([first])
     (tmp_path / "concrete" / "Concrete_Data.csv").unlink()  # it is not read again
     assert outcome.cause is None

@@ -64,7 +64,7 @@ def read_state(trainer: Any, where: str, name: str) -> Tensor:
         h_i, scale, y_i = (read_state(trainer, "clients", part) for part in ("h_i", "scale", "y_i"))
         return h_i + scale * (state.x - y_i)
     if where == "shown":
-        return state.shown()
+        return state.evaluation_x()
     if where == "server":
         return trainer.fit_loop.server[name]
     if where == "clients":

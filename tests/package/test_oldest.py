@@ -74,6 +74,18 @@ def test_every_package_has_a_lower_bound_that_its_range_allows(oldest: Callable[
         assert found[canonicalize_name(requirement.name)] in requirement.specifier, text
 
 
+def test_every_range_allows_the_version_that_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    assert "mypy" in {Requirement(text).name for text in optional["checks"]}
+    for text in (*project["dependencies"], *(text for texts in optional.values() for text in texts)):
+        requirement = Requirement(text)
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is None or version.partition(" ")[0] in requirement.specifier, f"{text}, and {version} is pinned"
+
+
 # ------------------------------------------------------------------ the workflow
 
 

@@ -263,7 +263,7 @@ def _fit(
     )
     with _listening() as said, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", message="engine='auto' goes on with")
+        warnings.filterwarnings("error", message="engine='auto' continues with")
         _seed(17)  # no run may depend on what was drawn before
         trainer.fit(module, _data(case), ckpt_path=ckpt_path)
     state = trainer.fit_loop.state

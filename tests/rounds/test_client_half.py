@@ -27,7 +27,7 @@ class Oracle(ClientHalf):
     def engine_names(self) -> list[str]:
         return ["oracle"]
 
-    def hello(self, drawn: Mapping[ClientId, int], round: int, failed: Any = None) -> list[Participant]:
+    def participants(self, drawn: Mapping[ClientId, int], round: int, failed: Any = None) -> list[Participant]:
         self.calls.append("hello")
         return [Participant(client, int(client), 5, count, 1) for client, count in drawn.items()]
 

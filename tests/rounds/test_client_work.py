@@ -53,7 +53,7 @@ class Asked(FederatedCallback):
         return Task(ROUND, phase, clients, {}, self.x, self.server, **parts)
 
     def begin(self, *clients: int) -> list[Any]:
-        members = self.work.hello(dict.fromkeys(clients, 1), ROUND)
+        members = self.work.participants(dict.fromkeys(clients, 1), ROUND)
         self.work.begin(ROUND, members)
         return members
 
@@ -79,7 +79,7 @@ def same_replies(one: Answers, other: Answers) -> bool:
 
 def test_those_drawn_say_how_much_they_have_and_would_do() -> None:
     def ask(who: Asked) -> Any:
-        return who.work.hello({4: 1, 0: 3}, ROUND)
+        return who.work.participants({4: 1, 0: 3}, ROUND)
 
     found = asked(ask)
     assert [(m.client_id, m.index, m.size, m.count, m.steps) for m in found] == [(4, 4, 16, 1, 4), (0, 0, 12, 3, 3)]

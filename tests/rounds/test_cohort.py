@@ -10,7 +10,7 @@ import pytest
 from lightning_fed import FederatedError, FederatedTrainer
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, Mime, Scaffnew
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort, secret_seed
-from lightning_fed.server import DifferentialPrivacy, RoundRobinSampler
+from lightning_fed.server import DifferentialPrivacy, PowerOfChoiceSampler, RoundRobinSampler, UpdateNormSampler
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings
 
@@ -64,6 +64,25 @@ def test_gradients_are_of_the_same_cohort_or_of_one_that_is_drawn_for_them() -> 
     assert names(other.gradient_members) == ["cy", "dee"]
     assert len(other.members) == 3
     assert sampling().draw(0, everybody).gradient_members == ()
+
+
+def test_the_losses_that_a_sampler_needs_are_measured_once_for_both_cohorts() -> None:
+    asked: list[Any] = []
+
+    def losses_of(clients: Sequence[Any]) -> Mapping[Any, float]:
+        asked.extend(clients)
+        return {client_id: float(IDS.index(client_id)) for client_id in clients if client_id != "eve"}
+
+    one = sampling(FedDane(0.1), sampler=PowerOfChoiceSampler(2, 5), clients_per_round=None)
+    cohort = one.draw(0, everybody, losses_of)
+    assert asked == [*IDS, "eve"]  # who has not answered is asked again
+    assert list(cohort.measured) == IDS[:4]
+    assert names(cohort.members) == names(cohort.gradient_members) == ["cy", "dee"]
+
+
+def test_members_drawn_with_probabilities_have_their_share() -> None:
+    cohort = sampling(sampler=UpdateNormSampler(5), clients_per_round=None).draw(0, everybody)
+    assert [who.share for who in cohort.members] == [0.2] * 5
 
 
 def test_nobody_trains_without_the_gradient_of_a_cohort() -> None:

@@ -12,7 +12,7 @@ from lightning_fed.algorithms import Algorithm, Ditto, FedDane, FedRep, Mime, Sc
 from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.rounds import local_training
-from lightning_fed.rounds.local_training import ClientGradients, OwnSolve, prepared_for_own_solve
+from lightning_fed.rounds.local_training import ClientGradients, InnerSolve, prepared_for_inner_solve
 from lightning_fed.server.participation import Participant
 from tests.helpers.engines import Ordinary, Record, full_batches, run
 from tests.helpers.training import data, seeded, trainer
@@ -54,16 +54,16 @@ def test_a_gradient_of_server_and_client_is_taken_once() -> None:
     assert engine.taken == [1, 2, 3]
     assert own[2]["x"].tolist() == [6.0, 8.0]
     assert found.norms_of([1, 2, 3]) == {"x": {1: 5.0, 2: 10.0, 3: 15.0}}
-    assert found.norms_of([1, 2, 3], taken_anew=True) == {"x": {3: 15.0}}
+    assert found.norms_of([1, 2, 3], recomputed=True) == {"x": {3: 15.0}}
     found.begin_round(3)
     assert found.norms_of([1, 2, 3]) == {}
 
 
 def test_gradients_that_take_too_much_memory_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_training, "_KEPT_BYTES", 3 * 2 * 4 - 1)
+    monkeypatch.setattr(local_training, "_CACHE_BYTES", 3 * 2 * 4 - 1)
     found, engine = gradients(FedDane(0.1))
     list(found.each(INPUTS, plans(1)))
-    assert not found.keeps
+    assert not found.caches
     found.of_workers(INPUTS, plans(1))
     assert engine.taken == [1, 1]
 
@@ -76,7 +76,7 @@ def test_gradients_that_only_the_server_reads_are_not_taken_for_the_work() -> No
 
 def test_gradients_of_clients_alone_are_taken_for_their_work() -> None:
     found, engine = gradients(Scaffold(option="i"))
-    assert not found.keeps
+    assert not found.caches
     assert found.of_workers(INPUTS, plans(1, 2)).keys() == {1, 2}
     assert engine.taken == [1, 2]
 
@@ -85,7 +85,7 @@ def test_a_client_without_a_finite_gradient_is_named() -> None:
     found, _ = gradients(FedDane(0.1))
     answers = {plan.participant.index: answer for plan, answer in found.each(INPUTS, plans(8, 1, 9))}
     assert isinstance(answers[8], ClientError)
-    assert "Client 8 came back from round 4 with a full-batch gradient at x that is not finite" in str(answers[8])
+    assert "Client 8 returned, in round 4, a full-batch gradient at x that is not finite" in str(answers[8])
     assert answers[8].culprit == 8
     assert str(answers[9]) == "Client 9 has no data."
     assert not isinstance(answers[1], ClientError)
@@ -107,18 +107,18 @@ class Batches:
         return self
 
 
-def own_solve(method: Algorithm, accumulated: int = 1) -> OwnSolve:
+def inner_solve(method: Algorithm, accumulated: int = 1) -> InnerSolve:
     trainer = SimpleNamespace(accumulate_grad_batches=accumulated, limit_train_batches=1.0)
     engine = SimpleNamespace(algorithm=method.own_solve, trainer=trainer)
-    return OwnSolve(engine, SimpleNamespace(steps=lambda length, accumulated: 1))  # type: ignore[arg-type]
+    return InnerSolve(engine, SimpleNamespace(steps=lambda length, accumulated: 1))  # type: ignore[arg-type]
 
 
 def test_an_own_solve_is_as_long_as_the_work_in_the_round_unless_the_method_says() -> None:
     plan = WorkPlan(Participant("ann", 0, 20, 1, 3), Batches(5), (3,))  # type: ignore[arg-type]
-    assert own_solve(Ditto(0.5)).plan(plan) is plan
-    longer = own_solve(FedRep(["head.*"], 2)).plan(plan)
+    assert inner_solve(Ditto(0.5)).plan(plan) is plan
+    longer = inner_solve(FedRep(["head.*"], 2)).plan(plan)
     assert (longer.participant.steps, longer.epochs) == (10, (5, 5))
-    accumulated = own_solve(FedRep(["head.*"], 2), accumulated=2).plan(plan)
+    accumulated = inner_solve(FedRep(["head.*"], 2), accumulated=2).plan(plan)
     assert (accumulated.participant.steps, accumulated.epochs) == (6, (5, 5))
 
 
@@ -126,7 +126,7 @@ def test_an_own_solve_is_as_long_as_the_work_in_the_round_unless_the_method_says
 def test_an_own_solve_draws_batches_of_its_own_only_where_the_method_says(batches: str) -> None:
     method = Ditto(0.5, batches=batches)
     prepared: Any = SimpleNamespace(algorithm=method, seed=7)
-    other = prepared_for_own_solve(prepared)
+    other = prepared_for_inner_solve(prepared)
     assert other.algorithm is method.own_solve
     assert prepared.algorithm is method
     assert (other.seed == 7) == (not method.own_solve.own_batches)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.rounds.messages import TRAIN, Reply, ReplyOrder
+from tests.helpers.counting import Counted
 
 ASKED = (7, 2, 9, 4)
 
@@ -67,6 +68,17 @@ def test_a_second_copy_counts_once_and_strangers_are_refused_by_name() -> None:
     assert order.arrive(reply()) == []
     with pytest.raises(FederatedError, match="'train' of round 3 is of the client with stored index 1, which was not"):
         order.arrive(reply(2, 1))
-    with pytest.raises(FederatedError, match="some of which have answered before, such as the one with stored index 7"):
+    with pytest.raises(FederatedError, match="some of them have answered before, such as the one with stored index 7"):
         order.arrive(reply(7, 2))
     assert order.missing() == [2, 9, 4]
+
+
+def test_the_work_for_a_reply_does_not_grow_with_the_cohort() -> None:
+    looks = []
+    for count in (20, 200):
+        order = ReplyOrder(map(Counted, range(count)))
+        Counted.looks = 0
+        for client in range(20):
+            order.arrive(reply(Counted(client)))
+        looks.append(Counted.looks)
+    assert looks[1] < 1.5 * looks[0]

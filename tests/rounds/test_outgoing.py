@@ -25,10 +25,10 @@ class States:
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.at_once: list[Sequence[int]] = []
 
-    def keep(self, index: int, state: dict[str, Tensor]) -> None:
+    def stage(self, index: int, state: dict[str, Tensor]) -> None:
         self.kept[index] = state
 
-    def keep_all(self, indices: Sequence[int], states: dict[str, Tensor]) -> None:
+    def stage_all(self, indices: Sequence[int], states: dict[str, Tensor]) -> None:
         self.at_once.append(indices)
         for row, index in enumerate(indices):
             self.kept[index] = {name: value[row] for name, value in states.items()}
@@ -39,7 +39,7 @@ class States:
 
 def outgoing(compression: Any = None, kept_buffers: Sequence[str] = ()) -> Outgoing:
     engine = SimpleNamespace(algorithm=FedAvg(), buffers=SimpleNamespace(kept=kept_buffers), seed=0)
-    return Outgoing(engine, SimpleNamespace(compression=compression))  # type: ignore[arg-type]
+    return Outgoing(engine, SimpleNamespace(compression=compression, attack=None))  # type: ignore[arg-type]
 
 
 def chunk(steps: Sequence[int] = (2, 2, 2), **options: Any) -> ChunkResult:

@@ -18,11 +18,11 @@ class Hooks(Record):
     def __init__(self) -> None:
         super().__init__()
         self.called: Counter[str] = Counter()
-        self.at_work: list[bool] = []
+        self.current_round: list[bool] = []
 
     def note(self, name: str, trainer: Any) -> None:
         self.called[name] += 1
-        self.at_work.append(trainer.fit_loop.run_state.rounds.at_work is not None)
+        self.current_round.append(trainer.fit_loop.run_state.rounds.current_round is not None)
 
     def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
         self.note("start", trainer)
@@ -39,7 +39,7 @@ class Hooks(Record):
         self.note("end", trainer)
 
 
-def spoiled(bad: int | None) -> FederatedDataModule:
+def with_invalid(bad: int | None) -> FederatedDataModule:
     """Return clients of which one may have data that nothing can be learned from."""
     parts = clients((8, 12, 8, 4))
     if bad is not None:
@@ -49,7 +49,7 @@ def spoiled(bad: int | None) -> FederatedDataModule:
 
 def fitted(hooks: FederatedCallback, bad: int | None, **options: Any) -> torch.Tensor:
     given = {"max_rounds": 1, "limit_val_batches": 0, "on_client_error": "drop", **options}
-    return run("sequential", Ordinary, lambda: spoiled(bad), callbacks=hooks, **given).fit_loop.state.x
+    return run("sequential", Ordinary, lambda: with_invalid(bad), callbacks=hooks, **given).fit_loop.state.x
 
 
 @pytest.mark.filterwarnings("ignore:Client 2")
@@ -76,7 +76,7 @@ def test_a_client_that_fails_in_its_own_work_costs_no_restart() -> None:
 def test_the_servers_half_is_there_while_clients_work_and_is_released_afterwards() -> None:
     hooks = Hooks()
     fitted(hooks, None, max_rounds=2)
-    assert hooks.at_work == [False, *[True] * 4, False] * 2
+    assert hooks.current_round == [False, *[True] * 4, False] * 2
 
 
 def test_a_round_that_nobody_takes_part_in_says_so_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

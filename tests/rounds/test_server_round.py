@@ -25,6 +25,7 @@ from lightning_fed.server.participation import Participant, Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import plain_sgd
 from lightning_fed.settings.settings import Settings
+from tests.helpers.counting import Counted
 
 IDS = ["ann", "bob", "cy", "dee", "eve"]
 SIZES = dict(zip(IDS, (13, 8, 21, 5, 16), strict=True))
@@ -177,6 +178,20 @@ def test_the_mean_is_that_of_the_clients_by_examples() -> None:
     assert report.loss == pytest.approx((5 * 3.5 + 13 * 0.5 + 16 * 4.5 + 8 * 1.5) / 42)
 
 
+def test_the_work_of_a_round_grows_as_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    for count in (20, 80):
+        ids = list(map(Counted, range(1000, 1000 + count)))
+        monkeypatch.setattr(f"{__name__}.IDS", ids)
+        monkeypatch.setattr(f"{__name__}.SIZES", dict.fromkeys(ids, 7))
+        half = Half(cohort=range(count))
+        half.receive(*range(count))
+        Counted.looks = 0
+        half.close()
+        looks.append(Counted.looks)
+    assert looks[1] < 5 * looks[0]
+
+
 def test_several_clients_may_answer_together_in_any_order_too() -> None:
     def run(*orders: Sequence[int]) -> Tensor:
         half = Half()
@@ -241,7 +256,7 @@ def test_replies_of_strangers_are_refused_by_name() -> None:
     with pytest.raises(FederatedError, match="the client with stored index 2, which was not asked"):
         half.receive(2)
     half.receive(3)
-    with pytest.raises(FederatedError, match="some of which have answered before, such as the one with stored index 3"):
+    with pytest.raises(FederatedError, match="some of them have answered before, such as the one with stored index 3"):
         half.receive(0, 3)
     with pytest.raises(
         FederatedError, match=r"sent the messages \['delta', 'more'\], but `reduces` declares \['delta'\]"

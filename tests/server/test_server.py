@@ -145,8 +145,8 @@ def test_what_is_shown_is_the_methods_choice() -> None:
         def evaluate_at(self, x: Tensor, server: Any) -> Tensor:
             return 2 * x
 
-    assert torch.equal(server().shown(), server().x)
-    assert server(Doubled()).shown().tolist() == [2.0, 4.0]
+    assert torch.equal(server().evaluation_x(), server().x)
+    assert server(Doubled()).evaluation_x().tolist() == [2.0, 4.0]
 
 
 def test_totals_count_distinct_clients_and_all_bytes() -> None:

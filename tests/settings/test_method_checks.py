@@ -87,7 +87,7 @@ class Misspelt(Algorithm):
 
 
 def test_a_name_that_is_nearly_a_hooks_is_told_of() -> None:
-    with pytest.warns(UserWarning, match="Misspelt.corect is no hook of a method.*Did you mean correct"):
+    with pytest.warns(UserWarning, match="Misspelt.corect is not a hook of a method.*Did you mean correct"):
         check_method(Misspelt())
 
 

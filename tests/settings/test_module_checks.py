@@ -22,6 +22,7 @@ from lightning_fed.settings.module_checks import (
     check_buffers,
     check_module,
     check_optimization,
+    check_schedules,
     no_federated_data,
 )
 from tests.helpers.training import clients
@@ -66,7 +67,7 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
     lazy.layer = nn.LazyLinear(2)  # type: ignore[assignment]
     check_module(fit_of(Net()))
     for trainer, message in (
-        (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round asks for"),
+        (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round calls"),
         (fit_of(manual), "Net uses manual optimization.*return the loss"),
         (fit_of(Iterates()), "Iterates.training_step.dataloader_iter. is not supported"),
         (fit_of(lazy), "Net.layer.weight has no shape yet"),
@@ -76,9 +77,8 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
 
 
 def test_a_single_local_optimizer_that_takes_corrections_is_returned() -> None:
-    def optimized(optimizer: Any, interval: str = "epoch") -> Any:
-        schedule = SimpleNamespace(interval=interval, scheduler=StepLR(SGD([nn.Parameter(torch.ones(1))], 0.1), 1))
-        return fit_of(Net(), optimizers=[optimizer], lr_scheduler_configs=[schedule])
+    def optimized(optimizer: Any) -> Any:
+        return fit_of(Net(), optimizers=[optimizer], lr_scheduler_configs=[])
 
     plain = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     momentum = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
@@ -88,7 +88,6 @@ def test_a_single_local_optimizer_that_takes_corrections_is_returned() -> None:
     for trainer, algorithm, message in (
         (optimized(mock), FedAvg(), r"Net.configure_optimizers\(\) returned None"),
         (optimized(torch.optim.Rprop([nn.Parameter(torch.ones(1))])), FedAvg(), "the local optimizer Rprop is not"),
-        (optimized(plain, "step"), FedAvg(), "The LR scheduler StepLR has interval='step'"),
         (
             optimized(momentum),
             MimeLite(base=Adam()),
@@ -97,6 +96,26 @@ def test_a_single_local_optimizer_that_takes_corrections_is_returned() -> None:
     ):
         with pytest.raises(FederatedError, match=message):
             check_optimization(trainer, algorithm)
+
+
+def test_schedules_by_local_step_need_a_choice_of_what_they_count() -> None:
+    sgd = SGD([nn.Parameter(torch.ones(1))], 0.1)
+
+    def scheduled(*intervals: str, reduce_on_plateau: bool = False) -> Any:
+        plain = {"scheduler": StepLR(sgd, 1), "reduce_on_plateau": reduce_on_plateau}
+        return fit_of(Net(), lr_scheduler_configs=[SimpleNamespace(interval=each, **plain) for each in intervals])
+
+    for trainer, chosen in ((scheduled(), None), (scheduled("epoch"), None), (scheduled("step", "step"), "total")):
+        check_schedules(trainer, chosen)
+    for trainer, chosen, message in (
+        (scheduled("step"), None, "StepLR has interval='step'.*'restart'.*'continue'.*'total'.*interval='epoch'"),
+        (scheduled("epoch"), "total", "local_schedule='total' is for schedules.*StepLR, which steps once a round"),
+        (scheduled(), "restart", "returns no schedule. Leave local_schedule unset"),
+        (scheduled("step", "epoch"), "restart", "StepLR steps by local step and StepLR by round"),
+        (scheduled("step", reduce_on_plateau=True), "total", "StepLR follows a metric"),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            check_schedules(trainer, chosen)
 
 
 def test_layers_that_normalise_by_a_batch_are_refused_where_processes_split_batches() -> None:
@@ -118,6 +137,6 @@ def test_buffers_that_are_sent_past_an_aggregator_are_refused() -> None:
         if mode == "server":
             check_buffers(CoordinateMedian(), buffers)
         else:
-            with pytest.raises(FederatedError, match=f"does not go with buffers='{mode}'.*'running_mean'"):
+            with pytest.raises(FederatedError, match=f"cannot be combined with buffers='{mode}'.*'running_mean'"):
                 check_buffers(CoordinateMedian(), buffers)
     check_buffers(CoordinateMedian(), Buffers({}, "average"))

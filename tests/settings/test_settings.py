@@ -1,18 +1,52 @@
 """The settings are the trainer's arguments, checked and completed."""
 
+import re
 from dataclasses import FrozenInstanceError, fields
 from inspect import signature
 from typing import Any, Literal, get_origin, get_type_hints
 
 import pytest
 
-from lightning_fed import FederatedTrainer
-from lightning_fed.algorithms import FedAvg, FedDane
-from lightning_fed.server import CoordinateMedian, FedBuff, RoundRobinSampler, UniformSampler
+from lightning_fed import FederatedError, FederatedTrainer
+from lightning_fed.algorithms import (
+    Algorithm,
+    Ditto,
+    FedACG,
+    FedAvg,
+    FedCM,
+    FedDane,
+    FedDyn,
+    FedExP,
+    FedNova,
+    FedPer,
+    FedProx,
+    Mime,
+    PFedMe,
+    Scaffold,
+)
+from lightning_fed.server import (
+    CoordinateMedian,
+    FedBuff,
+    RoundRobinSampler,
+    SignFlipAttack,
+    TopK,
+    UniformSampler,
+    UpdateNormSampler,
+)
 from lightning_fed.server.step import plain_sgd
 from lightning_fed.settings.settings import Settings
 
 ARGUMENTS = signature(FederatedTrainer).parameters
+DO_MORE: list[Algorithm] = [
+    FedAvg(pseudo_grad="normalized"),
+    FedProx(0.1, adaptive=True),
+    FedNova(),
+    FedExP(),
+    FedDyn(0.1),
+    FedACG(),
+    Ditto(0.1),
+    PFedMe(15.0),
+]
 OTHERS = {"max_rounds", "max_epochs", "callbacks", "kwargs"}  # Lightning takes these
 
 
@@ -52,3 +86,28 @@ def test_samplers_and_rules_of_averaging_settle_each_other() -> None:
 def test_they_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         settings().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"aggregator": CoordinateMedian()}, r"aggregator=CoordinateMedian\(\) changes it"),
+        ({"asynchronous": FedBuff(size=2, concurrency=4)}, r"asynchronous=FedBuff\(.* changes it"),
+        ({"compression": TopK(0.1)}, r"compression=TopK\(share=0.1\) changes it"),
+        ({"attack": SignFlipAttack(0.1)}, "attack=SignFlipAttack.* changes what clients send"),
+        (
+            {"sampler": UpdateNormSampler(2), "clients_per_round": None},
+            "sampler=UpdateNormSampler.* makes an estimate of it",
+        ),
+        *(({"algorithm": method}, re.escape(f"{method!r} does more")) for method in DO_MORE),
+    ],
+)
+def test_exact_adapters_need_the_mean_of_the_models(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(FederatedError, match=f"lora='exact' needs a server that only takes the mean .*{told}"):
+        settings(lora="exact", **given)
+    settings(lora="frozen_a", **given)
+
+
+@pytest.mark.parametrize("method", [FedProx(0.1), Scaffold(), FedDane(0.1), FedCM(0.1), Mime(), FedPer(["head.*"])])
+def test_exact_adapters_go_with_every_such_method(method: Algorithm) -> None:
+    assert settings(lora="exact", algorithm=method).lora == "exact"

@@ -68,7 +68,10 @@ def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> 
             {"callbacks": [pl.callbacks.BatchSizeFinder()]},
             "BatchSizeFinder .*Instead, set batch_size on the data module",
         ),
-        ({"algorithm": FedSAM(0.1), "accumulate_grad_batches": 2}, "accumulate_grad_batches=2 does not go with FedSAM"),
+        (
+            {"algorithm": FedSAM(0.1), "accumulate_grad_batches": 2},
+            "accumulate_grad_batches=2 cannot be combined with FedSAM",
+        ),
         ({"algorithm": FedSAM(0.1), "gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip the first gradient"),
         ({"algorithm": PFedMe(2.0, inner_steps=2), "accumulate_grad_batches": 2}, "which takes 2 steps on every batch"),
     ):
@@ -81,5 +84,7 @@ def test_measures_of_clients_data_are_refused_beside_differential_privacy() -> N
     privacy = DifferentialPrivacy(max_norm=1.0, noise_multiplier=1.0, delta=1e-3)
     drawn: dict[str, Any] = {"aggregator": privacy, "sampler": BernoulliSampler(0.5), "clients_per_round": None}
     check_trainer(trainer(**drawn))
-    with pytest.raises(FederatedError, match="The callback TrainingLoss does not go with aggregator=Differential"):
+    with pytest.raises(
+        FederatedError, match="The callback TrainingLoss cannot be combined with aggregator=Differential"
+    ):
         check_trainer(trainer(callbacks=[TrainingLoss()], **drawn))

@@ -63,8 +63,8 @@ def test_a_host_name_that_means_nothing_is_named_on_all_machines(tmp_path: Path)
 def test_an_address_that_others_cannot_reach_is_named_on_all_machines(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         on_machine(f"node-{rank}")
-        place = {"host": f"node-{rank}", "machine": f"node-{rank}", "problem": "", "source": "to which it resolves"}
-        addresses._place = lambda listening: {**place, "ports": {NOWHERE: 1} if rank == 1 else {}}
+        endpoint = {"host": f"node-{rank}", "machine": f"node-{rank}", "problem": "", "source": "to which it resolves"}
+        addresses._endpoint = lambda listening: {**endpoint, "ports": {NOWHERE: 1} if rank == 1 else {}}
 
     found = errors(prepare, tmp_path)
     assert len(set(found)) == 1

@@ -55,7 +55,7 @@ def test_strategies_that_cannot_work_are_refused_by_name(strategy: Any, message:
 
 
 def test_the_vectorized_engine_and_split_batches_exclude_each_other() -> None:
-    with pytest.raises(FederatedError, match="engine='vectorized' does not go with strategy='ddp' on 2 devices"):
+    with pytest.raises(FederatedError, match="engine='vectorized' cannot be combined with strategy='ddp' on 2 devices"):
         fit(engine="vectorized", devices=2, strategy="ddp")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_fed.strategies import peers as module
-from lightning_fed.strategies.peers import Peers, kept_under_test
+from lightning_fed.strategies.peers import Peers, monitored_connections
 from tests.helpers.processes import Outcome, in_processes, wait_until
 
 
@@ -56,7 +56,7 @@ def test_a_process_that_ends_because_of_another_is_not_named_as_missing(tmp_path
 
     def work(peers: Peers, rank: int) -> Any:
         if rank == 0:
-            ended = os.pidfd_open(peers.places[1].pid)
+            ended = os.pidfd_open(peers.endpoints[1].pid)
             exists.touch()
             select.select([ended], [], [])
         if rank == 1:
@@ -103,7 +103,7 @@ def test_a_process_that_cannot_be_reached_is_named_at_the_start(tmp_path: Path) 
 def test_connections_made_inside_are_tested_and_others_are_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = socket.create_connection(listener.getsockname())
-        with kept_under_test(7.0):
+        with monitored_connections(7.0):
             inside = socket.create_connection(listener.getsockname())
         after = socket.create_connection(listener.getsockname())
         found = [

@@ -37,4 +37,5 @@ def make_data(node_config: dict[str, Any]) -> ClientTable:
     Args:
         node_config: What ``flower-supernode --node-config`` says.
     """
-    return ClientTable(str(node_config["table"]), client="site", target="repaid", features=FEATURES, batch_size=16)
+    table = str(node_config["table"])
+    return ClientTable(table, client="site", target="repaid", features=FEATURES, classes=["0", "1"], batch_size=16)

@@ -1,7 +1,7 @@
 """One client's batches: an epoch in an order fixed by a generator, and a full pass in stored order."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,15 @@ from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
 
-__all__ = ["BatchSettings", "ClientBatches", "LoaderBatches", "RepeatedBatches", "TensorBatches", "misfit"]
+__all__ = [
+    "BatchSettings",
+    "ChangedBatches",
+    "ClientBatches",
+    "LoaderBatches",
+    "RepeatedBatches",
+    "TensorBatches",
+    "batching_problem",
+]
 
 _AHEAD = 2**22  # bytes of the batches that are looked up together on an accelerator
 
@@ -27,6 +35,9 @@ class ClientBatches(ABC):
     """
 
     size: int
+
+    expected_size: float | None = None
+    """The expected number of examples in a batch, if batches are random samples of the examples."""
 
     @abstractmethod
     def num_batches(self) -> int:
@@ -85,7 +96,7 @@ class _IndexedBatches(ClientBatches):
         self.settings = settings
 
     def num_batches(self) -> int:
-        return -(-self._epoch_size() // self.settings.batch_size)
+        return self.settings.num_batches(self.size)
 
     def num_examples(self, num_batches: int) -> int:
         return min(num_batches * self.settings.batch_size, self._epoch_size())
@@ -109,6 +120,10 @@ class _IndexedBatches(ClientBatches):
         batches = self._load(torch.arange(self.size), self.settings.full_batch_size, generator)
         return self.settings.finish(batches, stream)
 
+    @abstractmethod
+    def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
+        """Yield batches of the stored examples at these positions, none of them empty."""
+
     def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
         # Drawn even if unused: it advances the generator, and so the seeds of the next epoch's workers.
         order = torch.randperm(self.size, generator=generator)
@@ -118,8 +133,7 @@ class _IndexedBatches(ClientBatches):
         return order if size == self.size else order[:size]
 
     def _epoch_size(self) -> int:
-        whole = self.size // self.settings.batch_size * self.settings.batch_size
-        return whole if self.settings.drop_last and whole else self.size
+        return self.settings.epoch_size(self.size)
 
     @abstractmethod
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
@@ -194,6 +208,11 @@ class TensorBatches(_IndexedBatches):
             for batch in zip(*[tensor.split(batch_size) for tensor in found], strict=True):
                 yield list(batch), len(batch[0])
 
+    def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
+        """Yield batches of the stored examples at these positions, none of them empty."""
+        for chunk in chunks:
+            yield self.pick(chunk), len(chunk)
+
     def look_up(self, rows: Tensor) -> list[Tensor]:
         """Return rows of the tensors [n], in pinned memory if requested."""
         batch = [tensor.index_select(0, rows.to(tensor.device)) for tensor in self.tensors]
@@ -214,7 +233,10 @@ class LoaderBatches(_IndexedBatches):
         return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
-        chunks = _chunks(order, batch_size)
+        return self.load(_chunks(order, batch_size), generator)
+
+    def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
+        """Yield batches of the stored examples at these positions, none of them empty."""
         states = RandomStates(self.dataset, self.settings.collate_fn)
         seeds_here = bool(states) and not self.settings.num_workers
         seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0
@@ -225,7 +247,7 @@ class LoaderBatches(_IndexedBatches):
             try:
                 batch = next(loaded)
             except (TypeError, RuntimeError) as error:
-                message = None if self.settings.collate_fn is not None else misfit(self.dataset, error)
+                message = None if self.settings.collate_fn is not None else batching_problem(self.dataset, error)
                 if message is None:
                     raise
                 raise ClientError(message) from error
@@ -246,7 +268,7 @@ class LoaderBatches(_IndexedBatches):
         )
 
 
-def misfit(dataset: Any, error: Exception) -> str | None:
+def batching_problem(dataset: Any, error: Exception) -> str | None:
     """Return a message if ``default_collate`` cannot batch the examples, None for any other error."""
     text = str(error)
     if isinstance(error, TypeError) and "default_collate" in text:
@@ -281,6 +303,50 @@ def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
     """Return whether a subclass reads its examples with the methods of its base class."""
     names = ("__getitem__", "__getitems__", "__len__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
+
+
+class ChangedBatches(ClientBatches):
+    """A client's batches, each passed through a function that keeps the number of examples."""
+
+    def __init__(self, batches: ClientBatches, change: Callable[[Any], Any]) -> None:
+        self.batches, self.change, self.size = batches, change, batches.size
+        self.expected_size = batches.expected_size
+
+    def num_batches(self) -> int:
+        """Return the number of training batches in one local epoch."""
+        return self.batches.num_batches()
+
+    def num_examples(self, num_batches: int) -> int:
+        """Return the number of examples in the first ``num_batches`` batches of a local epoch."""
+        return self.batches.num_examples(num_batches)
+
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        """Yield the batches of one local epoch."""
+        return self._changed(self.batches.epoch(generator, shuffle))
+
+    def full(self, generator: torch.Generator) -> Batches:
+        """Yield every example once."""
+        return self._changed(self.batches.full(generator))
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        """Yield every example once, without augmentation."""
+        return self._changed(self.batches.unaugmented(generator))
+
+    def one(self, generator: torch.Generator) -> Batches:
+        """Yield a batch of one example."""
+        return self._changed(self.batches.one(generator))
+
+    def check_counts(self) -> None:
+        """Raise if the examples in a batch cannot be counted."""
+        self.batches.check_counts()
+
+    def for_own_solve(self) -> ClientBatches:
+        """Return the batches for the inner solve of methods that have one."""
+        batches = self.batches.for_own_solve()
+        return self if batches is self.batches else ChangedBatches(batches, self.change)
+
+    def _changed(self, batches: Batches) -> Batches:
+        return ((self.change(batch) if examples else batch, examples) for batch, examples in batches)
 
 
 class RepeatedBatches(ClientBatches):

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["BatchSizeOf", "NotedBatches", "count_examples", "has_index_lists", "possible_counts", "sampled_length"]
+__all__ = ["BatchSizeOf", "RecordedBatches", "count_examples", "has_index_lists", "possible_counts", "sampled_length"]
 
 BatchSizeOf: TypeAlias = Callable[[Any], int]
 """A function from a batch to the number of examples in it."""
@@ -50,7 +50,7 @@ def sampled_length(loader: Any, batch_idx: int) -> int | None:
     return min(batches.batch_size, left) if left > 0 else None
 
 
-class NotedBatches:
+class RecordedBatches:
     """A batch sampler that records the length of every list of indices it yields.
 
     A loader with workers draws lists ahead of its batches, in the same order.

@@ -15,7 +15,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches
-from lightning_fed.data.batches.counting import NotedBatches, count_examples, has_index_lists, possible_counts
+from lightning_fed.data.batches.counting import RecordedBatches, count_examples, has_index_lists, possible_counts
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings, options_of
 
@@ -165,7 +165,7 @@ class CustomBatches(ClientBatches):
         if (states and not has_workers) or (has_workers and getattr(loader, "generator", None) is None):
             seed = int(torch.randint(2**63 - 1, (), generator=generator))
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-            loader, noted = _watched(loader, seed)
+            loader, noted = _recording(loader, seed)
         elif states and has_workers:
             warnings.warn(
                 f"The random states of the data of {kind_of(loader)} are not seeded in its workers, since it"
@@ -200,18 +200,18 @@ class CustomBatches(ClientBatches):
             sampler = getattr(loader.batch_sampler, "sampler", None)
             return len(sampler) if hasattr(sampler, "__len__") else len(loader.dataset)  # type: ignore[arg-type]
         except (AttributeError, TypeError) as error:
-            raise self._error("does not tell its number of examples", remedy) from error
+            raise self._error("does not have a known number of examples", remedy) from error
 
     def _error(self, problem: str, remedy: str) -> FederatedError:
         found = f"{kind_of(self._measured)} that {problem}"
         return FederatedError(f"client_dataloader({self.client_id!r}, ...) returned {found}. {remedy}.")
 
 
-def _watched(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any], NotedBatches | None]:
+def _recording(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any], RecordedBatches | None]:
     """Return a copy of a loader that seeds its workers (by ``seed``, if it has no generator) and notes its batches."""
-    watched, noted = copy.copy(loader), None
-    watched._iterator = None
-    inside: dict[str, Any] = watched.__dict__  # DataLoader forbids setting these attributes
+    copied, noted = copy.copy(loader), None
+    copied._iterator = None
+    inside: dict[str, Any] = copied.__dict__  # DataLoader forbids setting these attributes
     if loader.num_workers > 0:
         if loader.persistent_workers:
             warnings.warn(
@@ -226,9 +226,9 @@ def _watched(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any]
         if seed is not None:
             inside["generator"] = torch.Generator().manual_seed(seed)
     if has_index_lists(loader):
-        noted = NotedBatches(loader.batch_sampler)  # type: ignore[arg-type]
+        noted = RecordedBatches(loader.batch_sampler)  # type: ignore[arg-type]
         inside["batch_sampler"] = noted
-    return watched, noted
+    return copied, noted
 
 
 def _reads_all(loader: DataLoader[Any]) -> bool:

@@ -12,7 +12,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.batches import TensorBatches, misfit
+from lightning_fed.data.batches.batches import TensorBatches, batching_problem
 from lightning_fed.data.batches.examples import check_map_style, is_map_style
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import BatchSettings, BatchTransform, Chain, options_of
@@ -146,7 +146,7 @@ class _Collate:
         try:
             return default_collate(examples)
         except (TypeError, RuntimeError) as error:
-            message = misfit(self.dataset, error)
+            message = batching_problem(self.dataset, error)
             if message is None:
                 raise
             raise FederatedError(message) from error

@@ -30,7 +30,7 @@ _FUNCTIONS = (functools.partial, types.MethodType, types.FunctionType)
 _GENERATORS = (np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random, torch.Generator)
 _GLOBAL = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
 
-Place: TypeAlias = tuple[str, ...]
+NamePath: TypeAlias = tuple[str, ...]
 """A path of names from a root to a value, for messages; the middle of a long path is left out."""
 
 
@@ -48,31 +48,31 @@ class RandomStates:
     """
 
     def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:
-        self._states: list[tuple[Any, Place]] = []
+        self._states: list[tuple[Any, NamePath]] = []
         left_alone = {id(value) for value in (*besides, *_GLOBAL)}
         seen: dict[int, Any] = {}  # keeps the values alive while their ids are in use
-        todo: list[tuple[Any, Place, bool]] = [
+        todo: list[tuple[Any, NamePath, bool]] = [
             (root, (type(root).__name__,), False) for root in roots if not _is_leaf(type(root))
         ]
-        for value, place, is_seeded in todo:  # grows during the loop
+        for value, path, is_seeded in todo:  # grows during the loop
             if id(value) in seen or id(value) in left_alone:
                 continue
             if len(seen) == _MOST:
-                _warn(place, f" and what comes after it: {_MOST:,} objects were searched")
+                _warn(path, f" and what comes after it: {_MOST:,} objects were searched")
                 break
             seen[id(value)] = value
             if isinstance(value, _GENERATORS):
                 if isinstance(value, random.SystemRandom) and not is_seeded:
-                    _warn(place, " (random.SystemRandom, which takes no seed)")
+                    _warn(path, " (random.SystemRandom, which takes no seed)")
                 elif not is_seeded:
-                    self._states.append((value, place))
+                    self._states.append((value, path))
                 continue
             takes_seed = callable(getattr(value, "set_random_state", None))
             if takes_seed:
-                self._states.append((value, (*place, ".set_random_state")))
+                self._states.append((value, (*path, ".set_random_state")))
             if not takes_seed or isinstance(value, Dataset):
                 todo += [
-                    (part, _inside(place, name), takes_seed) for name, part in _parts(value) if not _is_leaf(type(part))
+                    (part, _inside(path, name), takes_seed) for name, part in _parts(value) if not _is_leaf(type(part))
                 ]
 
     def __bool__(self) -> bool:
@@ -81,12 +81,12 @@ class RandomStates:
 
     def seed(self, *key: int) -> None:
         """Seed every state differently from the key."""
-        for position, (state, place) in enumerate(self._states):
+        for position, (state, path) in enumerate(self._states):
             text = "/".join(map(str, (*key, position))).encode()
             try:
                 _seed(state, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
             except Exception as error:
-                _warn(place, f" ({type(error).__name__}: {error})")
+                _warn(path, f" ({type(error).__name__}: {error})")
 
 
 class WorkerSeeds:
@@ -160,8 +160,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                     yield f".{name}", getattr(value, name)
 
 
-def _inside(place: Place, name: str) -> Place:
-    return (*place, name) if len(place) <= _SHOWN else (place[0], " ... ", *place[1 - _SHOWN :], name)
+def _inside(path: NamePath, name: str) -> NamePath:
+    return (*path, name) if len(path) <= _SHOWN else (path[0], " ... ", *path[1 - _SHOWN :], name)
 
 
 def _seed(state: Any, seed: int) -> None:
@@ -182,9 +182,9 @@ def _seed(state: Any, seed: int) -> None:
             state.set_random_state(seed & 0x7FFFFFFF)
 
 
-def _warn(place: Place, why: str) -> None:
+def _warn(path: NamePath, why: str) -> None:
     warnings.warn(
-        f"A random state of the data cannot be seeded: {''.join(place)}{why}. A run with the same seed, or a resumed"
+        f"A random state of the data cannot be seeded: {''.join(path)}{why}. A run with the same seed, or a resumed"
         " one, may see other random numbers there. Draw from torch's, NumPy's or Python's global generators, or from an"
         " attribute that is a torch.Generator, a numpy.random.Generator or RandomState, or a random.Random.",
         stacklevel=2,

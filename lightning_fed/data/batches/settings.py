@@ -52,6 +52,15 @@ class BatchSettings:
     worker_init_fn: Callable[[int], Any] | None = None
     loader_options: Mapping[str, Any] = field(default_factory=dict)
 
+    def epoch_size(self, size: int) -> int:
+        """Return the number of examples in a local epoch of a client with ``size`` examples."""
+        whole = size // self.batch_size * self.batch_size
+        return whole if self.drop_last and whole else size
+
+    def num_batches(self, size: int) -> int:
+        """Return the number of batches in a local epoch of a client with ``size`` examples."""
+        return -(-self.epoch_size(size) // self.batch_size)
+
     def augment_stream(self, generator: torch.Generator) -> torch.Generator | None:
         """Return the generator of one epoch's augmentation, or None if there is none.
 

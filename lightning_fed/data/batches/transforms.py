@@ -62,7 +62,12 @@ class ToFloat(_OfImages):
     """Convert uint8 images to float32 in [0, 1]; floats stay unchanged.
 
     Example:
-        >>> ToFloat()([torch.full((1, 1, 1, 2), 255, dtype=torch.uint8), torch.tensor([3])])
+        >>> ToFloat()(
+        ...     [
+        ...         torch.full((1, 1, 1, 2), 255, dtype=torch.uint8),
+        ...         torch.tensor([3]),
+        ...     ]
+        ... )
         [tensor([[[[1., 1.]]]]), tensor([3])]
     """
 
@@ -83,7 +88,9 @@ class Normalize(_OfImages):
         FederatedError: If their numbers differ, or a value is not finite.
 
     Example:
-        >>> Normalize(mean=[0.5], std=[0.25])(torch.full((1, 1, 1, 2), 255, dtype=torch.uint8))
+        >>> Normalize(mean=[0.5], std=[0.25])(
+        ...     torch.full((1, 1, 1, 2), 255, dtype=torch.uint8)
+        ... )
         tensor([[[[2., 2.]]]])
     """
 
@@ -114,7 +121,9 @@ class Shrink(_OfImages):
         FederatedError: If it is not a positive integer; in a call, if it does not divide the sizes.
 
     Example:
-        >>> Shrink(2)(torch.tensor([[[[1.0, 3.0, 5.0, 5.0], [2.0, 2.0, 5.0, 9.0]]]]))
+        >>> Shrink(2)(
+        ...     torch.tensor([[[[1.0, 3.0, 5.0, 5.0], [2.0, 2.0, 5.0, 9.0]]]])
+        ... )
         tensor([[[[2., 6.]]]])
     """
 
@@ -150,7 +159,9 @@ class RandomCrop(_OfImages):
         padding: The pixels added on each side.
 
     Example:
-        >>> RandomCrop(padding=1)(torch.ones(8, 3, 4, 4), torch.Generator().manual_seed(0)).shape
+        >>> RandomCrop(padding=1)(
+        ...     torch.ones(8, 3, 4, 4), torch.Generator().manual_seed(0)
+        ... ).shape
         torch.Size([8, 3, 4, 4])
     """
 
@@ -170,7 +181,9 @@ class RandomFlip(_OfImages):
     """Mirror each image from left to right with probability 1/2.
 
     Example:
-        >>> RandomFlip()(torch.ones(8, 3, 4, 4), torch.Generator().manual_seed(0)).shape
+        >>> RandomFlip()(
+        ...     torch.ones(8, 3, 4, 4), torch.Generator().manual_seed(0)
+        ... ).shape
         torch.Size([8, 3, 4, 4])
     """
 

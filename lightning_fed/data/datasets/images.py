@@ -87,17 +87,17 @@ class ImageDataModule(StoredDataModule):
             self.val = Subset(train, sorted(order[:num_val].tolist()))
             self.train = Subset(train, sorted(order[num_val:].tolist()))
 
-    def _check(self, images: Tensor, labels: Tensor, place: str) -> None:
+    def _check(self, images: Tensor, labels: Tensor, where: str) -> None:
         """Raise unless the images have the right size and each has a valid class."""
         if images.shape[1:] != self._shape:
             found, expected = ("x".join(map(str, shape)) for shape in (images.shape[2:], self._shape[1:]))
-            raise FederatedError(f"{place}: the images have {found} pixels, and should have {expected}.")
+            raise FederatedError(f"{where}: the images have {found} pixels, and should have {expected}.")
         if len(labels) != len(images):
-            raise FederatedError(f"{place}: there are {len(images):,} images and {len(labels):,} labels.")
+            raise FederatedError(f"{where}: there are {len(images):,} images and {len(labels):,} labels.")
         low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
         if not 0 <= low <= high < self.num_classes:
             raise FederatedError(
-                f"{place}: the labels run from {low} to {high}, and there are {self.num_classes} classes."
+                f"{where}: the labels run from {low} to {high}, and there are {self.num_classes} classes."
             )
 
     def _torchvision(self, **options: Any) -> Any:

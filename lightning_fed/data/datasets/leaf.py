@@ -26,7 +26,7 @@ class LeafUser(NamedTuple):
     name: str
     x: list[Any]
     y: list[Any]
-    place: str
+    where: str
 
 
 def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
@@ -45,17 +45,17 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
         if len(users) != len(num_samples):
             raise FederatedError(f"{file}: there are {len(users)} users and {len(num_samples)} num_samples.")
         for name, size in zip(users, num_samples, strict=True):
-            place = f"{file}, user {name!r}"
+            where = f"{file}, user {name!r}"
             if name in seen:
-                raise FederatedError(f"{place}: this user has been read already. Keep all samples of a user together.")
+                raise FederatedError(f"{where}: this user has been read already. Keep all samples of a user together.")
             seen.add(name)
             samples = user_data.pop(name, None)
             if not isinstance(samples, dict) or not all(isinstance(samples.get(key), list) for key in "xy"):
-                raise FederatedError(f"{place}: user_data must have an object with the lists x and y for this user.")
+                raise FederatedError(f"{where}: user_data must have an object with the lists x and y for this user.")
             x, y = samples["x"], samples["y"]
             if not len(x) == len(y) == size:
-                raise FederatedError(f"{place}: num_samples is {size!r}, but x has {len(x)} and y {len(y)} samples.")
-            yield LeafUser(name, x, y, place)
+                raise FederatedError(f"{where}: num_samples is {size!r}, but x has {len(x)} and y {len(y)} samples.")
+            yield LeafUser(name, x, y, where)
         if user_data:
             raise FederatedError(
                 f"{file}: user_data has {len(user_data)} users that are not among users, such as"
@@ -67,7 +67,7 @@ def _parsed(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested, or a number is too long
-        raise FederatedError(f"{file} is no valid JSON: {error}. Download or make it again.") from error
+        raise FederatedError(f"{file} is not valid JSON: {error}. Download or make it again.") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
         found = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise FederatedError(
@@ -146,24 +146,24 @@ class LeafDataModule(StoredDataModule):
         return {user.name: (self._inputs(user), self._targets(user)) for user in read_leaf(owner, found)}
 
     def _inputs(self, user: LeafUser) -> Tensor:
-        x = numbers(user.x, f"{user.place}, x")
+        x = numbers(user.x, f"{user.where}, x")
         if self.shape is None:
             return x
         if len(x) and x[0].numel() != math.prod(self.shape):
             raise FederatedError(
-                f"{user.place}: an input has {x[0].numel()} numbers, which do not make the shape {list(self.shape)}."
+                f"{user.where}: an input has {x[0].numel()} numbers, which do not make the shape {list(self.shape)}."
             )
         return x.view(len(x), *self.shape)
 
     def _targets(self, user: LeafUser) -> Tensor:
-        y = numbers(user.y, f"{user.place}, y")
+        y = numbers(user.y, f"{user.where}, y")
         if self.targets == "values":
             return y[:, None] if y.ndim == 1 else y
         labels = y.long()
         if y.ndim != 1 or (labels != y).any() or (labels < 0).any():
-            raise FederatedError(f"{user.place}: y holds more than class numbers 0, 1, ...; use targets='values'.")
+            raise FederatedError(f"{user.where}: y holds more than class numbers 0, 1, ...; use targets='values'.")
         if self.num_classes is not None and len(labels) and int(labels.max()) >= self.num_classes:
-            raise FederatedError(f"{user.place}: y has class {int(labels.max())} of {self.num_classes} classes.")
+            raise FederatedError(f"{user.where}: y has class {int(labels.max())} of {self.num_classes} classes.")
         return labels
 
 
@@ -207,23 +207,23 @@ class FEMNIST(LeafDataModule):
         return 1 - images if self.invert else images
 
 
-def numbers(values: list[Any], place: str) -> Tensor:
-    """Return nested lists of finite numbers as float32; error messages name ``place``."""
+def numbers(values: list[Any], where: str) -> Tensor:
+    """Return nested lists of finite numbers as float32; error messages name ``where``."""
     first: Any = values
     while isinstance(first, list) and first:
         first = first[0]
     if isinstance(first, str):
         raise FederatedError(
-            f"{place}: the samples are texts, and LeafDataModule reads numbers. Use the classes Shakespeare and"
+            f"{where}: the samples are texts, and LeafDataModule reads numbers. Use the classes Shakespeare and"
             " Sentiment140 of lightning_fed.data for LEAF's data sets of texts."
         )
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise FederatedError(f"{place}: the samples differ in shape.") from error
+        raise FederatedError(f"{where}: the samples differ in shape.") from error
     if array.size and array.dtype.kind not in "iuf":
-        raise FederatedError(f"{place}: the samples hold more than numbers.")
+        raise FederatedError(f"{where}: the samples hold more than numbers.")
     tensor = torch.from_numpy(array.astype(np.float32))
     if not bool(torch.isfinite(tensor).all()):
-        raise FederatedError(f"{place}: the samples hold NaN, an infinity, or a number too large for float32.")
+        raise FederatedError(f"{where}: the samples hold NaN, an infinity, or a number too large for float32.")
     return tensor

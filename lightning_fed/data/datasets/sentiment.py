@@ -94,7 +94,7 @@ def read_embedding(path: Path, counts: Counter[str], max_words: int) -> tuple[Vo
                 if word in counts and word not in vectors:
                     vectors[word] = _vector(values, f"{path}, line {number}")
         except UnicodeDecodeError as error:
-            raise FederatedError(f"{path} is no UTF-8 text: {error}.") from error
+            raise FederatedError(f"{path} is not UTF-8 text: {error}.") from error
     if not vectors:
         raise FederatedError(
             f"{path} has no vector of any word in the texts. Are its words in lower case, as theirs are?"
@@ -104,13 +104,13 @@ def read_embedding(path: Path, counts: Counter[str], max_words: int) -> tuple[Vo
     return vocabulary, torch.cat([torch.zeros(1, fields), known.mean(0, keepdim=True), known])
 
 
-def _vector(values: list[str], place: str) -> Tensor:
+def _vector(values: list[str], where: str) -> Tensor:
     try:
         vector = np.array(values, dtype=np.float32)
     except ValueError as error:
-        raise FederatedError(f"{place}: not all fields after the word are numbers ({error}).") from error
+        raise FederatedError(f"{where}: not all fields after the word are numbers ({error}).") from error
     if not np.isfinite(vector).all():
-        raise FederatedError(f"{place}: a number is not finite.")
+        raise FederatedError(f"{where}: a number is not finite.")
     return torch.from_numpy(vector)
 
 
@@ -221,7 +221,7 @@ class Sentiment140(StoredDataModule):
                 label = None if isinstance(y, bool) else _CLASSES.get(str(y))
                 if not isinstance(text, str) or label is None:
                     raise FederatedError(
-                        f"{user.place}, sample {number}: x must be the text of a tweet or the list id, date, query,"
+                        f"{user.where}, sample {number}: x must be the text of a tweet or the list id, date, query,"
                         f" user, text, and y be 0, 1 or 4; found y={y!r} and an x of type {type(x).__name__}."
                     )
                 tweets.append((label, self._words(text)))

@@ -67,7 +67,7 @@ def read_plays(owner: str, folder: Path) -> dict[str, str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
-            raise FederatedError(f"{file} is no UTF-8 text: {error}.") from error
+            raise FederatedError(f"{file} is not UTF-8 text: {error}.") from error
         texts |= {f"{file.stem}/{role}": " ".join(said) for role, said in speeches(lines).items()}
     if not texts:
         raise FederatedError(
@@ -232,7 +232,7 @@ class Shakespeare(StoredDataModule):
                 if not isinstance(value, str) or len(value) != size:
                     found = f"a string of {len(value)}" if isinstance(value, str) else kind_of(value)
                     raise FederatedError(
-                        f"{user.place}, {part}[{number}]: found {found}; {part} must be {size} character(s)."
+                        f"{user.where}, {part}[{number}]: found {found}; {part} must be {size} character(s)."
                     )
         return "".join(x + y for x, y in zip(user.x, user.y, strict=True))
 
@@ -240,13 +240,13 @@ class Shakespeare(StoredDataModule):
 def _encode_all(texts: Iterable[tuple[str, str]]) -> dict[ClientId, Tensor]:
     """Return the codes of each role's text; log the number of characters not in the vocabulary."""
     codes: dict[ClientId, Tensor] = {}
-    strange: Counter[str] = Counter()
+    unexpected: Counter[str] = Counter()
     for role, text in texts:
         codes[role] = encode(text)
-        strange.update({character: text.count(character) for character in set(text).difference(SYMBOLS)})
-    if strange:
+        unexpected.update({character: text.count(character) for character in set(text).difference(SYMBOLS)})
+    if unexpected:
         rank_zero_info(
             f"Shakespeare reads characters that are not among its {len(SYMBOLS)} symbols as {SYMBOLS[-1]!r}:"
-            f" {sorted(strange)}, {strange.total():,} of {sum(map(len, codes.values())):,} characters."
+            f" {sorted(unexpected)}, {unexpected.total():,} of {sum(map(len, codes.values())):,} characters."
         )
     return codes

@@ -38,7 +38,7 @@ class _Folders(FederatedDataModule):
             owner = type(self).__name__
             root = find(owner, Path(self.root), "Make it: a folder for each client.", "Or correct root.")
             if not root.is_dir():
-                raise FederatedError(f"{owner}: {root} is no folder.")
+                raise FederatedError(f"{owner}: {root} is not a folder.")
             with os.scandir(root) as entries:
                 self._names = sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
             if not self._names:
@@ -52,8 +52,8 @@ class _Folders(FederatedDataModule):
     def _folder(self, client_id: ClientId) -> Path:
         """Return a client's folder; only listed folders are ever opened."""
         names = self.client_ids
-        place = bisect_left(names, str(client_id))  # type: ignore[type-var]
-        if names[place : place + 1] != [client_id]:
+        position = bisect_left(names, str(client_id))  # type: ignore[type-var]
+        if names[position : position + 1] != [client_id]:
             raise FederatedError(f"{type(self).__name__}: {self.root} has no client folder {client_id!r}.")
         return inside(type(self).__name__, Path(self.root), Path(self.root) / str(client_id))
 

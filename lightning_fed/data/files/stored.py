@@ -91,7 +91,7 @@ def inside(owner: str, root: Path, path: Path) -> Path:
     """Return a path that must lie in a folder, also after following links."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise FederatedError(
-            f"{owner}: {path} leads out of {root}, to {path.resolve()}. Copy what it leads to into the folder."
+            f"{owner}: {path} leads out of {root}, to {path.resolve()}. Copy its target into the folder."
         )
     return path
 
@@ -99,30 +99,30 @@ def inside(owner: str, root: Path, path: Path) -> Path:
 def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
     """Return the files in a folder with the given suffix, by name; raise if there are none."""
     if not folder.is_dir():
-        raise FederatedError(f"{owner}: {folder} is no folder.")
+        raise FederatedError(f"{owner}: {folder} is not a folder.")
     files = sorted(path for path in folder.iterdir() if path.name.endswith(suffix) and path.is_file())
     if not files:
         raise FederatedError(f"{owner}: {folder} has no files named *{suffix}.")
     return files
 
 
-def read_rows(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:
+def read_rows(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and fields of each non-empty CSV row, with or without a byte order mark."""
     with path.open(encoding=encoding, newline="") as file:
-        rows = csv.reader(file)
+        rows = csv.reader(file, delimiter=delimiter)
         try:
             for row in rows:
                 if row:
                     yield rows.line_num, row
         except UnicodeDecodeError as error:
-            raise FederatedError(f"{path} is no {encoding} text, after line {rows.line_num}: {error}.") from error
+            raise FederatedError(f"{path} is not {encoding} text, after line {rows.line_num}: {error}.") from error
         except csv.Error as error:
-            raise FederatedError(f"{path}, line {rows.line_num}: this is no CSV ({error}).") from error
+            raise FederatedError(f"{path}, line {rows.line_num} is not CSV ({error}).") from error
 
 
-def read_table(path: Path) -> Iterator[tuple[int, list[str]]]:
+def read_table(path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of :func:`read_rows`; each must have as many fields as the first one, the heading."""
-    rows = read_rows(path)
+    rows = read_rows(path, delimiter=delimiter)
     line, heading = next(rows, (0, []))
     yield line, heading
     for line, row in rows:

@@ -1,9 +1,10 @@
 """Clients from the rows of a CSV or Parquet file with a client column."""
 
+import hashlib
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
@@ -29,6 +30,7 @@ _MISSING = {"", "na", "n/a", "nan", "null", "none"}
 _MISSING_VALUE = "has no value. Fill it in, or drop the row."
 _BLOCK = 1 << 24  # bytes that pyarrow reads at once; a row must fit
 _TRUTHS = {"true": 1.0, "false": 0.0}
+_SWAPPED = str.maketrans(",.", ".,")
 _WITH_COMMA = re.compile(
     r"[+-]? ( (\d{1,3}(\.\d{3})+|\d*) ,\d+ (e[+-]?\d+)? | \d{1,3}(,\d{3})+ (\.\d+)? )", re.IGNORECASE | re.VERBOSE
 )
@@ -36,31 +38,59 @@ _WITH_COMMA = re.compile(
 
 @dataclass
 class Columns:
-    """Columns of a table with n rows: unchanged, as finite numbers [n], or left out for a reason."""
+    """Columns of a table with n rows: unchanged, as numbers or positions in a vocabulary [n], or left out for a reason.
+
+    A missing number is NaN and a missing word -1, in columns that may have them.
+    """
 
     path: Path
+    delimiter: str = ","
+    decimal: str = "."
     keys: dict[str, list[Any]] = field(default_factory=dict)
     numbers: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    words: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    heading: list[str] = field(default_factory=list)
 
-    def place(self, row: int) -> str:
+    def line(self, row: int) -> str:
         """Return a row's position in the file, for messages: its line, if the file has lines."""
         if self.path.suffix == ".parquet":
             return f"row {row + 1}"
-        line, _ = next(islice(read_rows(self.path), row + 1, None))
+        line, _ = next(islice(read_rows(self.path, delimiter=self.delimiter), row + 1, None))
         return f"line {line}"
 
     def add_key(self, name: str, column: Any) -> None:
         """Add a pyarrow column without missing values, unchanged."""
-        if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
-            raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
+        self._check_plain(name, column)
         values = column.to_pylist()
         holes = [value is None or value != value or not str(value).strip() for value in values]
         self._refuse(np.array(holes, bool), name, _MISSING_VALUE)
         self.keys[name] = [sys.intern(value) if isinstance(value, str) else value for value in values]
 
-    def add_numbers(self, name: str, column: Any) -> None:
-        """Add a pyarrow column without missing values as numbers, or the reason why it is left out."""
+    def _check_plain(self, name: str, column: Any) -> None:
+        if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
+            raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
+
+    def add_words(self, name: str, column: Any, vocabulary: Sequence[str], may_miss: bool) -> None:
+        """Add a pyarrow column of words as their positions in a vocabulary."""
+        self._check_plain(name, column)
+        encoded = column.combine_chunks().dictionary_encode()
+        places = {word: place for place, word in enumerate(vocabulary)}
+        texts = ["" if value is None else str(value).strip() for value in encoded.dictionary.to_pylist()] + [""]
+        codes = [places.get(text, -1 if text.lower() in _MISSING else -2) for text in texts]
+        of_rows = np.asarray(encoded.indices.fill_null(len(texts) - 1))  # a missing value is the empty text
+        found = self.words[name] = np.array(codes, np.int64)[of_rows]
+        if (found == -2).any():
+            row = int(np.argmax(found == -2))
+            raise FederatedError(
+                f"{self.path}, {self.line(row)}: column {name!r} holds {texts[of_rows[row]]!r}, and its declared words"
+                f" are {list(vocabulary)}. Add it to them, or correct the row."
+            )
+        if not may_miss:
+            self._refuse(found == -1, name, _MISSING_VALUE)
+
+    def add_numbers(self, name: str, column: Any, may_miss: bool = False) -> None:
+        """Add a pyarrow column as numbers, or the reason why it is left out."""
         from pyarrow import float64, types
 
         if self.path.suffix == ".csv":
@@ -72,28 +102,37 @@ class Columns:
             if not (types.is_integer(column.type) or types.is_floating(column.type) or is_exact):
                 self.left_out[name] = f"its type is {column.type}"
                 return
-            self._refuse(np.asarray(column.is_null()), name, _MISSING_VALUE)
-            values = np.asarray(column.cast(float64()) if is_exact else column)
-        self._refuse(np.isnan(values), name, _MISSING_VALUE)
+            if not may_miss:
+                self._refuse(np.asarray(column.is_null()), name, _MISSING_VALUE)
+            values = np.asarray(column.cast(float64(), safe=not may_miss) if is_exact or may_miss else column)
+        if not may_miss:
+            self._refuse(np.isnan(values), name, _MISSING_VALUE)
         with np.errstate(over="ignore"):  # too large numbers become infinite, without NumPy's warning
             self.numbers[name] = values.astype(np.float32)
-        self._refuse(~np.isfinite(self.numbers[name]), name, "must hold finite numbers that float32 can represent.")
+        self._refuse(np.isinf(self.numbers[name]), name, "must hold finite numbers that float32 can represent.")
 
     def _parsed(self, name: str, texts: Any) -> npt.NDArray[np.float64] | None:
         """Return a dictionary-encoded column of texts as numbers, NaN for missing; None for other texts."""
         rows, numbers, held = np.asarray(texts.indices), list[float](), set[bool]()
         for position, text in enumerate(map(str.strip, texts.dictionary.to_pylist())):
-            number = as_number(text)
+            number = as_number(text if self.decimal == "." else text.translate(_SWAPPED))
             if number is None or not math.isnan(number):
                 held.add(number is None)
-            if number is None and _WITH_COMMA.fullmatch(text):
+            has_point = self.decimal == "," and "." in text and as_number(text) is not None
+            if has_point or (number is None and _WITH_COMMA.fullmatch(text)):
+                remedy = "a decimal comma and without points"
+                if self.decimal == ".":
+                    remedy = (
+                        "a decimal point and without commas, set decimal=',' if all numbers of the file have a decimal"
+                        " comma"
+                    )
                 raise FederatedError(
-                    f"{self.path}, {self.place(int(np.argmax(rows == position)))}: column {name!r} holds {text!r}."
-                    " Write numbers with a decimal point and without commas, or name the columns to use in features."
+                    f"{self.path}, {self.line(int(np.argmax(rows == position)))}: column {name!r} holds {text!r}."
+                    f" Write numbers with {remedy}, or name the columns to use in features."
                 )
             number = _TRUTHS.get(text.lower()) if number is None else number
             if number is None or len(held) > 1:  # truth values are numbers, but not next to others
-                self.left_out[name] = f"{self.place(int(np.argmax(rows == position)))} holds {text!r}"
+                self.left_out[name] = f"{self.line(int(np.argmax(rows == position)))} holds {text!r}"
                 return None
             numbers.append(number)
         values: npt.NDArray[np.float64] = np.array(numbers, np.float64)[rows]
@@ -101,49 +140,76 @@ class Columns:
 
     def _refuse(self, rows: npt.NDArray[np.bool_], name: str, problem: str) -> None:
         if rows.any():
-            raise FederatedError(f"{self.path}, {self.place(int(rows.argmax()))}: column {name!r} {problem}")
+            raise FederatedError(f"{self.path}, {self.line(int(rows.argmax()))}: column {name!r} {problem}")
 
 
-def read_columns(path: Path, keys: Sequence[str], numeric: Sequence[str], rest: bool) -> Columns:
-    """Read unchanged columns, numeric columns and the rest from a ``.csv`` or ``.parquet`` file.
+def read_columns(
+    path: Path,
+    keys: Sequence[str],
+    numeric: Sequence[str],
+    rest: bool,
+    words: Mapping[str, Sequence[str]],
+    may_miss: Callable[[str], bool],
+    delimiter: str,
+    decimal: str,
+) -> Columns:
+    """Read columns from a ``.csv`` or ``.parquet`` file.
 
-    The rest, if requested, are all other numeric columns except for a row index written by pandas.
+    Args:
+        path: The file.
+        keys: Columns to leave unchanged.
+        numeric: Columns of numbers.
+        rest: Whether to read all other numeric columns too, except for a row index written by pandas.
+        words: Columns of words, with their vocabularies.
+        may_miss: Whether a column of numbers or words may have missing values.
+        delimiter: What separates the fields of a CSV file.
+        decimal: The decimal mark in a CSV file.
     """
     from pyarrow import ArrowException, csv, parquet, string
 
-    columns = Columns(path)
+    columns = Columns(path, delimiter, decimal)
     is_csv = path.suffix == ".csv"
     try:
-        heading = next(read_rows(path), (0, []))[1] if is_csv else list(parquet.read_schema(path).names)
-        if absent := [name for name in (*keys, *numeric) if name not in heading]:
-            raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.")
+        heading = (
+            list(parquet.read_schema(path).names)
+            if not is_csv
+            else next(read_rows(path, delimiter=delimiter), (0, []))[1]
+        )
+        if absent := [name for name in (*keys, *numeric, *words) if name not in heading]:
+            other = next((mark for mark in (",", ";", "\t") if len(heading) == 1 and mark in heading[0]), None)
+            hint = f" Its fields seem to be separated by {other!r}: set delimiter." if other and is_csv else ""
+            raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.{hint}")
         if twice := sorted({name for name in heading if heading.count(name) > 1}):
             raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
-        others = [name for name in heading if name not in keys and name not in numeric] if rest else []
+        taken = {*keys, *numeric, *words}
+        others = [name for name in heading if name not in taken] if rest else []
         if row_indices := [name for name in others if _INDEX.fullmatch(name)]:
             rank_zero_info(f"ClientTable leaves out {row_indices} of {path}: the names are those of a row index.")
         numbers = [*numeric, *(name for name in others if name not in row_indices)]
-        names = [*keys, *numbers]
+        names = [*keys, *numbers, *words]
         if is_csv:
             table = csv.read_csv(
                 path,
                 csv.ReadOptions(block_size=_BLOCK),
-                csv.ParseOptions(newlines_in_values=True),
+                csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
                 csv.ConvertOptions(column_types=dict.fromkeys(names, string()), include_columns=names),
             )
         else:
             table = parquet.read_table(path, columns=names)
     except (ArrowException, OSError) as error:
-        if is_csv and sum(1 for _ in read_table(path)) < 2:  # a row of another length raises first
+        if is_csv and sum(1 for _ in read_table(path, delimiter)) < 2:  # a row of another length raises first
             raise FederatedError(f"{path} has no rows.") from error
         kind = "CSV" if is_csv else "Parquet"
-        raise FederatedError(f"{path} is no {kind} file that can be read: {error}.") from error
+        raise FederatedError(f"{path} cannot be read as a {kind} file: {error}.") from error
     for name in keys:
         columns.add_key(name, table.column(name))
     for name in numbers:
-        columns.add_numbers(name, table.column(name))
+        columns.add_numbers(name, table.column(name), may_miss(name))
         if name in numeric and name in columns.left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}.")
+    for name, vocabulary in words.items():
+        columns.add_words(name, table.column(name), vocabulary, may_miss(name))
+    columns.heading = heading
     return columns
 
 
@@ -171,18 +237,30 @@ class ClientTable(StoredDataModule):
 
     pyarrow reads the file (``pip install lightning_fed[tables]``). A CSV file is UTF-8 with a heading and commas, and
     its client ids are texts. Integers in a Parquet file stay integer client ids. Inputs are float32 [n, features], in
-    the order of the columns and not standardized. True and false are 1 and 0. A CSV file needs decimal points; a
-    numeric column with decimal commas raises.
+    the order of the columns and not standardized. True and false are 1 and 0. Columns of words, missing values and
+    decimal commas need a rule: ``categories``, ``ordered``, ``missing`` and ``decimal``. Without one they raise, with
+    the line.
 
     Args:
         path: The file, ``.csv`` or ``.parquet``.
         client: The column of client ids.
         target: The column to predict.
-        features: The input columns; None for all other numeric columns. A warning names the columns left out. A row
-            index written by pandas (no name, or ``__index_level_0__``) is left out too.
+        features: The input columns; None for all other numeric columns, and those with ``categories`` or an order. A
+            warning names the columns left out. A row index written by pandas (no name, or ``__index_level_0__``) is
+            left out too.
         targets: "classes" for labels int64 [n], the sorted distinct values of the target numbered 0, 1, ..., which
             ``classes`` lists after ``setup`` (texts without spaces around them). "values" for regression, float32 [n,
             1].
+        classes: The values of the target in the order of their numbers, as texts. None for the sorted distinct ones of
+            the file, which differ between sites with files of their own.
+        categories: Columns of words with their vocabularies, such as ``{"sex": ["f", "m"]}``: an input of 1 or 0 per
+            word.
+        ordered: Columns of words in their order, such as ``{"smoker": ["no", "yes"]}``: one input, 0, 1, 2, ...
+        missing: What stands for a missing value, by column, or one rule for all columns of numbers. A number.
+            "client_mean": the mean of the client's own training rows; no client sees another's. "indicator": 0, and
+            another input that is 1 where the value is missing; the only rule for columns of words. "refuse": an error.
+        decimal: The decimal mark in a CSV file, "." or ",".
+        delimiter: What separates the fields of a CSV file, such as ";".
         split: A column with the words "train", "val" and "test". None to use ``val_fraction``. Without test rows, the
             test set is the validation set.
         val_fraction: The share of each client's rows, drawn at random, in the validation set; None for 0.2. Not with
@@ -196,6 +274,8 @@ class ClientTable(StoredDataModule):
     """
 
     classes: list[Any]
+    feature_names: list[str]
+    """The names of the inputs after ``setup``: of columns, and such as "sex=f" and "age missing"."""
 
     def __init__(
         self,
@@ -208,6 +288,12 @@ class ClientTable(StoredDataModule):
         val_fraction: float | None = None,
         batch_size: int = 32,
         seed: int = 0,
+        classes: Sequence[str] | None = None,
+        categories: Mapping[str, Sequence[str]] | None = None,
+        ordered: Mapping[str, Sequence[str]] | None = None,
+        missing: str | float | Mapping[str, str | float] = "refuse",
+        decimal: Literal[".", ","] = ".",
+        delimiter: str = ",",
     ) -> None:
         super().__init__(batch_size=batch_size)
         check_paths("ClientTable", path=path)
@@ -238,35 +324,149 @@ class ClientTable(StoredDataModule):
         self.split = split
         self.val_fraction = val_fraction
         self.seed = check_seed("ClientTable", seed)
+        self.declared_classes = None if classes is None else _vocabulary("classes", classes)
+        if classes is not None and targets != "classes":
+            raise FederatedError(f"ClientTable(classes=..., targets={targets!r}): values have no classes.")
+        self.categories = _vocabularies("categories", categories)
+        self.ordered = _vocabularies("ordered", ordered)
+        self.missing = missing
+        self.decimal = check_one_of("ClientTable", "decimal", decimal, (".", ","))
+        self.delimiter = delimiter
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        """Raise for rules that contradict each other or the roles of columns."""
+        rules = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
+        for name, rule in rules.items():
+            where = f"ClientTable(missing={self.missing!r})"
+            is_number = isinstance(rule, int | float) and not isinstance(rule, bool) and math.isfinite(rule)
+            if not (is_number or rule in ("refuse", "client_mean", "indicator")):
+                raise FederatedError(
+                    f"{where}: a rule is a number, 'client_mean', 'indicator' or 'refuse', found {rule!r}."
+                )
+            if name in {*self.categories, *self.ordered} and rule not in ("refuse", "indicator"):
+                raise FederatedError(
+                    f"{where}: {name!r} holds words, and the rule for words is 'indicator' or 'refuse'."
+                )
+        words = [*self.categories, *self.ordered]
+        roles = {self.client: "client", self.target: "target", **({self.split: "split"} if self.split else {})}
+        for name in (*words, *(rules if isinstance(self.missing, Mapping) else ())):
+            if name in roles:
+                raise FederatedError(f"ClientTable: {name!r} is the {roles[name]} column, and rules are for inputs.")
+            if self.features is not None and name not in self.features:
+                raise FederatedError(f"ClientTable: {name!r} has a rule, and is not among features={self.features!r}.")
+        if both := sorted(self.categories.keys() & self.ordered.keys()):
+            raise FederatedError(f"ClientTable: {both[0]!r} is in categories and in ordered. Leave it in one of them.")
+        delimiter: Any = self.delimiter
+        if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
+            raise FederatedError(f"ClientTable(delimiter={delimiter!r}): delimiter must be one character, such as ';'.")
+        if Path(self.path).suffix == ".parquet" and (self.decimal, self.delimiter) != (".", ","):
+            raise FederatedError(
+                "ClientTable(decimal=..., delimiter=...): a Parquet file has neither. Leave them unset."
+            )
+
+    def _rule(self, name: str) -> str | float:
+        """Return the rule for missing values of an input column."""
+        if isinstance(self.missing, Mapping):
+            return self.missing.get(name, "refuse")
+        return "refuse" if name in self.categories or name in self.ordered or name == self.target else self.missing
 
     def _load(self) -> None:
         path = find("ClientTable", Path(self.path), "Write the table there.", "Or correct path.")
         if not path.is_file():
-            raise FederatedError(f"ClientTable: {path} is no file. Correct path.")
-        keys, numeric = [self.client, *([] if self.split is None else [self.split])], list(self.features or [])
+            raise FederatedError(f"ClientTable: {path} is not a file. Correct path.")
+        words = {**self.categories, **self.ordered}
+        keys = [self.client, *([] if self.split is None else [self.split])]
+        ruled = self.missing if isinstance(self.missing, Mapping) else ()
+        numeric = [name for name in dict.fromkeys((*(self.features or ()), *ruled)) if name not in words]
         (keys if self.targets == "classes" else numeric).append(self.target)
-        table = read_columns(path, keys, numeric, rest=self.features is None)
-        features = {name: column for name, column in table.numbers.items() if name != self.target}
+        table = read_columns(
+            path, keys, numeric, self.features is None, words,
+            lambda name: self._rule(name) != "refuse", self.delimiter, self.decimal,
+        )  # fmt: skip
+        order = self.features or sorted({*table.numbers, *words}, key=table.heading.index)
+        features = [name for name in order if name != self.target]
         if table.left_out:
             reasons = ", ".join(f"{name!r} ({reason})" for name, reason in table.left_out.items())
             rank_zero_warn(
                 f"ClientTable leaves out columns of {path} that do not hold numbers: {reasons}. The features are"
-                f" {list(features)}. Encode the others as numbers, or name the columns to use in features."
+                f" {features}. Declare the words of the others in categories or ordered, or name the columns to use in"
+                " features."
             )
         if not features or not len(table.keys[self.client]):
             raise FederatedError(f"{path} has no rows, or no column of numbers that could be a feature.")
-        x = torch.from_numpy(np.stack(list(features.values()), axis=1))
+        x = self._inputs(table, features)
         y = self._labels(table) if self.targets == "classes" else torch.from_numpy(table.numbers[self.target])[:, None]
-        train, val, test = self._divide(table, x, y)
+        train, val, test = parts = self._divide(table, x, y)
         if not train:
             raise FederatedError(f"{path}: column {self.split!r} leaves no row for training.")
+        self._fill(path, parts)
         self._set_parts(train, val)
         self.test = pool(test)[0] or self.val
 
+    def describe_columns(self) -> list[str]:
+        """Return the names of inputs and classes; of classes that are not declared, only number and checksum."""
+        self.setup()
+        if self.targets == "values":
+            return [*self.feature_names, self.target]
+        if self.declared_classes is not None:
+            return [*self.feature_names, *(f"{self.target}={name}" for name in self.classes)]
+        checksum = hashlib.blake2b(repr(self.classes).encode(), digest_size=8).hexdigest()
+        return [*self.feature_names, f"{self.target} of {len(self.classes)} classes with the checksum {checksum}"]
+
+    def _inputs(self, table: Columns, features: Sequence[str]) -> Tensor:
+        """Return the inputs [n, features], NaN where a mean of the client comes later, and set their names."""
+        parts: list[npt.NDArray[np.float32]] = []
+        self.feature_names = []
+        for name in features:
+            rule = self._rule(name)
+            found = table.words[name] if name in table.words else table.numbers[name]
+            holes = found == -1 if name in table.words else np.isnan(found)
+            if name in self.categories:
+                vocabulary = self.categories[name]
+                own = (found[:, None] == np.arange(len(vocabulary))).astype(np.float32)
+                self.feature_names += [f"{name}={word}" for word in vocabulary]
+            else:
+                fill = rule if isinstance(rule, int | float) else np.nan if rule == "client_mean" else 0.0
+                own = np.where(holes, fill, found).astype(np.float32)[:, None]
+                self.feature_names.append(name)
+            parts.append(own)
+            if rule == "indicator":
+                parts.append(holes.astype(np.float32)[:, None])
+                self.feature_names.append(f"{name} missing")
+        return torch.from_numpy(np.concatenate(parts, axis=1))
+
+    def _fill(self, path: Path, parts: Sequence[Parts]) -> None:
+        """Replace missing inputs by the mean of the client's own training rows, in place."""
+        train = parts[0]
+        for client_id in dict.fromkeys(client_id for part in parts for client_id in part):
+            own = [part[client_id][0] for part in parts if client_id in part]
+            lacking = torch.stack([x.isnan().any(0) for x in own]).any(0)
+            for column in lacking.nonzero().flatten().tolist():
+                values = train[client_id][0][:, column].double() if client_id in train else torch.empty(0)
+                mean = values.nanmean()
+                if mean.isnan():
+                    raise FederatedError(
+                        f"{path}: client {client_id!r} has no value of column {self.feature_names[column]!r} in its"
+                        " training rows, so missing='client_mean' has no mean there. Set a number or 'indicator'."
+                    )
+                for x in own:
+                    x[:, column].nan_to_num_(nan=float(mean))
+
     def _labels(self, table: Columns) -> Tensor:
-        """Return each value's position among the sorted distinct values; numbers sort as numbers."""
+        """Return each value's position among the classes, by default the sorted distinct values, numbers as numbers."""
         values = table.keys[self.target]
         texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
+        if self.declared_classes is not None:
+            self.classes = self.declared_classes
+            places = {name: place for place, name in enumerate(self.classes)}
+            for row, value in enumerate(values):
+                if texts[value] not in places:
+                    raise FederatedError(
+                        f"{table.path}, {table.line(row)}: column {self.target!r} holds {texts[value]!r}, and the"
+                        f" declared classes are {self.classes}. Add it to them, or correct the row."
+                    )
+            return torch.tensor([places[texts[value]] for value in values], dtype=torch.int64)
         numbers = {value: as_number(text) for value, text in texts.items()}
         holes = {value for value, number in numbers.items() if number is not None and math.isnan(number)}
         if None in numbers.values() or len(holes) == len(numbers):
@@ -274,7 +474,7 @@ class ClientTable(StoredDataModule):
         elif holes:
             row = next(row for row, value in enumerate(values) if value in holes)
             raise FederatedError(
-                f"{table.path}, {table.place(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
+                f"{table.path}, {table.line(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
                 " elsewhere. Fill it in, or drop the row."
             )
         self.classes = sorted(set(numbers.values()))
@@ -287,8 +487,10 @@ class ClientTable(StoredDataModule):
         for row, name in enumerate(table.keys[self.client]):
             rows_of.setdefault(check_client_id(name), []).append(row)
         words = [] if self.split is None else table.keys[self.split]
-        if strange := sorted(set(map(str, words)) - set(_PARTS)):
-            raise FederatedError(f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {strange[0]!r}.")
+        if unexpected := sorted(set(map(str, words)) - set(_PARTS)):
+            raise FederatedError(
+                f"{table.path}: column {self.split!r} must hold {list(_PARTS)}; found {unexpected[0]!r}."
+            )
         fraction = 0.2 if self.val_fraction is None else self.val_fraction
         drawn = random_state(self.seed).permutation(len(x)).argsort().tolist()  # each row's random rank
         parts: list[Parts] = [{} for _ in _PARTS]
@@ -303,3 +505,23 @@ class ClientTable(StoredDataModule):
                 if own:
                     part[name] = (x[own], y[own])
         return parts
+
+
+def _vocabulary(name: str, found: Any) -> list[str]:
+    """Return a checked list of words."""
+    is_list = isinstance(found, list | tuple) and bool(found)
+    if not is_list or not all(isinstance(word, str) and word == word.strip() and word for word in found):
+        raise FederatedError(
+            f"ClientTable: {name} must be a list of words without spaces around them, found {found!r}. In YAML, write"
+            " words such as yes, no and 1 in quotes."
+        )
+    if len(set(found)) < len(found):
+        raise FederatedError(f"ClientTable: {name} names a word twice, found {list(found)}.")
+    return list(found)
+
+
+def _vocabularies(name: str, found: Any) -> dict[str, list[str]]:
+    """Return a checked mapping from columns to words."""
+    if found is not None and not (isinstance(found, Mapping) and all(isinstance(key, str) for key in found)):
+        raise FederatedError(f"ClientTable: {name} must map columns to lists of words, found {found!r}.")
+    return {key: _vocabulary(f"{name}[{key!r}]", words) for key, words in (found or {}).items()}

@@ -79,8 +79,13 @@ class FeatureShift(Partition):
 
     Example:
         >>> from lightning_fed.data import FederatedDataset, Iid
-        >>> images = TensorDataset(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]).repeat(2, 1, 1), torch.tensor([0, 1]))
-        >>> data = FederatedDataset.from_partition(images, FeatureShift(Iid(num_clients=2), rotation=[0, 90]))
+        >>> images = TensorDataset(
+        ...     torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]).repeat(2, 1, 1),
+        ...     torch.tensor([0, 1]),
+        ... )
+        >>> data = FederatedDataset.from_partition(
+        ...     images, FeatureShift(Iid(num_clients=2), rotation=[0, 90])
+        ... )
         >>> [data.dataset(client)[0][0].tolist() for client in data.ids]
         [[[1.0, 2.0], [3.0, 4.0]], [[2.0, 4.0], [1.0, 3.0]]]
     """

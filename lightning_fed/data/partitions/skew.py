@@ -42,7 +42,10 @@ class BalancedDirichlet(SeededPartition):
     Example:
         >>> import torch
         >>> labels = torch.arange(1000) % 10
-        >>> [len(part) for part in BalancedDirichlet(num_clients=3, alpha=0.3)(labels)]
+        >>> [
+        ...     len(part)
+        ...     for part in BalancedDirichlet(num_clients=3, alpha=0.3)(labels)
+        ... ]
         [334, 333, 333]
     """
 
@@ -96,7 +99,10 @@ class Similarity(SeededPartition):
     Example:
         >>> import torch
         >>> labels = torch.arange(100) % 10
-        >>> [labels[part].unique().tolist() for part in Similarity(num_clients=5, similarity=0.0)(labels)]
+        >>> [
+        ...     labels[part].unique().tolist()
+        ...     for part in Similarity(num_clients=5, similarity=0.0)(labels)
+        ... ]
         [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     """
 
@@ -252,7 +258,12 @@ class LogNormalSizes(_SizeSkew):
 
     Example:
         >>> import torch
-        >>> sorted(len(part) for part in LogNormalSizes(num_clients=4, sigma=0.0)(torch.zeros(100)))
+        >>> sorted(
+        ...     len(part)
+        ...     for part in LogNormalSizes(num_clients=4, sigma=0.0)(
+        ...         torch.zeros(100)
+        ...     )
+        ... )
         [25, 25, 25, 25]
     """
 
@@ -278,7 +289,10 @@ class QuantitySkew(_SizeSkew):
 
     Example:
         >>> import torch
-        >>> sum(len(part) for part in QuantitySkew(num_clients=5, alpha=0.5)(torch.zeros(100)))
+        >>> sum(
+        ...     len(part)
+        ...     for part in QuantitySkew(num_clients=5, alpha=0.5)(torch.zeros(100))
+        ... )
         100
     """
 

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FlareTransport", "RoundsController", "serve_site"]
 
-_HOME_OF = {"FlareTransport": "transport", "RoundsController": "controller", "serve_site": "site"}
+_MODULE_OF = {"FlareTransport": "transport", "RoundsController": "controller", "serve_site": "site"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used."""
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "nvflare":
             raise

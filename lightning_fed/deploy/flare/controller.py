@@ -17,8 +17,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
 from lightning_fed.deploy.remote import RemoteClients
-from lightning_fed.deploy.resident import called
 from lightning_fed.deploy.saved_run import fit
+from lightning_fed.deploy.site_worker import called
 
 __all__ = ["RoundsController"]
 
@@ -69,8 +69,8 @@ class RoundsController(Controller):
         """Fit; FLARE calls this in a thread of the job's process."""
         ids: Any = called(self.client_ids)() if isinstance(self.client_ids, str) else self.client_ids
         sites = {str(client): [client] for client in ids} if self.sites is None else self.sites
-        if strangers := {*ids} ^ {client for clients in sites.values() for client in clients}:
-            raise FederatedError(f"client_ids and sites do not name the same clients: {sorted(map(repr, strangers))}.")
+        if unexpected := {*ids} ^ {client for clients in sites.values() for client in clients}:
+            raise FederatedError(f"client_ids and sites do not name the same clients: {sorted(map(repr, unexpected))}.")
         transport = FlareTransport(
             lambda site, arrays, done: self._ask(site, arrays, done, fl_ctx),
             self.cancel_task,
@@ -84,7 +84,7 @@ class RoundsController(Controller):
         try:
             fit(trainer, module, clients, Path(self.checkpoint).absolute(), _log, _OTHER)
         except AbortedError:
-            _log.warning("The job was aborted. Submitted again, it goes on from %s.", self.checkpoint)
+            _log.warning("The job was aborted. Submitted again, it continues from %s.", self.checkpoint)
 
     def _ask(
         self, site: str, arrays: dict[str, Any], done: Callable[[dict[str, Any] | str], None], fl_ctx: FLContext
@@ -116,4 +116,4 @@ def _result_of(task: Task) -> dict[str, Any] | str:
     try:
         return dict(from_shareable(result).data)
     except Exception as error:  # whatever a site may have sent
-        return f"its result is no model: {error}"
+        return f"its result is not a model: {error}"

@@ -9,8 +9,8 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.flare.arrays import packed, unpacked
-from lightning_fed.deploy.resident import Maker, named
 from lightning_fed.deploy.site_process import SiteProcess
+from lightning_fed.deploy.site_worker import Maker, named
 
 __all__ = ["serve_site"]
 
@@ -40,7 +40,11 @@ def serve_site(
 
     Example::
 
-        serve_site("hospital.task:make_trainer", "hospital.task:make_model", "hospital.task:make_data")
+        serve_site(
+            "hospital.task:make_trainer",
+            "hospital.task:make_model",
+            "hospital.task:make_data",
+        )
     """
     given = {"trainer": make_trainer, "model": make_model, "data": make_data}
     makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}

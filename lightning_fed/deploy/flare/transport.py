@@ -11,11 +11,10 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.message import Message, printable
-from lightning_fed.deploy.transport import Refusal, reply_from
+from lightning_fed.deploy.transport import Refusal, contents_of, replies_in
 
 __all__ = ["AbortedError", "FlareTransport"]
 
-_MOST = 64 * 2**20  # bytes in one task of FLARE's, which all on the way hold as a whole; one message at least
 _LOOK = 0.2  # seconds between two looks for an abort
 _TRIES = 3  # how often a site is asked again in a phase after an error of its side of FLARE
 _BACK_OFF = 5.0  # seconds before that
@@ -67,10 +66,10 @@ class FlareTransport:
             raise FederatedError(f"sites={dict(sites)!r} names a client twice.")
 
     def exchange(
-        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+        self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
-        missing, end = {**greetings, **tasks}, time.monotonic() + self._timeout
+        missing, end = {**registrations, **tasks}, time.monotonic() + self._timeout
         sites = {self._site_of[client]: _Site() for client in missing}
         come: queue.SimpleQueue[tuple[str, int, dict[str, Any] | str]] = queue.SimpleQueue()
         try:
@@ -80,12 +79,12 @@ class FlareTransport:
                 for name, site in sites.items():
                     if site.task is None and site.not_before <= time.monotonic():
                         self._send(name, site, missing, come)
-                for answer in self._come(sites, come):
+                for answer in self._replies_in(sites, come):
                     missing.pop(answer.client, None)
                     yield answer
                 if come.empty() and time.monotonic() > end:
                     for client in missing.keys() & tasks.keys():
-                        yield Refusal(client, f"no reply has come for {self._timeout:g} s")
+                        yield Refusal(client, f"no reply arrived for {self._timeout:g} s")
                     return
         finally:
             for site in sites.values():
@@ -94,19 +93,13 @@ class FlareTransport:
 
     def _send(self, name: str, site: _Site, missing: Mapping[ClientId, Message], come: Any) -> None:
         """Ask a site for as many of its missing clients as one task of FLARE's takes."""
-        contents: dict[ClientId, bytes] = {}
-        for client in missing:
-            if self._site_of[client] == name:
-                content = missing[client].to_bytes()
-                if contents and sum(map(len, contents.values())) + len(content) > _MOST:
-                    break
-                contents[client] = content
-        if contents:
+        own = {client: task for client, task in missing.items() if self._site_of[client] == name}
+        if contents := contents_of(own):
             site.clients = tuple(contents)
             arrays = packed({str(number): content for number, content in enumerate(contents.values())})
             site.task = self._give(name, arrays, lambda found: come.put((name, found)))
 
-    def _come(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
+    def _replies_in(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
         """Yield what the next task that ends has brought, if one does soon."""
         try:
             name, found = come.get(timeout=_LOOK)
@@ -122,9 +115,4 @@ class FlareTransport:
                 yield from (Refusal(client, f"its site {name!r}: {found}") for client in clients)
             return
         messages, refused = unpacked(found)
-        for number, client in enumerate(clients):
-            key = str(number)
-            if key in messages:
-                yield reply_from(client, messages[key])
-            else:
-                yield Refusal(client, refused.get(key, "There is none in what its site has sent."))
+        yield from replies_in(clients, messages, refused, "site")

@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 __all__ = ["client_app", "server_app"]
 
-importlib.import_module("lightning_fed.deploy.resident")  # at once: it notes which process has started this one
+importlib.import_module("lightning_fed.deploy.site_worker")  # at once: it notes which process has started this one
 
-_HOME_OF = {"client_app": "client", "server_app": "server"}
+_MODULE_OF = {"client_app": "client", "server_app": "server"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a function when it is first used."""
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "flwr":
             raise

@@ -3,9 +3,9 @@
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from lightning_fed.deploy.flower.records import packed, unpacked, who
-from lightning_fed.deploy.resident import STARTED_BY, Maker, clients_of, end_with, named
+from lightning_fed.deploy.flower.records import clients_record, packed, unpacked
 from lightning_fed.deploy.site_process import SiteProcess
+from lightning_fed.deploy.site_worker import STARTED_BY, Maker, clients_of, end_with, named
 
 __all__ = ["client_app"]
 
@@ -27,7 +27,11 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
 
     Example::
 
-        app = client_app("hospital.task:make_trainer", "hospital.task:make_model", "hospital.task:make_data")
+        app = client_app(
+            "hospital.task:make_trainer",
+            "hospital.task:make_model",
+            "hospital.task:make_data",
+        )
     """
     given = {"trainer": make_trainer, "model": make_model, "data": make_data}
     makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}
@@ -36,7 +40,7 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
     @app.query()
     def say_who(message: Message, context: Context) -> Message:
         end_with(STARTED_BY)  # Flower's, and so with the SuperNode: else it would wait for it for ever
-        return Message(who(clients_of(context.node_config)), reply_to=message)
+        return Message(clients_record(clients_of(context.node_config)), reply_to=message)
 
     @app.train()
     def work(message: Message, context: Context) -> Message:

@@ -84,10 +84,10 @@ class LocalFlower:
 
     def submit(self, app: Path, *options: str) -> str:
         """Start a run of an app, and return its id."""
-        shown = self.flwr("run", str(app), "here", *options)
-        found = re.search(r"started run (\d+)", shown)
+        printed = self.flwr("run", str(app), "here", *options)
+        found = re.search(r"started run (\d+)", printed)
         if found is None:
-            raise FederatedError(f"flwr run has not said which run it has started: {shown[-_SHOWN:]}")
+            raise FederatedError(f"flwr run has not said which run it has started: {printed[-_SHOWN:]}")
         return found[1]
 
     def follow(self, run: str) -> None:
@@ -97,8 +97,8 @@ class LocalFlower:
 
     def described(self, run: str) -> dict[str, Any]:
         """Return Flower's facts on a run: its ``status``, its ``network-traffic`` and more."""
-        shown = self.flwr("list", "here", "--run-id", run, "--format", "json")
-        found: dict[str, Any] = json.loads(shown)["runs"][0]
+        printed = self.flwr("list", "here", "--run-id", run, "--format", "json")
+        found: dict[str, Any] = json.loads(printed)["runs"][0]
         return found
 
     def status(self, run: str) -> str:

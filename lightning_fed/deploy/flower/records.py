@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-__all__ = ["clients_in", "packed", "unpacked", "who"]
+__all__ = ["clients_in", "clients_record", "packed", "unpacked"]
 
 _MESSAGES, _REFUSED, _WHO, _CLIENTS = "messages", "refused", "who", "clients"
 _FORMAT = "lightning_fed.deploy.Message"
@@ -23,7 +23,7 @@ def unpacked(record: RecordDict) -> tuple[dict[str, bytes], dict[str, str]]:
     return {str(key): array.data for key, array in arrays.items()}, {str(k): str(why) for k, why in refused.items()}
 
 
-def who(clients: Sequence[int | str]) -> RecordDict:
+def clients_record(clients: Sequence[int | str]) -> RecordDict:
     """Return a record of a node's clients."""
     return RecordDict({_WHO: ConfigRecord({_CLIENTS: [str(client) for client in clients]})})
 

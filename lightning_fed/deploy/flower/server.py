@@ -13,8 +13,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.transport import FlowerTransport
 from lightning_fed.deploy.remote import RemoteClients
-from lightning_fed.deploy.resident import STARTED_BY, Maker, called, end_with
 from lightning_fed.deploy.saved_run import fit
+from lightning_fed.deploy.site_worker import STARTED_BY, Maker, called, end_with
 
 __all__ = ["server_app"]
 
@@ -59,7 +59,12 @@ def server_app(
 
     Example::
 
-        app = server_app("hospital.task:make_trainer", "hospital.task:make_model", ["north", "south"], "hospital.ckpt")
+        app = server_app(
+            "hospital.task:make_trainer",
+            "hospital.task:make_model",
+            ["north", "south"],
+            "hospital.ckpt",
+        )
     """
     app = ServerApp()
 

@@ -16,11 +16,10 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
 from lightning_fed.deploy.message import Message
-from lightning_fed.deploy.transport import Refusal, reply_from
+from lightning_fed.deploy.transport import Refusal, contents_of, replies_in
 
 __all__ = ["FlowerTransport"]
 
-_MOST = 64 * 2**20  # bytes in one of Flower's messages, which all on the way hold as a whole; one task at least
 _PAUSE = 0.5  # seconds between two looks for replies
 _BACK_OFF = 5.0  # seconds before a node that has answered with an error is asked again
 _log = logging.getLogger("flwr")
@@ -67,8 +66,8 @@ class FlowerTransport:
         self._by_text = {str(client): client for client in client_ids}
         if len(self._by_text) < len(client_ids):
             raise FederatedError("Two of client_ids read alike, such as 1 and '1': nodes name theirs as text.")
-        if strangers := [client for client in owners or () if client not in client_ids]:
-            raise FederatedError(f"owners names client {strangers[0]!r}, which is not one of client_ids.")
+        if unexpected := [client for client in owners or () if client not in client_ids]:
+            raise FederatedError(f"owners names client {unexpected[0]!r}, which is not one of client_ids.")
         self._owners = {client: (str(file), _key_in(client, file)) for client, file in (owners or {}).items()}
         self._node_of: dict[ClientId, int] = {}
         self._named: dict[int, list[ClientId]] = {}  # the clients of each node that has said who it is
@@ -78,30 +77,30 @@ class FlowerTransport:
         self._refused: set[tuple[int, ClientId, str]] = set()  # claims that were logged
 
     def exchange(
-        self, tasks: Mapping[ClientId, Message], greetings: Mapping[ClientId, Message]
+        self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
         header = next(iter(tasks.values())).header
         self._group = f"{header['phase']} {header['round']}"
         self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}  # no longer of earlier phases
-        missing, end = {**tasks, **greetings}, time.monotonic() + self._timeout
+        missing, end = {**tasks, **registrations}, time.monotonic() + self._timeout
         while missing.keys() & tasks.keys():
-            self._look()
+            self._query_nodes()
             self._send(missing)
-            # greetings first: after the last reply to a task the fit takes no more
+            # registrations first: after the last reply to a task the fit takes no more
             found = sorted(self._pull(), key=lambda come: come.client in tasks)
             for come in found:
                 missing.pop(come.client, None)
                 yield come
             if time.monotonic() > end:
                 for client in tasks.keys() & missing.keys():
-                    what = "no reply has come" if client in self._node_of else "no node has been there"
+                    what = "no reply arrived" if client in self._node_of else "no node was connected"
                     yield Refusal(client, f"{what} for {self._timeout:g} s")
                 return
             if not found:
                 time.sleep(_PAUSE)
 
-    def _look(self) -> None:
+    def _query_nodes(self) -> None:
         """See which nodes are there, and ask new ones, and such that are long at a task, who they are."""
         keys, now = {node.node_id: node.public_key for node in self._grid.get_nodes()}, time.monotonic()
         self._sent = {key: sent for key, sent in self._sent.items() if sent.node in keys}
@@ -143,14 +142,9 @@ class FlowerTransport:
             if node is not None and node not in busy and self._not_before.get(node, 0.0) <= time.monotonic():
                 by_node.setdefault(node, []).append(client)
         for node, clients in by_node.items():
-            contents: list[bytes] = []
-            for client in clients:
-                content = tasks[client].to_bytes()
-                if contents and sum(map(len, contents)) + len(content) > _MOST:
-                    break
-                contents.append(content)
-            record = packed({str(number): content for number, content in enumerate(contents)})
-            self._push(node, record, MessageType.TRAIN, tuple(clients[: len(contents)]))
+            contents = contents_of({client: tasks[client] for client in clients})
+            record = packed({str(number): content for number, content in enumerate(contents.values())})
+            self._push(node, record, MessageType.TRAIN, tuple(contents))
 
     def _push(self, node: int, content: RecordDict, kind: str, clients: tuple[ClientId, ...]) -> None:
         message = FlowerMessage(content, node, kind, ttl=self._timeout, group_id=self._group)
@@ -169,28 +163,23 @@ class FlowerTransport:
             elif sent.clients:
                 yield from self._replies(sent, message.content)
             else:
-                self._note_who(sent, clients_in(message.content))
+                self._note_clients(sent, clients_in(message.content))
 
     def _replies(self, sent: _Sent, content: RecordDict) -> Iterator[Message | Refusal]:
         self._said.pop(sent.node, None)
         messages, refused = unpacked(content)
-        for number, client in enumerate(sent.clients):
-            key = str(number)
-            if key in messages:
-                yield reply_from(client, messages[key])
-            else:
-                yield Refusal(client, refused.get(key, "There is none in what its node has sent."))
+        yield from replies_in(sent.clients, messages, refused, "node")
 
-    def _note_who(self, asked: _Sent, names: Sequence[str]) -> None:
-        strangers = [name for name in names if name not in self._by_text]
-        if strangers or not names:
-            has = f"client {', '.join(strangers)}" if strangers else "no client"
+    def _note_clients(self, asked: _Sent, names: Sequence[str]) -> None:
+        unexpected = [name for name in names if name not in self._by_text]
+        if unexpected or not names:
+            has = f"client {', '.join(unexpected)}" if unexpected else "no client"
             self._note_error(asked.node, f"it has {has}, and the run's client_ids are {', '.join(self._by_text)}.")
         self._named[asked.node] = [self._by_text[name] for name in names if name in self._by_text]
         earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
         for key in earlier:
             if clients := self._sent.pop(key).clients:
-                _log.warning("Node %d has lost what it was asked for %s; it is asked again.", asked.node, clients)
+                _log.warning("Node %d has lost its task for %s; it is asked again.", asked.node, clients)
 
     def _note_error(self, node: int, reason: str) -> None:
         self._not_before[node] = time.monotonic() + _BACK_OFF

@@ -18,11 +18,12 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.client_errors import fault_of
+from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
-from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
+from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 
 __all__ = ["SequentialEngine"]
 
@@ -43,6 +44,9 @@ class SequentialEngine(Engine):
         self._has_checked_frozen = False  # checked in one client's work
         self._readings: list[Reading] = []  # clients whose numbers are still on the device
         self.epoch_loop.prepare()
+        privacy = prepared.settings.client_privacy
+        self.private = None if privacy is None else ExampleGradients(self.trainer, self.flat, privacy)
+        self.epoch_loop.automatic_optimization.private = self.private
 
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
         """Yield one client at a time."""
@@ -57,10 +61,12 @@ class SequentialEngine(Engine):
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
             self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
+            schedule = self.optimizer.schedule
+            first_step = 0 if schedule is None else schedule.start_of(client)
             client = method_part(client)
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
-            work = self._begin(inputs, plan, client, local, solver)
-            before = self.buffers.read() if self.split.size > 1 else {}
+            work = self._begin(inputs, plan, client, local, solver, first_step)
+            before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module):
@@ -68,18 +74,25 @@ class SequentialEngine(Engine):
             numbers = self.epoch_loop.close_client()
             if not self._has_checked_frozen:
                 self._check_frozen(frozen)
-            buffers = self._merged_buffers(before) if before else self.buffers.read()
+            buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
+            if self.private is not None:
+                self._check_buffers(before, buffers)
             statistics = [self.optimizer.solver_state()] if self.keeps_solver else []
             self.optimizer.end()
             if work.num_steps == 0 and who.steps > 0:
                 self._check_no_steps(numbers)
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
-            keep = with_personal(update.keep, client, self.flat.personal)
+            counts = schedule is not None and schedule.mode == "continue"
+            keep = with_kept(update.keep, client, self.flat.personal, first_step + work.num_steps if counts else None)
             norm = torch.linalg.vector_norm(run.delta)
             update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
         seconds = time.perf_counter() - started
-        if self.reads_later:
+        if self.private is not None:  # losses and logged values have no noise
+            report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, update_norm, seconds)
+            if not math.isfinite(update_norm) and (fault := fault_of(report, [], inputs.round)) is not None:
+                raise fault
+        elif self.reads_later:
             report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, seconds)
             self._readings.append(Reading(report, norm, numbers, inputs.round))
         else:
@@ -114,13 +127,15 @@ class SequentialEngine(Engine):
         if faults := read(readings):
             raise faults[0]
 
-    def _begin(self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State) -> LocalWork:
+    def _begin(
+        self, inputs: RoundInputs, plan: WorkPlan, client: State, local: State, solver: State, first_step: int
+    ) -> LocalWork:
         """Set the client's starting point, and let the optimizer correct its gradients."""
         algorithm, optimizer, optimization = self.algorithm, self.optimizer, self.epoch_loop.automatic_optimization
         work = LocalWork(algorithm, [])
         if algorithm.uses_solver_state:
             work.solver = solver_entries(algorithm.solver_state(inputs.server, local), len(self.flat.params))
-        optimizer.begin(work, solver)
+        optimizer.begin(work, solver, first_step, plan.participant.steps)
         whole = Step(
             x=inputs.x,
             server=inputs.server,
@@ -148,7 +163,9 @@ class SequentialEngine(Engine):
         seed = derive_seed(self.seed, Purpose.TRAINING, inputs.round, who.index)
         seed_global(self.split.seed(seed), self.flat.y.device)
         stream = generator(self.seed, Purpose.BATCHES, inputs.round, who.index)
-        batches = self.placed(plan.batches)
+        batches = self.to_device(plan.batches)
+        if self.private is not None:
+            self.private.begin_client(self.seed, inputs.round, who.index, batches.expected_size)
         for length in plan.epochs:
             if length == 0:
                 continue
@@ -203,6 +220,16 @@ class SequentialEngine(Engine):
             path_follows=self.optimizer.plan.is_straight and isinstance(lr_sum, float) and lr_sum != 0,
         )
 
+    def _check_buffers(self, before: State, after: State) -> None:
+        """Raise if local work changed a buffer, which carries examples past the noise."""
+        name = next((name for name, value in after.items() if not torch.equal(value, before[name])), None)
+        if name is not None:
+            raise FederatedError(
+                f"{type(self.trainer.lightning_module).__name__}.training_step changes the buffer {name!r}, which"
+                " client_privacy does not cover: it depends on clients' examples without noise. Leave it unchanged in"
+                " training_step."
+            )
+
     def _check_no_steps(self, numbers: ClientNumbers) -> None:
         """Raise if a client took no local step, unless a gradient scaler skipped them."""
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
@@ -210,7 +237,7 @@ class SequentialEngine(Engine):
         if len(numbers.losses):
             raise ClientError(
                 "training_step returned losses, but backward left no gradient on any trained parameter, so no local"
-                " step was taken. Look at what the module's or the strategy's backward does."
+                " step was taken. Check the module's or the strategy's backward."
             )
         raise ClientError(
             "training_step returned None for every batch, so no local step was taken. Return a loss for at least"

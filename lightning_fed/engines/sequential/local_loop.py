@@ -171,7 +171,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
         if self._split.size > 1:
             batch, examples = self._split.take(batch, examples)
             self.own_examples += examples
-        is_idle = batch is NO_EXAMPLES  # this process only takes part in the exchange
+        # this process only takes part in the exchange, or a random sample of the examples is empty
+        is_idle = batch is NO_EXAMPLES or (batch is None and examples == 0)
         if not is_idle:
             batch = self._precision.convert_input(batch)
             if self._transfers:

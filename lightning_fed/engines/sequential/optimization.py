@@ -23,6 +23,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
+from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.gradients import GradientPass, check_loss
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import split_of
@@ -49,10 +50,11 @@ class ClientOptimization(_AutomaticOptimization):
         self.anchor_point: list[Tensor] = []
         self.anchor_grad: Vector | None = None
         self.decay: list[float] = []  # coupled, per parameter
+        self.private: ExampleGradients | None = None  # with record-level privacy
         self.looks_ahead = False  # whether the optimizer will request a second gradient
-        self._at_work: tuple[Any, int, Callable[[], None]] | None = None  # batch, index, and how to draw again
+        self._current_batch: tuple[Any, int, Callable[[], None]] | None = None  # batch, index, and how to draw again
         self.split = BatchSplit()
-        self._is_lean = False
+        self._has_fast_path = False
         self._has_context = True  # around forward passes
 
     def prepare(self, callbacks: Sequence[pl.Callback]) -> None:
@@ -64,7 +66,7 @@ class ClientOptimization(_AutomaticOptimization):
             getattr(type(trainer.precision_plugin), name) is not getattr(pl.plugins.precision.Precision, name)
             for name in ("train_step_context", "forward_context")
         )
-        self._is_lean = (
+        self._has_fast_path = (
             type(trainer.precision_plugin).optimizer_step
             in (pl.plugins.precision.Precision.optimizer_step, pl.plugins.precision.MixedPrecision.optimizer_step)
             and getattr(trainer.precision_plugin, "scaler", None) is None
@@ -78,22 +80,24 @@ class ClientOptimization(_AutomaticOptimization):
 
     def rest(self) -> None:
         """Release the engine's gradients and the last batch at the end of a fit."""
-        self.gradients = self.anchor_grad = self._at_work = None
+        self.gradients = self.anchor_grad = self._current_batch = self.private = None
         self.anchor_point = []
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
         """Compute the anchor gradient on this batch, if any, then train on the batch."""
+        if self.private is not None:
+            return self._run_private(self.private, optimizer, batch_idx, kwargs)
         if self.anchor_grad is not None:
             with preserved_random_state(self.anchor_grad.device):
                 self._add_gradient(self.anchor_point, kwargs["batch"], batch_idx, self.anchor_grad)
         if self.looks_ahead:
-            self._at_work = kwargs["batch"], batch_idx, capture_random_state(self.trainer.strategy.root_device)
+            self._current_batch = kwargs["batch"], batch_idx, capture_random_state(self.trainer.strategy.root_device)
         trainer = self.trainer  # a callback may have changed these
-        if self._is_lean and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
-            return self._run_lean(optimizer, kwargs)
+        if self._has_fast_path and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
+            return self._run_fast_path(optimizer, kwargs)
         return super().run(optimizer, batch_idx, kwargs)
 
-    def _run_lean(self, optimizer: Optimizer, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
+    def _run_fast_path(self, optimizer: Optimizer, kwargs: OrderedDict) -> dict[str, Any]:  # type: ignore[type-arg]
         module, precision = self._module, self._precision
         with torch.enable_grad():
             attributes = module.__dict__  # an assignment would use the slow nn.Module.__setattr__
@@ -108,24 +112,43 @@ class ClientOptimization(_AutomaticOptimization):
             optimizer.zero_grad()
             loss = result.closure_loss
             if loss is None:
-                Closure.warning_cache.warn("`training_step` returned `None`: the batch is no local step.")
+                Closure.warning_cache.warn("`training_step` returned `None`: the batch does not count as a local step.")
             else:
                 check_loss(loss)
                 loss.backward()
         optimizer.step()
         return {} if loss is None else result.asdict()
 
+    def _run_private(
+        self,
+        private: ExampleGradients,
+        optimizer: Optimizer,
+        batch_idx: int,
+        kwargs: OrderedDict,  # type: ignore[type-arg]
+    ) -> dict[str, Any]:
+        """Step with the noisy gradient, also for an empty sample of the client's examples."""
+        trainer = self.trainer
+        if trainer.accumulate_grad_batches != 1 or trainer.gradient_clip_val:
+            raise FederatedError(
+                "A callback has set accumulate_grad_batches or gradient_clip_val, which client_privacy does not"
+                " support. Leave both unset."
+            )
+        optimizer.zero_grad()
+        loss = private.set(kwargs["batch"], batch_idx)
+        optimizer.step()
+        return {} if loss is None else {"loss": loss}
+
     def second_gradient(self, point: Vector) -> Vector:
         """Return the gradient [P] at a point [P] on the current batch, with the same random numbers."""
         assert self.gradients is not None
-        assert self._at_work is not None
+        assert self._current_batch is not None
         accumulated = self.trainer.accumulate_grad_batches
         if accumulated != 1:
             raise FederatedError(
                 f"A callback has set accumulate_grad_batches={accumulated}, and the method takes a second gradient on"
-                " the batch of every step, of which there is one. Leave it at 1."
+                " the one batch of every step. Leave it at 1."
             )
-        batch, batch_idx, draw_again = self._at_work
+        batch, batch_idx, draw_again = self._current_batch
         out = torch.empty_like(point)
         with preserved_random_state(point.device):
             draw_again()

@@ -25,7 +25,7 @@ __all__ = [
     "INTERNAL",
     "METRICS",
     "PASSING",
-    "ChangeWatch",
+    "ChangeTracker",
     "Marks",
     "Snapshot",
     "attribute_tensors",
@@ -64,7 +64,7 @@ _SMALL = 2**14  # tensors up to this size are compared in full
 class Marks(dict[tuple[str, str], Any]):
     """Descriptions by module and attribute, which change with the value."""
 
-    held: list[Any]  # objects described by identity, kept alive so that ids stay unique
+    alive: list[Any]  # objects described by identity, kept alive so that ids stay unique
 
 
 def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
@@ -80,7 +80,7 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
             if isinstance(part, BaseOptimizer):
                 owners.append((f"algorithm.{name}", part))
     found = Marks()
-    held = found.held = []
+    alive = found.alive = []
     for name, owner in owners:
         for key, value in () if isinstance(owner, METRICS) else vars(owner).items():
             if key in PASSING:
@@ -88,7 +88,7 @@ def marks(module: nn.Module, algorithm: Algorithm | None = None) -> Marks:
             if type(value) in _PLAIN:
                 found[name, key] = value
             else:
-                found[name, key] = len(value) if key in INTERNAL else describe(value, held)
+                found[name, key] = len(value) if key in INTERNAL else describe(value, alive)
     return found
 
 
@@ -98,17 +98,17 @@ def tensor_marks(module: nn.Module, with_trained: bool) -> Marks:
     Trained parameters are included if ``with_trained``.
     """
     found, parts = Marks(), list(parts_of(module))
-    held = found.held = []
+    alive = found.alive = []
     for key, value in own_tensors(parts):
         if with_trained or not value.requires_grad:
             found[key] = id(value), _version_of(value)
-            held.append(value)
+            alive.append(value)
     for name, part in parts:
         if isinstance(part, Metric):
             states = [getattr(part, state) for state in part._defaults]
             versions = [(id(s), _version_of(s) if isinstance(s, Tensor) else len(s)) for s in states]
             found["metric", name] = part._update_count, versions
-            held += states
+            alive += states
     return found
 
 
@@ -210,45 +210,45 @@ def _inside(value: Any) -> Any:
     return getattr(value, "__dict__", None)
 
 
-def describe(value: Any, held: list[Any] | None = None, left: list[int] | None = None, depth: int = _DEPTH) -> Any:
+def describe(value: Any, alive: list[Any] | None = None, left: list[int] | None = None, depth: int = _DEPTH) -> Any:
     """Return a description that is equal for equal values: numbers of tensors, contents of collections, else ids.
 
-    With a list of ``held`` objects, which must live as long as the description, it is unique to the object, and changes
-    when the value is set, grows or is written.
+    With a list of ``alive`` objects, which must live as long as the description, it is unique to the object, and
+    changes when the value is set, grows or is written.
     """
     if isinstance(value, (int, float, str, bool, type(None))):
         return value if value == value else "nan"
     left = [_MOST] if left is None else left  # number of values that may still be inspected
-    if held is not None:
-        held.append(value)
+    if alive is not None:
+        alive.append(value)
     if isinstance(value, Tensor):
-        if held is not None:
+        if alive is not None:
             return id(value), _version_of(value)
         return id(value) if isinstance(value, nn.Parameter) else numbers_in(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
-        if held is not None:
+        if alive is not None:
             return id(value), value.tobytes() if value.size <= left[0] else 0
         return value.shape, value.dtype.str, value.tobytes() if value.size <= _SMALL else id(value)
     if isinstance(value, _GENERATORS):
-        if held is None and not isinstance(value, torch.Generator):
+        if alive is None and not isinstance(value, torch.Generator):
             return id(value)
         generator = _state_of(value)
-        return None if held is None else id(value), pickle.dumps(generator and generator[0])
+        return None if alive is None else id(value), pickle.dumps(generator and generator[0])
     inner = _inside(value)
     if inner is None:
         return id(value)
     if depth == 0 or left[0] < len(inner):
         return id(value), len(inner)
     left[0] -= len(inner)
-    who = type(value).__name__ if held is None else id(value)
+    who = type(value).__name__ if alive is None else id(value)
     if isinstance(inner, (set, frozenset)):
-        return who, frozenset(describe(part, held, left, 0) for part in inner)
+        return who, frozenset(describe(part, alive, left, 0) for part in inner)
     found = [who]
     for part in inner.items() if isinstance(inner, Mapping) else inner:
         if isinstance(inner, Mapping):
-            found.append(describe(part[0], held, left, 0))
+            found.append(describe(part[0], alive, left, 0))
             part = part[1]
-        found.append(describe(part, held, left, depth - 1))
+        found.append(describe(part, alive, left, depth - 1))
     return tuple(found)
 
 
@@ -291,18 +291,20 @@ class Snapshot:
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
-        self._attributes = [(owner, dict(vars(owner))) for owner in owners]
+        # the names of the attributes to restore; None for all
+        self._attributes: list[tuple[Any, dict[str, Any], set[str] | None]]
+        self._attributes = [(owner, dict(vars(owner)), None) for owner in owners]
         self._contents: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Any, Callable[[Any], Any]]] = []
-        for owner, attributes in self._attributes:
+        for owner, attributes, _ in self._attributes:
             for name, value in attributes.items():
                 if name in INTERNAL and isinstance(owner, nn.Module):
                     if isinstance(value, (dict, set)):
                         self._contents.append((value, copy.copy(value)))
                 elif name not in PASSING:
-                    self.hold(value)
+                    self.add(value)
 
-    def hold(self, value: Any) -> None:
+    def add(self, value: Any) -> None:
         """Save a value's contents."""
         for part in values_in(value):
             inner, generator = _inside(part), _state_of(part)
@@ -311,13 +313,25 @@ class Snapshot:
             if generator is not None:
                 self._generators.append(generator)
 
-    def put_back(self) -> None:
-        """Restore everything."""
-        for owner, held in self._attributes:
+    def keep_changed(self) -> None:
+        """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state."""
+        self._attributes = [
+            (owner, alive, names)
+            for owner, alive, _ in self._attributes
+            if (names := changed_names(alive, vars(owner)) - set(PASSING))
+        ]
+        self._contents = [(inner, content) for inner, content in self._contents if not _is_same(inner, content)]
+        self._generators = []
+
+    def restore(self) -> None:
+        """Restore everything, or after :meth:`keep_changed` what had changed."""
+        for owner, alive, names in self._attributes:
             now = vars(owner)
-            for key in now.keys() - held.keys() - set(PASSING):
-                del now[key]
-            now.update({key: value for key, value in held.items() if key not in PASSING})
+            for key in (now.keys() | alive.keys()) - set(PASSING) if names is None else names:
+                if key in alive:
+                    now[key] = alive[key]
+                else:
+                    now.pop(key, None)
         for inner, content in self._contents:
             inner.clear()
             (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
@@ -325,10 +339,28 @@ class Snapshot:
             set_state(state)
 
 
+def changed_names(alive: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the names that have other objects now; plain values are compared."""
+    missing = object()
+    names = {name for name in (*alive, *now) if now.get(name, missing) is not alive.get(name, missing)}
+    return {
+        n for n in names if type(alive.get(n)) not in _PLAIN or not (n in alive and n in now and alive[n] == now[n])
+    }
+
+
+def _is_same(inner: Any, content: Any) -> bool:
+    """Return whether a collection has the same objects as its copy."""
+    if isinstance(inner, dict):
+        return inner.keys() == content.keys() and not changed_names(content, inner)
+    if isinstance(inner, set):
+        return bool(inner == content)
+    return len(inner) == len(content) and all(one is other for one, other in zip(inner, content, strict=True))
+
+
 # ------------------------------------------------------------------ checks during a run
 
 
-class ChangeWatch:
+class ChangeTracker:
     """Ensures that nothing changes between clients that run at once."""
 
     def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
@@ -364,8 +396,8 @@ class ChangeWatch:
         if self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
                 f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
-                " engine='vectorized' tries the module out and traces it anew each time, which is slow. If no step"
-                " reads it, keep it elsewhere, in a callback for one; or use engine='sequential'."
+                " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
+                " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
             )
 
     def expect_hooks(self) -> None:
@@ -398,9 +430,9 @@ class ChangeWatch:
             kind, _, name = tensor.partition(".")
         if name is not None:
             raise FederatedError(
-                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it changes the"
-                f" {kind} {name!r} of {type(self.module).__name__}, which it did not when it was tried out. Change"
-                " that, or use engine='sequential'."
+                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
+                f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
+                " engine='sequential'."
             )
 
     def end_round(self) -> None:
@@ -411,6 +443,6 @@ class ChangeWatch:
         if name is not None:
             self._has_warned = True
             rank_zero_warn(
-                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients are at work."
-                " With engine='vectorized' their local steps go by its value at the start of the round."
+                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients train. With"
+                " engine='vectorized' their local steps use its value at the start of the round."
             )

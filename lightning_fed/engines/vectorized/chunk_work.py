@@ -15,7 +15,7 @@ from lightning_fed.engines.base import OnlySequentialError, RoundInputs
 from lightning_fed.engines.optimizer import FederatedOptimizer, StepPlan, solver_entries
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
-from lightning_fed.server.client_states.state import PERSONAL, method_part, with_personal
+from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 from lightning_fed.server.participation import Participant
 
 __all__ = ["ChunkWork"]
@@ -29,6 +29,7 @@ class ChunkWork:
         shared: The exchanged part of ``y`` [S, P].
         local: The clients' states of this round.
         full_grad: The clients' full-batch gradients by point.
+        rates: The rate of each parameter at the current step.
         read: The names of the server's state and of mean gradients that were read.
         is_bare: Whether a step is one rate times a direction, and only changes parameters.
         sends_delta: Whether the message "delta" is the tensor of changes, after :meth:`finish`.
@@ -51,7 +52,7 @@ class ChunkWork:
         flat, x = optimizer.flat, inputs.x
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
         self.decay, self.rates = optimizer.decay, plan.rates
-        self._shared_rates = self.rates[: flat.num_shared]
+        self._rate_sums = [[0.0] * len(self.rates)]  # of each parameter, after each step, if a schedule moves them
         self.y = memory.y[: len(participants)]
         self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
         self.shared.copy_(x)
@@ -73,6 +74,7 @@ class ChunkWork:
             self.local = {name: value.clone() for name, value in local.items()}
         self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
         self.sends_delta, self.implied = False, tuple[str, ...]()
+        self._follows = False  # see Run.path_follows
         self.is_bare = plan.is_bare and clip is None
         self.skips = not plan.injects and (any(self.decay) or not plan.is_plain)
         self._path = torch.zeros_like(self.y) if plan.tracks else None
@@ -81,8 +83,23 @@ class ChunkWork:
         self._solver: list[dict[str, Tensor]] | None = None
         if algorithm.uses_solver_state:
             self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
-        is_uniform = plan.is_plain and len(set(self.rates)) == 1
+        may_differ = optimizer.schedule is not None and len(optimizer.param_groups) > 1
+        is_uniform = plan.is_plain and len(set(self.rates)) == 1 and not may_differ
         self._base = None if is_uniform else StackedOptimizer(optimizer)
+
+    @property
+    def _shared_rates(self) -> list[float]:
+        return self.rates[: self.optimizer.flat.num_shared]
+
+    def begin_step(self) -> None:
+        """Go to the next step of all clients that still work, if a schedule sets its rates."""
+        schedule = self.optimizer.schedule
+        if schedule is None:
+            return
+        if len(self._rate_sums) > 1:
+            schedule.advance()
+        self.rates = self.optimizer.rates
+        self._rate_sums.append([total + rate for total, rate in zip(self._rate_sums[-1], self.rates, strict=True)])
 
     @torch.no_grad()
     def move(self, clients: Clients, directions: Sequence[Tensor], unused: frozenset[int]) -> None:
@@ -123,6 +140,7 @@ class ChunkWork:
         inputs.cohort_grad.read |= self.read["cohort_grad"]
         delta = torch.sub(y, inputs.x, out=self.memory.delta[: len(y), : y.shape[1]])
         lr_sum = self._lr_sum()
+        self._follows = self.plan.is_straight and self._has_one_rate(lr_sum)
         path = {"gradient": self._path_gradient(delta, lr_sum)} if self.algorithm.reads_path_gradient else {}
         own = {
             "client": self.clients,
@@ -141,11 +159,10 @@ class ChunkWork:
                 f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
                 f" ({error}). Use tensor operations only, or engine='sequential'."
             ) from error
-        return delta, send, with_personal(keep, self.clients, self._personal)
+        return delta, send, with_kept(keep, self.clients, self._personal)
 
     def _finish_one(self, y: Vector, change: Vector, own: dict[str, Any], path: State) -> tuple[State, State]:
         """Return one client's messages and new state."""
-        rates = set(self._shared_rates)
         run = Run(
             x=self.inputs.x,
             delta=change,
@@ -153,7 +170,7 @@ class ChunkWork:
             cohort_grad=self.inputs.cohort_grad,
             mean_examples=self.inputs.mean_examples,
             path=lambda: path["gradient"] if path else self._undeclared(),
-            path_follows=self.plan.is_straight and len(rates) == 1 and 0 not in rates,
+            path_follows=self._follows,
             **own,
         )
         update: Update = self.algorithm.finish(y, run)
@@ -163,10 +180,26 @@ class ChunkWork:
     def _lr_sum(self) -> Tensor:
         """Return the sum of the rates of each client's steps: [S], or [S, P] if groups differ."""
         steps, shared = self._num_steps, self._shared_rates
+        if self.optimizer.schedule is not None:
+            sums = [self._rate_sums[int(count)][: len(shared)] for count in steps.tolist()]
+            if all(len(set(own)) == 1 for own in sums):
+                return steps.new_tensor([own[0] for own in sums])
+            return torch.stack([self._spread(own) for own in sums])
         if len(set(shared)) == 1:
             return steps * shared[0]
-        rates = [steps.new_full((m,), rate) for m, rate in zip(self.shared_layout.sizes, shared, strict=True)]
-        return steps[:, None] * torch.cat(rates)
+        return steps[:, None] * self._spread(shared)
+
+    def _has_one_rate(self, lr_sum: Tensor) -> bool:
+        """Return whether each client that moves has one sum of rates, not zero."""
+        if self.optimizer.schedule is not None:
+            return lr_sum.ndim == 1 and bool(lr_sum[self._num_steps > 0].all())
+        rates = set(self._shared_rates)
+        return len(rates) == 1 and 0 not in rates
+
+    def _spread(self, of_parameters: Sequence[float]) -> Tensor:
+        """Return a number of each exchanged parameter, per coordinate [P]."""
+        sizes = zip(self.shared_layout.sizes, of_parameters, strict=True)
+        return torch.cat([self._num_steps.new_full((m,), value) for m, value in sizes])
 
     def _path_gradient(self, delta: Tensor, lr_sum: Tensor) -> Tensor:
         """Return the mean direction of each client [S, P]."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
-from lightning_fed.callbacks.base import FederatedCallback, hears, uses_hook
+from lightning_fed.callbacks.base import FederatedCallback, any_uses_hook, uses_hook
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
@@ -19,12 +19,13 @@ from lightning_fed.engines.vectorized.changes import (
     PASSING,
     Snapshot,
     attribute_tensors,
+    changed_names,
     describe,
     numbers_in,
     parts_of,
 )
 
-__all__ = ["CLIENT_HOOKS", "ClientSettings", "HeldSettings"]
+__all__ = ["CLIENT_HOOKS", "ClientSettings", "SettingsSnapshot"]
 
 CLIENT_HOOKS = ("on_client_start", "on_client_end")
 """The callbacks' hooks for single clients."""
@@ -68,14 +69,14 @@ class ClientSettings:
         self._first: tuple[ClientId, Settings] | None = None  # the first client of the chunk whose hooks ran
         self._worked: tuple[ClientId, Settings] | None = None  # a client of this round that has trained
         self._after: Settings = {}  # after the last chunk's training
-        self._held: list[Any] = []  # objects that settings of the data module are compared by
+        self._alive: list[Any] = []  # objects that settings of the data module are compared by
 
     def begin_round(self) -> None:
         """Record all settings, if hooks may change them for single clients."""
-        self.is_needed = hears(self.trainer, *CLIENT_HOOKS)
+        self.is_needed = any_uses_hook(self.trainer, *CLIENT_HOOKS)
         self._first = self._worked = None
         if self.is_needed:
-            self._held.clear()
+            self._alive.clear()
             self._after = {}
             self._at_start, self._buffers = self._now(), self._buffers_now()
 
@@ -105,8 +106,8 @@ class ClientSettings:
         for kind, name in differing:
             if kind == "requires_grad":
                 raise OnlySequentialError(
-                    "engine='vectorized' trains the parameters that were to be trained when the round began, and a hook"
-                    f" changes {self._name(kind, name)} before client {client_id!r}. Leave it as it is, or use"
+                    "engine='vectorized' trains the parameters that required a gradient when the round began, and a"
+                    f" hook changes {self._name(kind, name)} before client {client_id!r}. Leave it as it is, or use"
                     " engine='sequential'."
                 )
         kinds = {kind for kind, _ in differing}
@@ -114,7 +115,7 @@ class ClientSettings:
 
     def worked(self) -> None:
         """Record settings after the clients of a chunk trained."""
-        if hears(self.trainer, "on_client_end"):
+        if any_uses_hook(self.trainer, "on_client_end"):
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:
@@ -174,35 +175,37 @@ class ClientSettings:
         found["trainer", "fit_loop.corrected_clip"] = describe(trainer.fit_loop.corrected_clip)
         if with_data and trainer.datamodule is not None:  # by identity, since it may hold all data
             data = vars(trainer.datamodule).items()
-            found |= {("trainer", _DATA + key): describe(value, self._held) for key, value in data if key != "trainer"}
+            found |= {("trainer", _DATA + key): describe(value, self._alive) for key, value in data if key != "trainer"}
         return found
 
 
-class HeldSettings:
-    """Saves all settings, and attributes of callbacks with client hooks, to restore them if a round restarts.
+class SettingsSnapshot:
+    """Saves all settings, to restore them after a client, or if a round restarts.
 
     These are attributes, the contents of lists, dicts and sets, and the numbers in tensors. Other effects of hooks
-    cannot be undone.
+    cannot be undone. With ``with_callbacks``, attributes of callbacks with client hooks are included.
     """
 
-    def __init__(self, prepared: PreparedModule) -> None:
+    def __init__(self, prepared: PreparedModule, with_callbacks: bool = True) -> None:
         trainer: Any = prepared.trainer
         self._prepared, self._trainer = prepared, trainer
         callbacks = [
             callback
             for callback in trainer.callbacks
-            if isinstance(callback, FederatedCallback)
+            if with_callbacks
+            and isinstance(callback, FederatedCallback)
             and any(uses_hook(callback, h, FederatedCallback) for h in CLIENT_HOOKS)
         ]
         parts = [(name, part) for name, part in parts_of(prepared.module) if not isinstance(part, METRICS)]
         methods = [part for _, part in _methods(prepared)]
         self._snapshot = Snapshot([*(part for _, part in parts), *methods, *callbacks])
         for group in prepared.optimizer.param_groups:  # each separately, for any number of parameters
-            self._snapshot.hold(group)
+            self._snapshot.add(group)
         datamodule = trainer.datamodule
         self._data = {} if datamodule is None else dict(vars(datamodule))  # its new objects may stay
+        self._data_names: set[str] | None = None  # the attributes to restore; None for all
         self._of_trainer = {name: getattr(trainer, name) for name in _TRAINER}
-        self._clip = trainer.fit_loop.corrected_clip
+        self._clips = [trainer.fit_loop.corrected_clip]  # the value to restore, if any
         self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
         trained = set(map(id, prepared.flat.params))
         parameters: Any = prepared.module.named_parameters()
@@ -211,15 +214,43 @@ class HeldSettings:
         self._small = [(tensor, tensor.detach().clone()) for _, tensor in tensors if tensor.numel() <= _COPIED]
         self._large = [(name, tensor, numbers_in(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
 
-    def put_back(self) -> None:
-        """Restore everything; raise for a changed large tensor, since it has no copy."""
-        self._snapshot.put_back()
-        if self._data:
+    def keep_changed(self, hook: str) -> None:
+        """Forget what a hook has not changed, so that only its changes are restored; raise for a large tensor."""
+        self._snapshot.keep_changed()
+        trainer = self._trainer
+        now = {} if trainer.datamodule is None else vars(trainer.datamodule)
+        self._data_names = changed_names(self._data, now)
+        self._of_trainer = {k: value for k, value in self._of_trainer.items() if getattr(trainer, k) != value}
+        self._clips = [] if trainer.fit_loop.corrected_clip == self._clips[0] else self._clips
+        self._requires_grad = [(p, value) for p, value in self._requires_grad if p.requires_grad != value]
+        self._small = [(tensor, held) for tensor, held in self._small if numbers_in(tensor) != numbers_in(held)]
+        for name, tensor, numbers in self._large:
+            if numbers_in(tensor) != numbers:
+                raise FederatedError(
+                    f"{hook} changes {name!r} of {type(self._prepared.module).__name__} in place: {tensor.numel():,}"
+                    " numbers, too many to keep a copy of for the other clients. Assign another tensor to an"
+                    " attribute, or make it part of the client's data."
+                )
+        self._large = []
+
+    def restore(self) -> None:
+        """Restore everything, or after :meth:`keep_changed` what a hook had changed.
+
+        Raise for a changed large tensor, since it has no copy.
+        """
+        self._snapshot.restore()
+        if self._data and self._data_names is None:
             vars(self._trainer.datamodule).clear()
             vars(self._trainer.datamodule).update(self._data)
+        for name in self._data_names or ():
+            if name in self._data:
+                vars(self._trainer.datamodule)[name] = self._data[name]
+            else:
+                vars(self._trainer.datamodule).pop(name, None)
         for name, value in self._of_trainer.items():
             setattr(self._trainer, name, value)
-        self._trainer.fit_loop.corrected_clip = self._clip
+        for clip in self._clips:
+            self._trainer.fit_loop.corrected_clip = clip
         for p, value in self._requires_grad:
             p.requires_grad_(value)
         with torch.no_grad():

@@ -17,12 +17,12 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
-from lightning_fed.engines.client_errors import fault_of, in_short
+from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
-from lightning_fed.engines.vectorized.changes import ChangeWatch
+from lightning_fed.engines.vectorized.changes import ChangeTracker
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.client_settings import ClientSettings
 from lightning_fed.engines.vectorized.clients import (
@@ -35,7 +35,7 @@ from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_d
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.schedule import Schedule
-from lightning_fed.engines.vectorized.trial import Trial, check_settings, hooked_parameter
+from lightning_fed.engines.vectorized.trial import TrialStep, check_settings, hooked_parameter
 
 __all__ = ["VectorizedEngine"]
 
@@ -63,7 +63,7 @@ class VectorizedEngine(Engine):
         self.step = ModuleStep(self.trainer, self.flat)
         self.full = FullGradients(self.step)
         self.schedule = Schedule(self, self.step)
-        self.changes = ChangeWatch(self.trainer, self.algorithm)
+        self.changes = ChangeTracker(self.trainer, self.algorithm)
         self.settings = ClientSettings(prepared)
         self._row: tuple[ChunkResult, int] | None = None
         self._memory: ChunkMemory | None = None
@@ -97,7 +97,7 @@ class VectorizedEngine(Engine):
         with self.gradients.silent():
             batches = self.schedule.batches([plan], self.schedule.rows([plan]), 0, by_index=True)
             ((group,),) = batches.in_order([StepGroup(range(1), [0])])
-            trial = Trial(self.step, self._tried_at_once)
+            trial = TrialStep(self.step, self._tried_at_once)
             trial.run(group)
         if not self._is_chosen:
             full = max(group.examples, self.schedule.batch_size or 0)
@@ -138,7 +138,7 @@ class VectorizedEngine(Engine):
             yield plans[i : i + self.chunk_size]
 
     @property
-    def parameters_at_work(self) -> Vector:
+    def current_parameters(self) -> Vector:
         """The parameters [P] of the client whose hooks are running."""
         return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
@@ -166,10 +166,10 @@ class VectorizedEngine(Engine):
         """Raise if ``on_client_end`` changed settings for clients that have already trained."""
         self.settings.client_ended(client_id)
 
-    def point_to(self, result: ChunkResult, row: int) -> None:
-        """Bind :attr:`parameters_at_work`, and the module's parameters, to one client of a chunk."""
+    def bind(self, result: ChunkResult, row: int) -> None:
+        """Bind :attr:`current_parameters`, and the module's parameters, to one client of a chunk."""
         self._row = (result, row)
-        self.flat.point_to(self.flat.cut(result.y[row]))
+        self.flat.bind(self.flat.cut(result.y[row]))
 
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
@@ -192,6 +192,9 @@ class VectorizedEngine(Engine):
     ) -> ChunkResult:
         started = time.perf_counter()
         self._row = None
+        schedule = self.optimizer.schedule
+        if schedule is not None:  # all clients begin at one step
+            schedule.begin(schedule.start_of({}), max(plan.participant.steps for plan in plans))
         clip, plan = Clipping.of(self.trainer), self.optimizer.plan_of(self.algorithm)
         rows = self.schedule.rows(plans)
         order, steps = self.schedule.steps(plans, rows, plan.is_bare and clip is None)
@@ -213,6 +216,8 @@ class VectorizedEngine(Engine):
             self.schedule.run(inputs, plans, rows, steps, work, means)
             self.changes.check_work()
             delta, send, keep = work.finish()
+        if schedule is not None:
+            schedule.rest()
         if self.settings.is_needed:
             self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
@@ -259,7 +264,7 @@ class VectorizedEngine(Engine):
             undo()
         raise OnlySequentialError(
             f"engine='vectorized' cannot run clients of {type(self.trainer.lightning_module).__name__} in round"
-            f" {round}, though a trial step passed: {in_short(cause)}. One by one they run without an error: use"
+            f" {round}, though a trial step passed: {summary_of(cause)}. One by one they run without an error: use"
             " engine='sequential', or 'auto'."
         ) from cause
 
@@ -323,7 +328,7 @@ class VectorizedEngine(Engine):
         # a batch of a single example would need its own trace
         if self._traces_gradients(batches) and batches.size % batches.settings.full_batch_size != 1:
             stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-            prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in self.placed(batches).full(stream))
+            prepared = ((prepare_batch(self.trainer, batch), n) for batch, n in self.to_device(batches).full(stream))
             with self.gradients.silent(), self.step.recording():
                 found = self.full.of_one(point, prepared, batches.size)
             if found is not None:
@@ -349,6 +354,8 @@ class VectorizedEngine(Engine):
 
     def abandon(self) -> int | None:
         """End the local work of failed clients; return their number of local steps, or None if none had begun."""
+        if self.optimizer.schedule is not None:
+            self.optimizer.schedule.rest()
         return self.schedule.abandon()
 
     def savepoint(self) -> Callable[[], None]:

@@ -81,6 +81,12 @@ class LocalStep:
             )
             work.shared.copy_(start)
 
+    def use_rates(self) -> bool:
+        """Read the rates of the current step; return whether the method's inputs contain them."""
+        if self._reads:
+            self._read()
+        return self._reads
+
     def _read(self) -> None:
         """Arrange the method's inputs as tensors in a fixed order."""
         work, x = self.work, self.work.inputs.x

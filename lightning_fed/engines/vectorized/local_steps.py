@@ -41,13 +41,17 @@ class LocalSteps:
     def __init__(self, module: ModuleStep, work: ChunkWork, batch_size: int | None, means: ChunkMeans) -> None:
         self.module, self.work, self.batch_size, self.means = module, work, batch_size, means
         self.step = LocalStep(module, work)
-        self._rate = -work.rates[0]
+        self._rates, self._rate = work.rates, -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
-        self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
+        self._of_chunk: dict[Any, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
         """Take a step of clients on their batches; ``may_trace`` if their shapes recur often enough for a trace."""
+        if self.work.rates is not self._rates:  # a schedule has moved them
+            self._rates, self._rate = self.work.rates, -self.work.rates[0]
+            if self.step.use_rates():
+                self._bound, self._of_chunk = {}, {}
         if len(groups) == 1 and may_trace and self._may_trace and self.module.traces.allowed:
             (group,) = groups
             key = (clients.rows, group.kind)
@@ -67,14 +71,14 @@ class LocalSteps:
         unused = self._unused_by_all(groups) if work.skips else frozenset[int]()
         for group in groups:
             among = clients if len(groups) == 1 else Clients(work.y, group.clients, work.layout)
-            taken = self.step.untraced(among, group)
-            self.means.add(group.clients, group.examples, taken.loss, taken.values, self.module.sizes)
-            if taken.local:
-                work.keep_local(among, taken.local)
+            output = self.step.untraced(among, group)
+            self.means.add(group.clients, group.examples, output.loss, output.values, self.module.sizes)
+            if output.local:
+                work.keep_local(among, output.local)
             if len(groups) == 1:
-                work.move(clients, taken.directions, unused)
+                work.move(clients, output.directions, unused)
             else:
-                among.put(directions, taken.directions)
+                among.put(directions, output.directions)
         if len(groups) > 1:
             work.move(clients, clients.cut(directions), unused)
 
@@ -163,23 +167,27 @@ class LocalSteps:
         views, leaves, local = (list(islice(rest, count)) for count in counts)
         shared, own = list(islice(rest, len(step.shared))), list(rest)
         names = list(step.local)
-        given = StepInput(views, leaves, own, dict(zip(names, local, strict=True)), shared, step.point(shared))
+        inputs = StepInput(views, leaves, own, dict(zip(names, local, strict=True)), shared, step.point(shared))
 
-        def of_one(given: StepInput) -> StepOutput:
-            return step(self.module.gradient, given, group.spec, 0)
+        def of_one(inputs: StepInput) -> StepOutput:
+            return step(self.module.gradient, inputs, group.spec, 0)
 
-        taken: StepOutput = clients.each(of_one, (DIMS,))(given)
-        new = [state[name] for state in taken.local for name in names]
-        return [*taken.directions, *new], taken.loss, taken.values
+        output: StepOutput = clients.each(of_one, (DIMS,))(inputs)
+        new = [state[name] for state in output.local for name in names]
+        return [*output.directions, *new], output.loss, output.values
 
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
         """Return the result of :meth:`Trace.once`, computed for the whole chunk if it can be split.
 
-        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time.
+        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time. The traces of one
+        client's batch sizes share it.
         """
         step, count = self.step, len(self.work.y)
         if clients.is_one:
-            return trace.once([*step.shared, *clients.of(step.own)])
+            key = clients.rows, trace.fixed
+            if key not in self._of_chunk:
+                self._of_chunk[key] = trace.once([*step.shared, *clients.of(step.own)])
+            return self._of_chunk[key]
         if trace not in self._of_chunk:
             self._of_chunk[trace] = trace.once([*step.shared, *step.own])
         sums, once = self._of_chunk[trace]

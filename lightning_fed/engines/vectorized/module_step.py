@@ -80,7 +80,7 @@ class ModuleStep:
         with trainer.precision_plugin.train_step_context():
             self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)
         self._call = _Step(module)
-        self._places = _places(self._call, flat.params)
+        self._parameter_positions = _parameter_positions(self._call, flat.params)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
         self.options: dict[str, dict[str, Any]] = {}
@@ -108,7 +108,7 @@ class ModuleStep:
         """
 
         def loss_at(*at: Tensor) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-            loss, values = self._loss(leaves, spec, batch_idx, {name: at[i] for name, i in self._places})
+            loss, values = self._loss(leaves, spec, batch_idx, {name: at[i] for name, i in self._parameter_positions})
             return loss, (loss.detach(), values)
 
         pulled: Any = vjp(loss_at, *point, has_aux=True)
@@ -136,7 +136,7 @@ class ModuleStep:
     def _own_loss(
         self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        self.flat.point_to(point)
+        self.flat.bind(point)
         with torch.enable_grad():
             return self._loss(leaves, spec, batch_idx)
 
@@ -193,8 +193,8 @@ class ModuleStep:
     def give_up(self, what: str) -> Literal[False]:
         """Use no more traces and warn, since the module differs from its trace; return False."""
         return self.traces.forbid(
-            f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads something beside"
-            " self and the batch that changes. Local steps run untraced from here on, which is slower."
+            f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads changing values"
+            " other than self and the batch. Local steps run untraced from here on, which is slower."
         )
 
     @contextmanager
@@ -212,9 +212,9 @@ class ModuleStep:
         yield
         if before[0] != random_state(device) or (looks and before[1] != foreign_state()):
             raise OnlySequentialError(
-                f"engine='vectorized' cannot go on with {type(self.module).__name__}.training_step: it draws random"
-                " numbers, which it did not when it was tried out. Let it draw from the first round on (from torch's"
-                " generator), or use engine='sequential'."
+                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it draws random"
+                " numbers, and did not in its trial step. Let it draw from the first round on (from torch's generator),"
+                " or use engine='sequential'."
             )
 
     # ------------------------------------------------------------------ logging
@@ -262,7 +262,7 @@ class ModuleStep:
             self.flat.restore()
 
 
-def _places(module: nn.Module, parameters: Sequence[Tensor]) -> list[tuple[str, int]]:
+def _parameter_positions(module: nn.Module, parameters: Sequence[Tensor]) -> list[tuple[str, int]]:
     """Return the names of all attributes that hold one of the parameters, with its position.
 
     A tied parameter has several names, but a module that is reached in several ways has one.

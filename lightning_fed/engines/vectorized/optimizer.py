@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.torch_optimizers import STEP_COUNTS, without_coupled_decay
+from lightning_fed.engines.local_schedule import MOVED
 from lightning_fed.engines.optimizer import FederatedOptimizer
 
 __all__ = ["ELEMENTWISE", "Clipping", "StackedOptimizer"]
@@ -64,7 +65,7 @@ class StackedOptimizer:
         self._base.state = defaultdict(dict)
         self._positions = {id(p): i for i, p in enumerate(optimizer.flat.params)}
         self._shapes = optimizer.flat.whole_layout.shapes
-        self._groups = base.param_groups
+        self._groups, self._is_scheduled = base.param_groups, optimizer.schedule is not None
         self._views: Sequence[Tensor] = []
 
     def step(
@@ -82,6 +83,9 @@ class StackedOptimizer:
         base = self._base
         if views is not self._views:
             self._narrow(views)
+        if self._is_scheduled:
+            for own, group in zip(base.param_groups, self._groups, strict=True):
+                own.update({name: group[name] for name in MOVED if name in group})
         for i, (view, direction) in enumerate(zip(views, directions, strict=True)):
             view.grad = None if i in skipped else direction.contiguous()
         if solver is not None:

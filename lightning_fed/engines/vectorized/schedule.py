@@ -37,7 +37,7 @@ class Schedule:
         self.batch_size: int | None = self.trainer.datamodule.batch_size
         self.has_hooks = has_transfer_hooks(self.trainer)
         self.recurring = RecurringShapes(self.batch_size)
-        self._taken: int | None = None  # steps of the current clients
+        self._current_steps: int | None = None  # steps of the current clients
 
     def steps(
         self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], is_bare: bool
@@ -77,12 +77,13 @@ class Schedule:
         with module.recording():
             batches_of_steps = batches.in_order(steps)
             for step in steps:
-                self._taken = step.at[0]
+                self._current_steps = step.at[0]
+                work.begin_step()
                 self.trainer._signal_connector.check()
                 groups = next(batches_of_steps)
                 may_trace = bool(rows) or self.recurring.note(groups)
                 local_steps.run(work.memory.clients(step.clients), groups, may_trace)
-        self._taken = None
+        self._current_steps = None
 
     def rows(self, plans: Sequence[WorkPlan]) -> list[TensorBatches]:
         """Return the clients' batches if all are rows of tensors of one kind, which need no loader."""
@@ -99,8 +100,8 @@ class Schedule:
 
     def abandon(self) -> int | None:
         """Drop the current clients; return their number of local steps, or None if there are none."""
-        taken, self._taken = self._taken, None
-        return taken
+        steps, self._current_steps = self._current_steps, None
+        return steps
 
 
 class RecurringShapes:

@@ -18,7 +18,7 @@ from lightning_fed.core.seeds import foreign_state, preserved_random_state, rand
 from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
-from lightning_fed.engines.client_errors import SHARED_STATE, in_short
+from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.changes import (
     Marks,
@@ -36,7 +36,7 @@ from lightning_fed.engines.vectorized.changes import (
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 
-__all__ = ["StepState", "Trial", "check_settings", "hooked_parameter"]
+__all__ = ["StepState", "TrialStep", "check_settings", "hooked_parameter"]
 
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
@@ -58,7 +58,7 @@ class StepState:
         self._snapshot = Snapshot(part for _, part in self._parts)
         self._class_data = {cls: class_data(cls) for cls in self._classes}
         for data in self._class_data.values():
-            self._snapshot.hold(list(data.values()))
+            self._snapshot.add(list(data.values()))
 
     def changed_tensor(self, kind: str) -> str | None:
         """Return the name of a "buffer", "parameter" or "metric" that was assigned, written, added or removed."""
@@ -79,15 +79,15 @@ class StepState:
 
     def _class_marks(self) -> Marks:
         found = Marks()
-        found.held = []
+        found.alive = []
         for cls in self._classes:
             for key, value in class_data(cls).items():
-                found[cls.__qualname__, key] = describe(value, found.held)
+                found[cls.__qualname__, key] = describe(value, found.alive)
         return found
 
     def restore(self) -> None:
         """Restore the modules' attributes, tensors and metrics, with their values and contents."""
-        self._snapshot.put_back()
+        self._snapshot.restore()
         for cls, data in self._class_data.items():
             for name in class_data(cls).keys() - data.keys():
                 delattr(cls, name)
@@ -111,7 +111,7 @@ def _same(value: Tensor, was: Tensor) -> bool:
     return value.is_floating_point() and torch.allclose(value, was, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-class Trial:
+class TrialStep:
     """Tries a module's ``training_step`` on one batch, to check whether it is random and may be traced.
 
     Attributes:
@@ -158,7 +158,7 @@ class Trial:
                 self._check_statistics()
                 self._check_recurrent(_layers_of(error), SHARED_STATE in str(error))
                 self._check_state(before)
-                raise self._refusal(f"it cannot be run for several clients at once ({in_short(error)})") from error
+                raise self._refusal(f"it cannot be run for several clients at once ({summary_of(error)})") from error
             finally:
                 before.restore()
 
@@ -277,13 +277,13 @@ class Trial:
 
     def _reads_trainer(self, group: BatchGroup) -> bool:
         """Return whether the step reads its trainer, whose values such as the round change between calls."""
-        watch: Any = _Watch(self.module._trainer)
-        self.module._trainer = watch
+        tracker: Any = _ReadTracker(self.module._trainer)
+        self.module._trainer = tracker
         try:
             self.step.own_step(self.step.flat.views, group.leaves, group.spec, group.batch_idx)
         finally:
-            self.module._trainer = object.__getattribute__(watch, "watched")
-        return bool(object.__getattribute__(watch, "read"))
+            self.module._trainer = object.__getattribute__(tracker, "tracked")
+        return bool(object.__getattribute__(tracker, "read"))
 
     def _refusal(self, reason: str) -> FederatedError:
         name = type(self.module).__name__
@@ -326,17 +326,17 @@ def _raised(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.float() if t.dtype in _LOW else t for t in tensors]
 
 
-class _Watch:
+class _ReadTracker:
     """Wraps an object, and records whether any attribute was read."""
 
-    def __init__(self, watched: Any) -> None:
-        self.watched = watched
+    def __init__(self, tracked: Any) -> None:
+        self.tracked = tracked
         self.read = False
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__"):  # isinstance() reads __class__
             object.__setattr__(self, "read", True)
-        return getattr(object.__getattribute__(self, "watched"), name)
+        return getattr(object.__getattribute__(self, "tracked"), name)
 
 
 def hooked_parameter(module: pl.LightningModule) -> str | None:
@@ -374,10 +374,12 @@ def check_settings(engine: Engine) -> None:
         reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
     elif engine.keeps_solver:
         reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
+    elif engine.optimizer.schedule is not None and engine.optimizer.schedule.mode == "continue":
+        reason = "local_schedule='continue' is not offered: clients may be at different steps of their schedules"
     elif engine.algorithm.trains != "all" and decouples:
         reason = f"{type(engine.algorithm).__name__} lets parameters rest that the weight decay of AdamW would move"
     elif engine.buffers.kept:
-        reason = f"clients keep buffers of their own, such as {min(engine.buffers.kept)!r}, which is not offered"
+        reason = f"clients keep their own buffers, such as {min(engine.buffers.kept)!r}, which is not offered"
     if reason is not None:
         raise FederatedError(
             f"engine='vectorized' cannot run {type(module).__name__}: {reason}. Change that, or use"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fed import callbacks
 from lightning_fed.callbacks.measures import WeightedMeasure, Weighting
-from lightning_fed.checkpoints.search import best_of_newest_run, check_is_there, last_of_newest_run
+from lightning_fed.checkpoints.search import best_of_newest_run, check_exists, last_of_newest_run
 from lightning_fed.cli.configuration import CellParts
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError, refusal_in
@@ -210,9 +210,10 @@ class Trials:
         assert isinstance(trainer, FederatedTrainer)
         self._make_room(trainer)
         self.settings = trainer.fit_loop.settings
-        if self.settings.is_private:
+        if self.settings.is_private or self.settings.client_privacy is not None:
+            name = "aggregator" if self.settings.is_private else "client_privacy"
             raise FederatedError(
-                f"A diagnosis measures single clients, which aggregator={self.settings.aggregator!r} is there to hide."
+                f"A diagnosis measures single clients, which {name}={getattr(self.settings, name)!r} is there to hide."
                 " Diagnose the configuration without it, on data that may be looked at."
             )
         if not isinstance(self.data, StoredDataModule):  # which is the same for every fit
@@ -231,7 +232,7 @@ class Trials:
         """Let a run whose rounds are all done go on."""
         reached = 0
         if self._ckpt_path is not None:
-            check_is_there(trainer, self._ckpt_path)
+            check_exists(trainer, self._ckpt_path)
             saved = trainer.strategy.checkpoint_io.load_checkpoint(self._ckpt_path).get("loops") or {}
             reached = int(saved.get("fit_loop", {}).get("state_dict", {}).get("round", 0))
         planned = trainer.max_rounds

@@ -47,19 +47,19 @@ class Aggregator(ArgumentsRepr, ABC):
         name = type(self).__name__
         if algorithm.population_loss:
             raise FederatedError(
-                f"aggregator={self!r} does not go with {algorithm!r}, which goes by the mean of the losses that all"
-                f" clients report: {name} does not stand in for that mean. Use the method without it, such as"
+                f"aggregator={self!r} cannot be combined with {algorithm!r}, which uses the mean of the losses that all"
+                f" clients report: {name} does not replace that mean. Use the method without it, such as"
                 " FedProx(mu=0.1)."
             )
         if not self.weighted and weighting not in (None, "uniform"):
             raise FederatedError(
-                f"weighting={weighting!r} does not go with aggregator={self!r}, for which all clients count alike."
-                " Leave weighting unset, or set weighting='uniform'."
+                f"weighting={weighting!r} cannot be combined with aggregator={self!r}, which gives all clients the same"
+                " weight. Leave weighting unset, or set weighting='uniform'."
             )
         if not self.weighted and "examples" in algorithm.reduces.values():
             raise FederatedError(
-                f"aggregator={self!r} does not go with {algorithm!r}, which averages messages by examples"
-                f" ({dict(algorithm.reduces)}): for {name} all clients count alike."
+                f"aggregator={self!r} cannot be combined with {algorithm!r}, which averages messages by examples"
+                f" ({dict(algorithm.reduces)}): {name} gives all clients the same weight."
             )
         return copy.copy(self)
 

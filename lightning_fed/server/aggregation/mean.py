@@ -11,7 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.participation import Participant, no_weight, raw_weight
 
-__all__ = ["Aggregation", "Exchange"]
+__all__ = ["Aggregation", "Collectives"]
 
 _ROWS = 128  # clients whose messages are converted in one block
 _BLOCK = 2**16  # numbers converted in one block on a CPU
@@ -19,7 +19,7 @@ _BLOCK_ON_DEVICE = 2**24  # numbers converted in one block on a device: 128 MiB 
 _ROUNDING = 1e-9  # tolerance for weights that should sum to one
 
 
-class Exchange(Protocol):
+class Collectives(Protocol):
     """Communication between the processes that share the clients of a round."""
 
     rank: int  # this process, from 0
@@ -54,6 +54,8 @@ class Aggregation:
         models: The weighted sum [P] of the models y added so far, or None; after :meth:`compute`, the sum of their
             changes y - x.
         models_weight: The sum of their weights.
+        is_estimate: Whether the weighted sum estimates the mean over all clients, with weights that need not sum to
+            one.
     """
 
     needs_clients: bool = True
@@ -80,11 +82,12 @@ class Aggregation:
             rule: {index: raw_weight(weighs, p, p.steps) for index, p in self._members.items()}
             for rule, weighs in self._rules.items()
         }
-        self._totals = {rule: sum(raw.values()) for rule, raw in self._raw.items()}
+        self.is_estimate = any(p.share is not None for p in cohort)
+        self._totals = {rule: 1.0 if self.is_estimate else sum(raw.values()) for rule, raw in self._raw.items()}
         for total in self._totals.values():
             if self._members and total <= 0:
                 raise no_weight([p.client_id for p in self._members.values()])
-        self._given = dict.fromkeys(self._rules, 0.0)
+        self._weight_sums = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
         self.models_weight = 0.0
         self._sums: State = {}
@@ -119,9 +122,9 @@ class Aggregation:
         self._check_names(send)
         self._note_steps(steps)
         self._added += steps
-        weights = {rule: self.weights(steps, rule) for rule in {*self._given, *self.reduces.values()}}
-        for rule in self._given:
-            self._given[rule] += sum(weights[rule])
+        weights = {rule: self.weights(steps, rule) for rule in {*self._weight_sums, *self.reduces.values()}}
+        for rule in self._weight_sums:
+            self._weight_sums[rule] += sum(weights[rule])
         for name, value in send.items():
             w = weights[self.reduces[name]]
             if name == "delta" and models is not None and self.reduces[name] != "population":
@@ -141,17 +144,17 @@ class Aggregation:
         """Return the numbers and shapes that other processes need before the sums are exchanged."""
         return {
             "steps": {index: self._steps[index] for index in self._added},
-            "given": dict(self._given),
+            "given": dict(self._weight_sums),
             "models_weight": self.models_weight,
             "shapes": {name: tuple(total.shape) for name, total in self._sums.items()},
             "has_models": self.models is not None,
         }
 
-    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Collectives, x: Vector) -> None:
         """Combine the sums of all processes, given their :meth:`partial` and the server parameters [P]."""
         for partial in partials:
             self._note_steps(partial["steps"])
-        self._given = {rule: sum(partial["given"][rule] for partial in partials) for rule in self._given}
+        self._weight_sums = {rule: sum(partial["given"][rule] for partial in partials) for rule in self._weight_sums}
         self.models_weight = sum(partial["models_weight"] for partial in partials)
         options = accumulation(x.device)
         for name, shape in sorted({item for partial in partials for item in partial["shapes"].items()}):
@@ -167,12 +170,12 @@ class Aggregation:
         Args:
             x: The server parameters [P] at the start of the round.
         """
-        if self._members and self._given.get("weighting", 1.0) <= 0:
+        if self._members and self._weight_sums.get("weighting", 1.0) <= 0:
             raise no_weight([member.client_id for member in self._members.values()])
         # the weights sum to less than one if clients took fewer steps than planned
         scale = {
-            rule: 1.0 if abs(given - 1.0) < _ROUNDING or given == 0 else 1.0 / given
-            for rule, given in self._given.items()
+            rule: 1.0 if self.is_estimate or abs(given - 1.0) < _ROUNDING or given == 0 else 1.0 / given
+            for rule, given in self._weight_sums.items()
         }
         factors = {name: scale.get(self.reduces[name], 1.0) for name in self._sums}
         means = {name: value if factors[name] == 1.0 else value * factors[name] for name, value in self._sums.items()}

@@ -4,7 +4,7 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange
+from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.aggregation.robust import ClippedAggregation
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
 
-__all__ = ["DifferentialPrivacy", "gaussian_noise"]
+__all__ = ["ORDERS", "DifferentialPrivacy", "accountant", "gaussian_noise"]
 
 _BLOCK = 2**20  # pairs of numbers per block
-_ORDERS = [1 + i / 10 for i in range(1, 100)] + [*range(12, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
+ORDERS = [1 + i / 10 for i in range(1, 100)] + [*range(12, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
 
 
 class DifferentialPrivacy(Aggregator):
@@ -89,8 +89,8 @@ class DifferentialPrivacy(Aggregator):
             flaw = "which uses a sum over the population"
         if flaw is not None:
             raise FederatedError(
-                f"aggregator={self!r} does not go with {type(algorithm).__name__}, {flaw}. Use a method that sends one"
-                " message, such as FedAvg or FedProx."
+                f"aggregator={self!r} cannot be combined with {type(algorithm).__name__}, {flaw}. Use a method that"
+                " sends one message, such as FedAvg or FedProx."
             )
         if not isinstance(sampler, BernoulliSampler) or not isinstance(sampler.probability, int | float):
             raise FederatedError(
@@ -98,8 +98,8 @@ class DifferentialPrivacy(Aggregator):
                 f" {sampler!r}. Pass sampler=BernoulliSampler(0.1), and leave clients_per_round unset."
             )
         bound._probability = float(sampler.probability)
-        bound._rdp = _accountant().compute_rdp(
-            q=bound._probability, noise_multiplier=self.noise_multiplier, steps=1, orders=_ORDERS
+        bound._rdp = accountant(type(self).__name__).compute_rdp(
+            q=bound._probability, noise_multiplier=self.noise_multiplier, steps=1, orders=ORDERS
         )
         return bound
 
@@ -119,7 +119,8 @@ class DifferentialPrivacy(Aggregator):
             return 0.0
         with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
             warnings.simplefilter("ignore")
-            found, _ = _accountant().get_privacy_spent(orders=_ORDERS, rdp=rounds * self._rdp, delta=self.delta)
+            analysis = accountant(type(self).__name__)
+            found, _ = analysis.get_privacy_spent(orders=ORDERS, rdp=rounds * self._rdp, delta=self.delta)
         return float(found)
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
@@ -148,7 +149,7 @@ class PrivateAggregation(ClippedAggregation):
         self._note_steps(steps)
         self._added += steps
 
-    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Collectives, x: Vector) -> None:
         """Sum over all processes; only the first one adds noise."""
         self._noisy_sum(x, ranks.rank)
         super().merge(partials, ranks, x)
@@ -166,23 +167,26 @@ class PrivateAggregation(ClippedAggregation):
         return {self._name: narrowed(self._noisy_sum(x, 0) / self._expected, x)}, None
 
 
-def gaussian_noise(count: int, std: float) -> Tensor:
-    """Return independent Gaussian numbers [count] from the operating system's entropy (Box and Muller, 1958)."""
+def gaussian_noise(count: int, std: float, entropy: Callable[[int], bytes] = os.urandom) -> Tensor:
+    """Return independent Gaussian numbers [count] (Box and Muller, 1958).
+
+    ``entropy`` returns a number of random bytes, by default the operating system's.
+    """
     parts = []
     for start in range(0, (count + 1) // 2, _BLOCK):
         pairs = min(_BLOCK, (count + 1) // 2 - start)
-        bits = torch.frombuffer(bytearray(os.urandom(16 * pairs)), dtype=torch.int64)
+        bits = torch.frombuffer(bytearray(entropy(16 * pairs)), dtype=torch.int64)
         uniform = (((bits >> 11) & (2**53 - 1)).to(torch.float64) + 0.5) * 2.0**-53  # never zero
         radius, angle = (-2 * uniform[:pairs].log()).sqrt(), 2 * math.pi * uniform[pairs:]
         parts += [radius * angle.cos(), radius * angle.sin()]
     return torch.cat(parts)[:count] * std if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _accountant() -> Any:
+def accountant(owner: str) -> Any:
+    """Return Opacus' functions of Rényi differential privacy; raise if Opacus is missing."""
     try:
         return importlib.import_module("opacus.accountants.analysis.rdp")
     except ImportError as error:
         raise FederatedError(
-            "DifferentialPrivacy needs Opacus to account for the privacy spent. Install it: pip install"
-            ' "lightning_fed[privacy]".'
+            f'{owner} needs Opacus to account for the privacy spent. Install it: pip install "lightning_fed[privacy]".'
         ) from error

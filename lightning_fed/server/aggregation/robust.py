@@ -14,7 +14,7 @@ from lightning_fed.core.devices import accumulation, narrowed, widened
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.base import FULL_GRAD, Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Exchange
+from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
 
@@ -111,7 +111,7 @@ class CollectedAggregation(Aggregation):
         self._collected: dict[int, State] = {}
         self._by_rank: list[list[int]] = []
         self._shapes: dict[str, torch.Size] = {}
-        self._ranks: Exchange | None = None
+        self._ranks: Collectives | None = None
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
         """Collect the messages of clients; a non-finite message is a :class:`ClientError`."""
@@ -136,7 +136,7 @@ class CollectedAggregation(Aggregation):
         steps = {index: self._steps[index] for index in sorted(self._collected)}
         return {"steps": steps, "shapes": {name: tuple(shape) for name, shape in self._shapes.items()}}
 
-    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Collectives, x: Vector) -> None:
         """Record which process has which messages; :meth:`compute` exchanges them."""
         self._ranks = ranks
         self._by_rank = [list(partial["steps"]) for partial in partials]
@@ -236,7 +236,9 @@ class CoordinateMedian(RobustAggregator):
     Example:
         >>> import torch
         >>> messages = torch.tensor([[1.0, 0.0], [2.0, 5.0], [99.0, 6.0]])
-        >>> CoordinateMedian().combine(messages, torch.full((3,), 1 / 3), lambda part: part)
+        >>> CoordinateMedian().combine(
+        ...     messages, torch.full((3,), 1 / 3), lambda part: part
+        ... )
         tensor([2., 5.])
     """
 
@@ -265,7 +267,9 @@ class TrimmedMean(RobustAggregator):
     Example:
         >>> import torch
         >>> messages = torch.tensor([[0.0], [1.0], [3.0], [1e6]])
-        >>> TrimmedMean(beta=0.25).combine(messages, torch.full((4,), 1 / 4), lambda part: part)
+        >>> TrimmedMean(beta=0.25).combine(
+        ...     messages, torch.full((4,), 1 / 4), lambda part: part
+        ... )
         tensor([2.], dtype=torch.float64)
     """
 
@@ -306,8 +310,12 @@ class GeometricMedian(RobustAggregator):
 
     Example:
         >>> import torch
-        >>> messages = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [100.0, 100.0]])
-        >>> z = GeometricMedian(iterations=20).combine(messages, torch.full((5,), 1 / 5), lambda part: part)
+        >>> messages = torch.tensor(
+        ...     [[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [100.0, 100.0]]
+        ... )
+        >>> z = GeometricMedian(iterations=20).combine(
+        ...     messages, torch.full((5,), 1 / 5), lambda part: part
+        ... )
         >>> bool((z < 1.1).all())
         True
     """

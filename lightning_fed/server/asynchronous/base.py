@@ -16,7 +16,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Exchange
+from lightning_fed.server.aggregation.mean import Collectives
 from lightning_fed.server.aggregation.robust import CollectedAggregation
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.sampling import Sampler
@@ -57,7 +57,7 @@ class Arrivals:
 
     def _restart(self) -> None:
         self._round, self._time, self._begun = -1, 0.0, 0
-        self._at_work: list[tuple[float, int, Arrival]] = []  # a heap by time; the second entry breaks ties
+        self._in_progress: list[tuple[float, int, Arrival]] = []  # a heap by time; the second entry breaks ties
         self._between: Between | None = None
 
     def in_round(self, round: int) -> Between:
@@ -72,21 +72,21 @@ class Arrivals:
 
     def _next(self) -> Between:
         begin, arrive = list[int](), list[Arrival]()
-        busy = {arrival.client for _, _, arrival in self._at_work}
+        busy = {arrival.client for _, _, arrival in self._in_progress}
         while True:
-            while len(self._at_work) < self.concurrency and (client := self._draw(busy)) is not None:
+            while len(self._in_progress) < self.concurrency and (client := self._draw(busy)) is not None:
                 busy.add(client)
                 begin.append(client)
                 done = self._time + self.clock.seconds_of(self.seed, self.population, client, self._round)
-                heapq.heappush(self._at_work, (done, self._begun, Arrival(self._round, client)))
+                heapq.heappush(self._in_progress, (done, self._begun, Arrival(self._round, client)))
                 self._begun += 1
-            self._time, _, arrival = heapq.heappop(self._at_work)
+            self._time, _, arrival = heapq.heappop(self._in_progress)
             arrive.append(arrival)
             if arrival.round < self._round:  # it may start again from a newer model
                 busy.remove(arrival.client)
             if len(arrive) == self.size:
                 break
-        return Between(begin, arrive, [arrival for _, _, arrival in sorted(self._at_work)], self._time)
+        return Between(begin, arrive, [arrival for _, _, arrival in sorted(self._in_progress)], self._time)
 
     def _draw(self, busy: set[int]) -> int | None:
         """Return a client that is not busy, or None."""
@@ -156,8 +156,9 @@ class Asynchronous(Aggregator):
             needs = "the gradients of a cohort at one model"
         if needs is not None:
             raise FederatedError(
-                f"asynchronous={name}(...) does not go with {method}, which needs {needs}: here clients begin and end"
-                " at different times. Use a method whose clients work alone, such as FedAvg, FedProx or Scaffold."
+                f"asynchronous={name}(...) cannot be combined with {method}, which needs {needs}: here clients begin"
+                " and end at different times. Use a method whose clients work alone, such as FedAvg, FedProx or"
+                " Scaffold."
             )
         run = super().for_run(algorithm, weighting, sampler)
         assert isinstance(run, Asynchronous)
@@ -250,7 +251,7 @@ class _Arriving(CollectedAggregation):
         super().__init__(run, *arguments, **named)
         self._run = run
 
-    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Exchange, x: Vector) -> None:
+    def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Collectives, x: Vector) -> None:
         """Give every process all messages."""
         super().merge(partials, ranks, x)
         everybody = [index for indices in self._by_rank for index in indices]

@@ -108,7 +108,7 @@ class Index:
                 return db
             db.close()
         raise FederatedError(
-            f"Client states of this run are gone: {self.folder} is not what it was. Another run that was started there"
+            f"Client states of this run are gone: {self.folder} has changed. Another run that was started there"
             " since has removed what no checkpoint needed."
         )
 
@@ -140,13 +140,13 @@ class Index:
             data = file.read(min(length, os.fstat(file.fileno()).st_size))
             if (len(data), zlib.crc32(data, client)) == (length, checksum):
                 return data
-        raise FederatedError(f"{path} is damaged: what it holds of the client with index {client} was changed.")
+        raise FederatedError(f"{path} is damaged: the stored state of the client with index {client} was changed.")
 
     def states(self, rows: Iterable[tuple[int, int, int, int, int]]) -> dict[int, State]:
         """Return the states that rows of the index refer to, by client."""
         states = {}
-        for number, client, *place in rows:
-            data = self.read(number, client, *place)
+        for number, client, *location in rows:
+            data = self.read(number, client, *location)
             try:
                 tensors = sorted(load(data).items())  # in any order
             except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -235,6 +235,8 @@ class DiskClientStore(ClientStore):
 
     def get(self, index: int) -> State | None:
         """Return a client's committed state, or None; the error for a damaged one names its file."""
+        if not self._number:  # opening the index would take longer than a small client's local work
+            return None
         with self._open() as db:
             row = db.execute("SELECT * FROM current WHERE client = ?", (index,))
             return self.index.states(row).get(index)
@@ -257,14 +259,14 @@ class DiskClientStore(ClientStore):
 
     def _append(self, states: Iterable[tuple[int, bytes]]) -> None:
         """Append to the round's file, after any bytes left by a failed write."""
-        path, places = self.index.file(self._number + 1), {}
+        path, locations = self.index.file(self._number + 1), {}
         with _named(path):
             self.index.connect()  # stays open until the fit ends; later readers close it again
             with open(path, "ab") as file:
                 for index, data in states:
-                    places[index] = (file.tell(), len(data), zlib.crc32(data, index))
+                    locations[index] = (file.tell(), len(data), zlib.crc32(data, index))
                     file.write(data)
-        self._staged |= places
+        self._staged |= locations
 
     def commit(self) -> None:
         """Make the staged states the newest ones, in one transaction."""
@@ -276,7 +278,7 @@ class DiskClientStore(ClientStore):
             limits = {"budget": max(self.rewrite_bytes, path.stat().st_size), "small": small, "many": _SMALL_FILES}
             rewritten = db.execute(_TO_REWRITE, limits)
             self._append((row[1], self.index.read(*row)) for row in rewritten if row[1] not in self._staged)
-            rows = [(number, client, *place) for client, place in sorted(self._staged.items())]
+            rows = [(number, client, *location) for client, location in sorted(self._staged.items())]
             with db:
                 db.execute("BEGIN")
                 db.executemany("UPDATE states SET until = ? WHERE client = ? AND until IS NULL", [r[:2] for r in rows])

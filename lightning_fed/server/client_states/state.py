@@ -12,13 +12,14 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.server.client_states.store import ClientStore
 
 __all__ = [
+    "LOCAL_STEPS",
     "PERSONAL",
     "ClientState",
     "ClientStates",
     "ExpectedState",
     "Stacked",
     "method_part",
-    "with_personal",
+    "with_kept",
 ]
 
 _CPU = torch.device("cpu")
@@ -26,6 +27,9 @@ _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 
 PERSONAL = "personal.parameters"
 """The name of a client's personal parameters [Q], next to the method's state."""
+
+LOCAL_STEPS = "schedule.steps"
+"""The name of the number of a client's local steps in all its rounds, if its schedule counts them."""
 
 
 @dataclass
@@ -54,13 +58,23 @@ class ClientState:
 
 
 def method_part(client: State) -> State:
-    """Return a client's state without its personal parameters, which methods do not use."""
-    return {name: value for name, value in client.items() if name != PERSONAL}
+    """Return a client's state without personal parameters and its count of steps, which methods do not use."""
+    return {name: value for name, value in client.items() if name not in (PERSONAL, LOCAL_STEPS)}
 
 
-def with_personal(keep: State, client: State, personal: Tensor) -> State:
-    """Return clients' states with personal parameters [Q] or [S, Q]; an empty ``keep`` means unchanged."""
-    return {**(keep or client), PERSONAL: personal} if personal.shape[-1] else keep
+def with_kept(keep: State, client: State, personal: Tensor, local_steps: int | None = None) -> State:
+    """Return clients' states with what methods do not use; an empty ``keep`` means unchanged.
+
+    Args:
+        keep: The method's new states.
+        client: The method's states before.
+        personal: The personal parameters [Q] or [S, Q].
+        local_steps: The client's number of local steps in all its rounds, if its schedule counts them.
+    """
+    more = {PERSONAL: personal} if personal.shape[-1] else {}
+    if local_steps is not None:
+        more[LOCAL_STEPS] = torch.tensor(local_steps)
+    return {**(keep or client), **more} if more else keep
 
 
 class Stacked(Sequence[State]):
@@ -103,7 +117,7 @@ class ExpectedState:
     ids: Sequence[ClientId]
     device: torch.device = _CPU
 
-    def placed(self, state: State) -> State:
+    def to_device(self, state: State) -> State:
         """Return a state on the device of the training."""
         return state if self.device.type == "cpu" else {name: value.to(self.device) for name, value in state.items()}
 
@@ -131,16 +145,16 @@ class ExpectedState:
             or (parts.solver and _solver_fault(parts.solver, self.num_parameters))
         )
         if fault:
-            raise self.strange(index, fault)
-        parts.own, parts.buffers, parts.residuals = map(self.placed, (parts.own, parts.buffers, parts.residuals))
+            raise self.mismatch(index, fault)
+        parts.own, parts.buffers, parts.residuals = map(self.to_device, (parts.own, parts.buffers, parts.residuals))
         return parts
 
-    def strange(self, index: int, fault: str) -> FederatedError:
+    def mismatch(self, index: int, fault: str) -> FederatedError:
         """Return the error for a client's state that is not from this run."""
         return FederatedError(
-            f"What client {self.ids[index]!r} keeps is not of this run: {fault}. The checkpoint, or the files of client"
-            f" states that it refers to, are another run's: resume from one of this run's own. Or {self.method}.finish"
-            " keeps something else than its init_client."
+            f"The stored state of client {self.ids[index]!r} does not belong to this run: {fault}. The checkpoint, or"
+            " the files of client states that it refers to, are another run's: resume from one of this run's own. Or"
+            f" {self.method}.finish keeps another state than its init_client returns."
         )
 
 
@@ -171,7 +185,7 @@ class ClientStates:
         if len(indices) == 1 or not self.expected.own:
             return None
         together = self.store.stacked(indices, self.new())
-        return None if together is None else Stacked(self.expected.placed(together))
+        return None if together is None else Stacked(self.expected.to_device(together))
 
     def residuals(self, index: int, send: State) -> State:
         """Return a client's compression residuals, which must match its messages."""
@@ -179,14 +193,14 @@ class ClientStates:
             return {}
         residuals = self.expected.sorted(index, state).residuals
         if fault := _difference(residuals, {name: value for name, value in send.items() if name in residuals}):
-            raise self.expected.strange(index, fault)
+            raise self.expected.mismatch(index, fault)
         return residuals
 
-    def keep(self, index: int, state: State) -> None:
+    def stage(self, index: int, state: State) -> None:
         """Stage a client's new state until the round is complete."""
         self.store.stage(index, state)
 
-    def keep_all(self, indices: Sequence[int], states: State) -> None:
+    def stage_all(self, indices: Sequence[int], states: State) -> None:
         """Stage copies of several clients' states [S, ...]."""
         self.store.stage_all(indices, states)
 
@@ -199,7 +213,7 @@ def _difference(state: State, wanted: State) -> str:
             return f"it has no {name!r}"
         both_float = value.is_floating_point() and like.is_floating_point()
         if value.shape != like.shape or (both_float and value.dtype != like.dtype):
-            return f"{name!r} is {_shown(value)}, and {_shown(like)} here"
+            return f"{name!r} is {_format(value)}, and {_format(like)} here"
     return ""
 
 
@@ -212,5 +226,5 @@ def _solver_fault(state: State, num_params: int) -> str:
     return ""
 
 
-def _shown(value: torch.Tensor) -> str:
+def _format(value: torch.Tensor) -> str:
     return f"{list(value.shape)} of {value.dtype}"

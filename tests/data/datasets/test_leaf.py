@@ -94,7 +94,7 @@ def test_a_run_trains_on_them(folder):
 
 GOOD = leaf({"ann": ANN, "bob": BOB})
 DAMAGED = [
-    ('{"users": [', "is no valid JSON: .*: line 1 column 12"),
+    ('{"users": [', "is not valid JSON: .*: line 1 column 12"),
     ([1, 2], "a LEAF file is an object .* found list"),
     ({"users": ["ann"], "user_data": {}}, r"found \['user_data', 'users'\]"),
     (GOOD | {"users": ["ann", 3]}, "must be a list of names"),

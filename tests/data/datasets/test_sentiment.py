@@ -150,7 +150,7 @@ def test_leafs_files(tmp_path):
         (row("4", 1, "ann", "good") + '"4","2","ann"\r\n', "line 2: .* found 3 columns that begin with '4'"),
         ("target,id,date,query,user,text\n", "line 1: .* found 6 columns that begin with 'target'"),
         ("", "is empty"),
-        (row("4", 1, "ann", "x" * 200_000), "line 1: this is no CSV"),
+        (row("4", 1, "ann", "x" * 200_000), "line 1 is not CSV"),
     ],
 )
 def test_damaged_files_are_refused_with_the_line(root, text, message):
@@ -243,7 +243,7 @@ def test_vectors_are_those_of_words_that_occur(tmp_path):
         ("good 1 nan\n", "line 1: a number is not finite"),
         ("Good 1 2\n", "has no vector of any word in the texts"),
         ("", "has no vector of any word in the texts"),
-        (b"good 1 2\nb\xff 1 2\n", "is no UTF-8 text"),
+        (b"good 1 2\nb\xff 1 2\n", "is not UTF-8 text"),
     ],
 )
 def test_a_damaged_file_of_vectors_is_refused(tmp_path, text, message):

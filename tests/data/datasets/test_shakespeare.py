@@ -103,7 +103,7 @@ def test_files_that_hold_no_play_are_refused(tmp_path):
     with pytest.raises(FederatedError, match=r"no play in .* has a role. A play has a line 'ACT I'"):
         read_plays("Shakespeare", tmp_path)
     (tmp_path / "a.txt").write_bytes(b"ACT I\n\nHAMLET\t\xff\xfe\n")
-    with pytest.raises(FederatedError, match=r"a.txt is no UTF-8 text"):
+    with pytest.raises(FederatedError, match=r"a.txt is not UTF-8 text"):
         read_plays("Shakespeare", tmp_path)
 
 

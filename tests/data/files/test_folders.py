@@ -197,7 +197,7 @@ def test_only_listed_folders_are_clients(root, name):
 def test_missing_folders_and_files_are_named(root, tmp_path):
     with pytest.raises(FederatedError, match=r"there is no .*none.*a folder for each client"):
         ClientFolder(str(tmp_path / "none")).setup("fit")
-    with pytest.raises(FederatedError, match=r"notes.txt is no folder"):
+    with pytest.raises(FederatedError, match=r"notes.txt is not a folder"):
         ClientFolder(str(root / "notes.txt")).setup("fit")
     with pytest.raises(FederatedError, match="has no folders, and so there are no clients"):
         ClientFolder(str(root / "ann")).setup("fit")

@@ -64,7 +64,7 @@ def test_what_is_missing_or_leads_elsewhere_is_named(tmp_path):
     assert [path.name for path in listing("D", tmp_path / "in", ".csv")] == ["a.csv", "b.csv"]
     with pytest.raises(FederatedError, match="has no files named .*json"):
         listing("D", tmp_path / "in", ".json")
-    with pytest.raises(FederatedError, match="out is no folder"):
+    with pytest.raises(FederatedError, match="out is not a folder"):
         listing("D", tmp_path / "out", ".csv")
 
 
@@ -73,10 +73,10 @@ def test_rows_have_their_line_and_damage_is_named(tmp_path):
     path.write_bytes(b"\xef\xbb\xbfa,b\n\n1,'2\n")
     assert list(read_rows(path)) == [(1, ["a", "b"]), (3, ["1", "'2"])]
     path.write_bytes(b"a,b\n\xff,1\n")
-    with pytest.raises(FederatedError, match="t.csv is no utf-8-sig text"):
+    with pytest.raises(FederatedError, match="t.csv is not utf-8-sig text"):
         list(read_rows(path))
     path.write_text("a" * 200_000)
-    with pytest.raises(FederatedError, match="t.csv, line 1: this is no CSV"):
+    with pytest.raises(FederatedError, match="t.csv, line 1 is not CSV"):
         list(read_rows(path))
 
 

@@ -211,7 +211,7 @@ DAMAGED = [
     ("who,x,y\n", "has no rows"),
     ("who,x,y", "has no rows"),
     ("", "has no column 'who'"),
-    (b"who,x,y\n\xff,1,0\n", "is no utf-8-sig text"),
+    (b"who,x,y\n\xff,1,0\n", "is not utf-8-sig text"),
 ]
 
 
@@ -262,6 +262,22 @@ def test_a_split_without_training_rows_is_refused(tmp_path):
         ({"split": "part", "val_fraction": 0.1}, "give one of them"),
         ({"val_fraction": 1}, "val_fraction must lie in"),
         ({"seed": -1}, "seed=-1"),
+        ({"classes": ["a", "a"]}, r"classes names a word twice, found \['a', 'a'\]"),
+        ({"classes": "ab"}, "classes must be a list of words"),
+        ({"classes": ["a"], "targets": "values"}, "values have no classes"),
+        ({"categories": ["x"]}, "categories must map columns to lists of words"),
+        ({"categories": {"x": []}}, r"categories\['x'\] must be a list of words"),
+        ({"categories": {"x": [False, True]}}, r"categories\['x'\] must be a list of words .*in quotes"),
+        ({"categories": {"y": ["a"]}}, "'y' is the target column, and rules are for inputs"),
+        ({"ordered": {"x": ["a"]}, "categories": {"x": ["a"]}}, "'x' is in categories and in ordered"),
+        ({"ordered": {"z": ["a"]}, "features": ["x"]}, r"'z' has a rule, and is not among features=\['x'\]"),
+        ({"missing": "mean"}, "a rule is a number, 'client_mean', 'indicator' or 'refuse', found 'mean'"),
+        ({"missing": {"x": True}}, "a rule is a number, .*, found True"),
+        ({"missing": {"x": 0}, "ordered": {"x": ["a"]}}, "'x' holds words, and the rule for words is 'indicator'"),
+        ({"missing": {"who": 0}}, "'who' is the client column"),
+        ({"decimal": ";"}, "decimal must be '.' or ','"),
+        ({"delimiter": ""}, "delimiter must be one character"),
+        ({"delimiter": ";", "path": "table.parquet"}, "a Parquet file has neither"),
     ],
 )
 def test_impossible_options_are_refused_at_once(options, message):
@@ -321,7 +337,7 @@ def test_damaged_parquet_is_refused_with_the_row(tmp_path):
     ):
         with pytest.raises(FederatedError, match=message):
             ClientTable(path, **options).setup("fit")
-    with pytest.raises(FederatedError, match="is no Parquet file"):
+    with pytest.raises(FederatedError, match="cannot be read as a Parquet file"):
         ClientTable(write(tmp_path, "who,x\n", "bad.parquet"), "who", "y").setup("fit")
 
 
@@ -334,7 +350,7 @@ def test_lists_in_parquet_are_neither_clients_nor_classes(tmp_path):
 
 def test_a_folder_is_no_table(tmp_path):
     (tmp_path / "table.csv").mkdir()
-    with pytest.raises(FederatedError, match=r"table.csv is no file"):
+    with pytest.raises(FederatedError, match=r"table.csv is not a file"):
         ClientTable(str(tmp_path / "table.csv"), "who", "y").setup("fit")
 
 
@@ -343,3 +359,103 @@ def test_a_table_without_pyarrow_names_the_extra_at_once(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(FederatedError, match=rf"{name}: .*pip install 'lightning_fed\[tables\]'"):
         ClientTable(name, "who", "y")
+
+
+# ---------------------------------------------------------------------- tables as hospitals have them
+
+HOSPITAL = """\
+ward;age;sex;stage;weight;smoker;day;outcome
+north;61;f;II;70,5;yes;01.02.2026;well
+north;48;m;I;;no;02.02.2026;ill
+north;;m;IV;80;no;03.02.2026;ill
+south;70;;III;1,5e2;;04.02.2026;well
+south;33;f;I;64,25;yes;05.02.2026;well
+"""
+RULES = {
+    "categories": {"sex": ["m", "f"]},
+    "ordered": {"stage": ["I", "II", "III", "IV"], "smoker": ["no", "yes"]},
+    "missing": {"age": -1, "weight": "client_mean", "sex": "indicator", "smoker": "indicator"},
+    "decimal": ",",
+    "delimiter": ";",
+}
+
+
+def test_words_missing_values_and_decimal_commas_by_rule(tmp_path):
+    path = write(tmp_path, HOSPITAL)
+    data = ClientTable(path, "ward", "outcome", classes=["well", "ill"], val_fraction=0, **RULES)
+    with pytest.warns(UserWarning, match=r"leaves out columns .*'day' \(line 2 holds '01.02.2026'\)"):
+        north, labels = tensors(data, "north")
+    assert data.feature_names == [
+        "age", "sex=m", "sex=f", "sex missing", "stage", "weight", "smoker", "smoker missing"
+    ]  # fmt: skip
+    assert north == [
+        [61, 0, 1, 0, 1, 70.5, 1, 0],
+        [48, 1, 0, 0, 0, 75.25, 0, 0],  # the mean of this client
+        [-1, 1, 0, 0, 3, 80, 0, 0],
+    ]
+    assert labels == [0, 1, 1]
+    assert tensors(data, "south") == [[[70, 0, 0, 1, 2, 150, 0, 1], [33, 0, 1, 0, 0, 64.25, 1, 0]], [0, 0]]
+    assert data.classes == ["well", "ill"]
+    own = ClientTable(path, "ward", "outcome", ["weight", "sex"], val_fraction=0, **{
+        **RULES, "ordered": None, "missing": {"weight": 0.5, "sex": "indicator"}
+    })  # fmt: skip
+    assert tensors(own, "north")[0] == [[70.5, 0, 1, 0], [0.5, 1, 0, 0], [80, 1, 0, 0]]
+
+
+def test_parquet_has_the_same_rules(tmp_path):
+    import pandas
+
+    frame = pandas.DataFrame({
+        "ward": ["a", "a", "b"], "age": [1, None, 2**60], "sex": pandas.Categorical(["f", None, "m"]),
+        "is_old": pandas.array([True, None, False], dtype="boolean"), "y": [0, 1, 0],
+    })  # fmt: skip
+    frame["age"] = frame["age"].astype("Int64")
+    frame.to_parquet(tmp_path / "t.parquet")
+    rules = {"categories": {"sex": ["f", "m"]}, "missing": {"age": "client_mean", "sex": "indicator", "is_old": 0.5}}
+    data = ClientTable(str(tmp_path / "t.parquet"), "ward", "y", val_fraction=0, **rules)
+    assert tensors(data, "a")[0] == [[1, 1, 0, 0, 1], [1, 0, 0, 1, 0.5]]
+    assert tensors(data, "b")[0] == [[2**60, 0, 1, 0, 0]]
+
+
+def test_a_mean_is_of_the_clients_own_training_rows(tmp_path):
+    text = "who,x,z,y,part\na,1,1,0,train\na,3,1,0,train\na,,1,1,val\na,100,1,0,val\nb,9,1,1,train\nb,,1,0,test\n"
+    data = ClientTable(write(tmp_path, text), "who", "y", ["x", "z"], split="part", missing="client_mean")
+    data.setup("fit")
+    assert data.val.tensors[0].tolist() == [[2, 1], [100, 1]]
+    assert data.test.tensors[0].tolist() == [[9, 1]]
+    text = text.replace("b,9", "b,")
+    data = ClientTable(write(tmp_path, text), "who", "y", ["x", "z"], split="part", missing="client_mean")
+    with pytest.raises(FederatedError, match=r"table.csv: client 'b' has no value of column 'x' in its training rows"):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rules", "message"),
+    [
+        ("61;f", "61;w", {}, r"line 2: column 'sex' holds 'w', and its declared words are \['m', 'f'\]"),
+        ("II;70", ";70", {}, "line 2: column 'stage' has no value"),
+        ("70,5", "70.5", {}, "line 2: column 'weight' holds '70.5'.*decimal comma and without points"),
+        ("70,5", "1.070,5", {}, "line 2: column 'weight' holds '1.070,5'.*decimal comma and without points"),
+        ("70,5", "much", {}, "column 'weight' must hold finite numbers; line 2 holds 'much'"),
+        (";well", ";dead", {"classes": ["well", "ill"]}, "line 2: column 'outcome' holds 'dead', and the declared"),
+        ("ward;", "ward;", {"delimiter": ","}, "seem to be separated by ';': set delimiter"),
+        ("ward;", "ward;", {"decimal": "."}, "line 2: column 'weight' holds '70,5'.*set decimal=','"),
+        ("ward;", "ward;", {"missing": {"age": 0, "weight": 0}}, "line 5: column 'sex' has no value"),
+    ],
+)
+def test_what_no_rule_covers_is_refused_with_the_line_and_the_column(tmp_path, old, new, rules, message):
+    data = ClientTable(write(tmp_path, HOSPITAL.replace(old, new, 1)), "ward", "outcome", **{**RULES, **rules})
+    with pytest.raises(FederatedError, match=message) as caught:
+        data.setup("fit")
+    assert "table.csv" in str(caught.value)
+
+
+def test_one_rule_is_for_all_columns_of_numbers_and_no_other(tmp_path):
+    path = write(tmp_path, "who,x,z,sex,y\na,,2,f,0\na,1,,m,1\n")
+    data = ClientTable(path, "who", "y", val_fraction=0, categories={"sex": ["f", "m"]}, missing="indicator")
+    assert tensors(data, "a")[0] == [[0, 1, 2, 0, 1, 0], [1, 0, 0, 1, 0, 1]]
+    path = write(tmp_path, "who,x,z,sex,y\na,,2,f,0\na,1,,,1\n")
+    with pytest.raises(FederatedError, match="line 3: column 'sex' has no value"):
+        ClientTable(path, "who", "y", categories={"sex": ["f", "m"]}, missing=0.0).setup("fit")
+    with pytest.raises(FederatedError, match="column 'y' has no value"):
+        ClientTable(write(tmp_path, "who,x,y\na,1,\n"), "who", "y", targets="values", missing=0.0).setup("fit")

@@ -105,7 +105,7 @@ def test_an_abort_and_a_deadline_end_the_job_and_keep_the_checkpoint(tmp_path: P
         run.job = job
         assert run.ended() == "FINISHED:ABORTED"
         wait_for(lambda: not any(map(is_alive, sites.values())))
-        assert "The job was aborted. Submitted again, it goes on from" in federation.log()
+        assert "The job was aborted. Submitted again, it continues from" in federation.log()
         done = rounds_in(run.checkpoint)
         assert 1 <= done < ROUNDS
         run.keep_up()
@@ -113,7 +113,7 @@ def test_an_abort_and_a_deadline_end_the_job_and_keep_the_checkpoint(tmp_path: P
         silent = site_processes(run.folder)["site-3"]
         os.kill(silent, signal.SIGSTOP)
         assert run.ended() == "FINISHED:EXECUTION_EXCEPTION"
-        assert "no reply has come for 40 s" in federation.log()
+        assert "no reply arrived for 40 s" in federation.log()
         os.kill(silent, signal.SIGKILL)
         run.wait_for(run.is_done)
         assert run.ended() == "FINISHED:COMPLETED"

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import Message, Refusal
-from lightning_fed.deploy.flare import transport
+from lightning_fed.deploy import Message, Refusal, transport
 from lightning_fed.deploy.flare.arrays import packed
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
 from tests.deploy.flare.fake import Flare, expected
@@ -54,7 +53,7 @@ def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> 
 
 def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare) -> None:
     flare.spoils = lambda site, result: None if site == "site-2" else result
-    with pytest.raises(FederatedError, match=r"'hello': 1\..*Client 1: no reply has come for 1 s"):
+    with pytest.raises(FederatedError, match=r"'hello': 1\..*Client 1: no reply arrived for 1 s"):
         flare.run(1.0)
     assert len(flare.given_back) == 1, "its task is taken back"
     heard: list[str] = []
@@ -95,7 +94,7 @@ def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
         return dict.fromkeys(result, seen["site-1"]["0"]) if site == "site-3" else result
 
     flare.spoils = forged
-    with pytest.raises(FederatedError, match="'hello': 2, 3.*A reply has come of client 0"):
+    with pytest.raises(FederatedError, match="'hello': 2, 3.*The reply is from client 0"):
         flare.run()
 
 

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from lightning_fed.deploy import RemoteClients
 from lightning_fed.deploy.flower import server
 from lightning_fed.deploy.flower.transport import FlowerTransport
-from lightning_fed.deploy.resident import Resident
+from lightning_fed.deploy.site_worker import SiteWorker
 from tests.deploy.site_models import model
 from tests.deploy.wire import make_trainer, parameters, simulated
 
@@ -88,13 +88,13 @@ class NodesHere(Grid):
 class SitesHere:
     """Resident processes that are none: they answer in this one."""
 
-    open: dict[str, Resident] = {}
+    open: dict[str, SiteWorker] = {}
     ends_with: set[int] = set()
 
     def __init__(self, makers: Any, node_config: Any) -> None:
         spec = {"makers": makers, "node_config": dict(node_config), "parent": 0, "paths": []}
         key = json.dumps(spec, sort_keys=True)
-        self.resident = self.open.setdefault(key, Resident(spec))
+        self.resident = self.open.setdefault(key, SiteWorker(spec))
 
     def answer(self, tasks: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
         found = {key: self.resident.answer(task) for key, task in tasks.items()}

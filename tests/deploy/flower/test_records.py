@@ -10,7 +10,7 @@ from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from lightning_fed.deploy import Message
-from lightning_fed.deploy.flower.records import clients_in, packed, unpacked, who
+from lightning_fed.deploy.flower.records import clients_in, clients_record, packed, unpacked
 
 
 def test_messages_come_through_records_as_they_are() -> None:
@@ -22,7 +22,7 @@ def test_messages_come_through_records_as_they_are() -> None:
     assert Message.from_bytes(messages["0"]).tensors["a"].dtype == torch.float64
     assert unpacked(RecordDict()) == ({}, {})
     assert unpacked(RecordDict({"messages": ArrayRecord()})) == ({}, {})
-    assert clients_in(who([3, "north"])) == ["3", "north"]
+    assert clients_in(clients_record([3, "north"])) == ["3", "north"]
     assert clients_in(RecordDict()) == []
 
 

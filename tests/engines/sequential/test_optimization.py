@@ -48,10 +48,13 @@ class Accumulates(FederatedCallback):
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "accumulation": (lambda: {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 does not go with FedSAM"),
+    "accumulation": (
+        lambda: {"accumulate_grad_batches": 2},
+        "accumulate_grad_batches=2 cannot be combined with FedSAM",
+    ),
     "scheduled": (
         lambda: {"callbacks": GradientAccumulationScheduler({1: 2})},
-        "GradientAccumulationScheduler does not go with FedSAM",
+        "GradientAccumulationScheduler cannot be combined with FedSAM",
     ),
     "from a callback": (lambda: {"callbacks": Accumulates()}, "A callback has set accumulate_grad_batches=2"),
     "clipping": (lambda: {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip the first gradient of FedSAM"),

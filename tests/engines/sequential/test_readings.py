@@ -31,9 +31,9 @@ def test_the_clients_whose_numbers_are_not_finite_are_named() -> None:
         reading(2, torch.tensor([1.0, 1.0]), norm=math.nan),
     ]
     loss, parameters = map(str, read(readings))
-    assert "Client 1 came back from round 7 with a loss that is not finite, after 2 local steps" in loss
+    assert "Client 1 returned a loss that is not finite in round 7, after 2 local steps" in loss
     assert "first inf at local step 2" in loss
-    assert "Client 2 came back from round 7 with parameters that are not finite" in parameters
+    assert "Client 2 returned parameters that are not finite in round 7" in parameters
 
 
 @pytest.mark.parametrize(("accumulated", "steps"), [(1, [1.0, 5.0]), (2, [6.0])])

@@ -308,7 +308,9 @@ def test_what_begins_later_stops_by_name(module: Any, what: str, engine: dict[st
 @pytest.mark.parametrize("module", few([LaterDropout, LaterPython, LaterStatistics, LaterNone], [LaterNone]))
 def test_auto_takes_the_sequential_engine_when_a_step_begins_to_need_it(module: Any) -> None:
     for algorithm in (FedAvg(), Mime(SGDm())):
-        with pytest.warns(UserWarning, match=r"engine='auto' (goes on|restarts round \d) with 'sequential'") as warned:
+        with pytest.warns(
+            UserWarning, match=r"engine='auto' (continues|restarts round \d) with 'sequential'"
+        ) as warned:
             found = run("auto", make=module, datamodule=EVEN, algorithm=algorithm)
         assert sum("with 'sequential'" in str(w.message) for w in warned) == 1
         assert_agree(found, run("sequential", make=module, datamodule=EVEN, algorithm=algorithm))
@@ -350,7 +352,7 @@ def test_marks_and_snapshots_look_into_collections_and_plain_objects() -> None:
     snapshot = Snapshot([module])
     module.pairs["a"].append(2)
     module.pairs["a"][1]["c"] = module.own.value = 3.0
-    snapshot.put_back()
+    snapshot.restore()
     assert (len(module.pairs["a"]), list(module.pairs["a"][1]), module.own.value) == (2, ["b"], 1.0)
     module.myself = module.pairs
     module.pairs["pairs"] = module.pairs  # ends all the same

@@ -256,6 +256,96 @@ def test_a_module_that_cannot_be_vectorized_with_the_new_value_restarts() -> Non
     assert_agree(found, start(engine="sequential"))
 
 
+# ---------------------------------------------------------------------- for one client alone
+
+
+class OnlyFor(FederatedCallback):
+    """Sets something for client 1, and notes the settings that clients and rounds find."""
+
+    def __init__(self, setter: Setter, round: int | None = None) -> None:
+        self.setter, self.round = setter, round
+        self.found: list[Any] = []
+        self.at_end: list[Any] = []
+
+    def _note(self, trainer: Any, notes: list[Any]) -> None:
+        if trainer.fit_loop.prepared is not None:
+            notes.append(ClientSettings(trainer.fit_loop.prepared)._now(with_data=True))
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self._note(trainer, self.found)
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        self._note(trainer, self.found)
+        if client_id == 1 and self.round in (None, round):
+            self.setter(trainer, pl_module, 5.0)
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        if client_report.client_id == 1:
+            self._note(trainer, self.at_end)
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        self._note(trainer, self.found)
+
+
+def extra(trainer: Any, module: Any, value: float) -> None:
+    module.not_there_before = [value]
+
+
+def extended(trainer: Any, module: Any, value: float) -> None:
+    module.table["deep"].append(value)
+    module.table["more"] = value
+
+
+@pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, tensor_in_place, rate, extra]))
+def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> None:
+    callback = OnlyFor(setter)
+    options = {**options_of(setter), "max_rounds": 2}
+    found = run("sequential", callbacks=[callback], **options)
+    first, *others = callback.found
+    assert len(others) == 2 * 6 - 1
+    assert all(one == first for one in others)
+    assert len(callback.at_end) == 2
+    assert all(one != first for one in callback.at_end)
+    if setter in HARMLESS_ALONE or setter is extra or setter is extended:
+        return
+    auto = OnlyFor(setter)
+    with pytest.warns(UserWarning, match=RESTARTS):
+        assert same(state_of(run("auto", callbacks=[auto], **options)), state_of(found))
+    assert auto.found[-1] == auto.found[0]
+    with pytest.raises(FederatedError, match="engine='vectorized' cannot give each client its own settings"):
+        run("vectorized", callbacks=[OnlyFor(setter)], **options)
+
+
+def test_what_a_hook_sets_for_a_client_is_not_missing_in_a_resumed_run(tmp_path: Path) -> None:
+    options = {**options_of(attribute), "engine": "sequential"}
+    half = run(callbacks=[OnlyFor(attribute, round=1)], max_rounds=2, **options)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    whole, resumed = (
+        run(callbacks=[OnlyFor(attribute, round=1)], max_rounds=3, **options, **more)
+        for more in ({}, {"ckpt_path": tmp_path / "half.ckpt"})
+    )
+    assert same(state_of(resumed), state_of(whole))
+
+
+def test_what_training_changes_is_not_put_back() -> None:
+    class Counts(Adjustable):
+        taken = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.taken += 1
+            return super().training_step(batch, batch_idx)
+
+    t = run("sequential", callbacks=[OnlyFor(attribute)], **{**options_of(attribute), "make": Counts})
+    assert t.lightning_module.taken == t.fit_loop.steps_taken
+
+
+def test_a_tensor_that_is_too_large_to_copy_may_not_be_written_for_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fed.engines.vectorized.client_settings._COPIED", 2)
+    with pytest.raises(FederatedError, match="on_client_start changes 'numbers' of Adjustable in place: 3 numbers"):
+        run("sequential", callbacks=[OnlyFor(tensor_in_place)], **options_of(tensor_in_place))
+    run("sequential", callbacks=[OnlyFor(new_tensor)], max_rounds=1, **options_of(new_tensor))
+
+
 # ---------------------------------------------------------------------- after clients
 
 
@@ -363,13 +453,13 @@ def test_a_resumed_run_goes_on_with_the_same_engine_and_bits(tmp_path: Path) -> 
 @pytest.mark.parametrize("hook", few(["on_client_start", "on_client_end"], []))
 @pytest.mark.parametrize("method", few([FedAvg, Scaffold], []))
 def test_clients_that_fail_are_left_out_all_the_same(hook: str, method: Any) -> None:
-    def spoiled() -> FederatedDataModule:
+    def with_invalid() -> FederatedDataModule:
         parts = clients((8, 8, 8, 8))
         parts[2].tensors[0][0] = float("nan")
         return FederatedDataModule(parts, batch_size=4)
 
     options: dict[str, Any] = {"on_client_error": "drop", "max_failed_share": 0.5, "limit_val_batches": 0}
-    options |= {"make": Adjustable, "algorithm": method(), "datamodule": spoiled}
+    options |= {"make": Adjustable, "algorithm": method(), "datamodule": with_invalid}
     found, expected = (
         run(engine, callbacks=[Sets(attribute, lambda client, _: UNALIKE[client], hook)], **options)
         for engine in ("auto", "sequential")

@@ -300,7 +300,7 @@ def test_it_goes_with_robust_aggregation() -> None:
                 sampler=BernoulliSampler(0.5),
                 clients_per_round=None,
             ),
-            "compression=QSGD.*does not go with aggregator=DifferentialPrivacy",
+            "compression=QSGD.*cannot be combined with aggregator=DifferentialPrivacy",
             marks=needs_opacus,
         ),
     ],

@@ -300,7 +300,7 @@ def test_a_run_without_privacy_cannot_become_private(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weighting": "examples"}, "weighting='examples' does not go with aggregator=DifferentialPrivacy"),
+        ({"weighting": "examples"}, "weighting='examples' cannot be combined with aggregator=DifferentialPrivacy"),
         ({"weighting": "steps"}, "weighting='steps'"),
         ({"weighting": lambda i, n, k: 1.0}, "weighting=<function"),
         ({"sampler": UniformSampler(3)}, r"found UniformSampler\(3\). Pass sampler=BernoulliSampler"),
@@ -313,8 +313,8 @@ def test_a_run_without_privacy_cannot_become_private(tmp_path: Path) -> None:
         ({"algorithm": Mime(SGDm())}, "Mime, whose clients send full-batch gradients"),
         ({"algorithm": FedDane(0.1)}, "FedDane, whose clients send full-batch gradients"),
         ({"algorithm": FedProx(0.1, adaptive=True)}, "FedProx.*losses"),
-        ({"heterogeneity": SystemsHeterogeneity(dropout=0.5)}, "heterogeneity=.*does not go with"),
-        ({"on_client_error": "drop"}, "on_client_error='drop' does not go with"),
+        ({"heterogeneity": SystemsHeterogeneity(dropout=0.5)}, "heterogeneity=.*cannot be combined with"),
+        ({"on_client_error": "drop"}, "on_client_error='drop' cannot be combined with"),
     ],
 )
 def test_settings_that_void_the_guarantee_are_refused(options: Any, message: str) -> None:
@@ -330,7 +330,7 @@ def test_messages_by_examples_are_refused() -> None:
         reduces = {"delta": "population"}
 
     for algorithm in (ByExamples(), OverAll()):
-        with pytest.raises(FederatedError, match=f"aggregator=.*does not go with {type(algorithm).__name__}"):
+        with pytest.raises(FederatedError, match=f"aggregator=.*cannot be combined with {type(algorithm).__name__}"):
             private(algorithm=algorithm)
 
 
@@ -348,12 +348,12 @@ def test_averaged_buffers_are_refused(buffers: str) -> None:
 
 @pytest.mark.parametrize("callback", [ClientAccuracy(on="train"), LocalDrift(), SplitPicture()], ids=type)
 def test_measures_of_clients_are_refused(callback: Any) -> None:
-    with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} does not go with"):
+    with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} cannot be combined with"):
         private(callbacks=callback).fit(seeded(), data(SIZES))
 
 
 def test_noise_in_every_process_is_refused() -> None:
-    with pytest.raises(FederatedError, match="does not go with strategy='ddp' on 2 devices"):
+    with pytest.raises(FederatedError, match="cannot be combined with strategy='ddp' on 2 devices"):
         private(devices=2, strategy="ddp").fit(seeded(), data(SIZES))
 
 

@@ -397,8 +397,8 @@ def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
     [
         ({"aggregator": "median"}, "aggregator must be an Aggregator such as CoordinateMedian.*found 'median'"),
         ({"aggregator": CoordinateMedian}, "aggregator must be an Aggregator"),
-        ({"aggregator": CoordinateMedian(), "weighting": "examples"}, "weighting='examples' does not go with"),
-        ({"aggregator": TrimmedMean(0.1), "weighting": "steps"}, "weighting='steps' does not go with"),
+        ({"aggregator": CoordinateMedian(), "weighting": "examples"}, "weighting='examples' cannot be combined with"),
+        ({"aggregator": TrimmedMean(0.1), "weighting": "steps"}, "weighting='steps' cannot be combined with"),
         ({"aggregator": GeometricMedian(), "algorithm": FedProx(0.1, adaptive=True)}, "FedProx.*losses"),
         ({"aggregator": NormClipping(1.0), "algorithm": Scaffold()}, r"bound for each of \['delta', 'delta_c'\]"),
         ({"aggregator": NormClipping({"delta": 1.0}), "algorithm": Mime(SGDm())}, "'full_grad_x'"),

@@ -211,17 +211,17 @@ def test_a_synchronous_run_does_not_go_on_from_an_asynchronous_one(aggregator: A
 
 @pytest.mark.parametrize(("size", "concurrency"), [(1, 1), (3, 7), (6, 2), (8, 8)])
 def test_events_are_those_of_clients_at_work(size: int, concurrency: int) -> None:
-    population, at_work, last = range(8), list[Arrival](), 0.0
+    population, in_progress, last = range(8), list[Arrival](), 0.0
     events = Arrivals(5, population, LATE, size, concurrency)
     for r in range(30):
         between = events.in_round(r)
         assert len(set(between.begin)) == len(between.begin)
         assert len(between.arrive) == size
         assert len(between.left) <= concurrency
-        there = Counter([*at_work, *(Arrival(r, i) for i in between.begin)])
+        there = Counter([*in_progress, *(Arrival(r, i) for i in between.begin)])
         assert there == Counter([*between.arrive, *between.left])
         assert last <= between.time
-        at_work, last = between.left, between.time
+        in_progress, last = between.left, between.time
     assert Arrivals(5, population, LATE, size, concurrency).in_round(17) == events.in_round(17)
     assert Arrivals(6, population, LATE, size, concurrency).in_round(17) != events.in_round(17)
 
@@ -280,17 +280,20 @@ def test_time_goes_on_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"algorithm": Mime()}, r"FedBuff\(\.\.\.\) does not go with Mime, which needs a gradient that is averaged"),
-        ({"algorithm": MimeLite()}, "does not go with MimeLite"),
-        ({"algorithm": Scaffnew(prob=0.5)}, "does not go with Scaffnew, which needs all clients"),
-        ({"algorithm": ServerOnly(), "local_epochs": None}, "does not go with ServerOnly"),
-        ({"algorithm": FedProx(mu=0.1, adaptive=True)}, "does not go with FedProx"),
-        ({"clients_per_round": 3}, "clients_per_round=3 does not go with asynchronous=FedBuff"),
-        ({"sampler": UniformSampler(3)}, "sampler=.* does not go with asynchronous=FedBuff"),
-        ({"aggregator": CoordinateMedian()}, "aggregator=.* does not go with asynchronous=FedBuff"),
-        ({"heterogeneity": SystemsHeterogeneity(0.5)}, "heterogeneity=.* does not go with asynchronous=FedBuff"),
-        ({"on_client_error": "drop"}, "on_client_error='drop' does not go with asynchronous=FedBuff"),
-        ({"weighting": "examples"}, "weighting='examples' does not go with"),
+        (
+            {"algorithm": Mime()},
+            r"FedBuff\(\.\.\.\) cannot be combined with Mime, which needs a gradient that is averaged",
+        ),
+        ({"algorithm": MimeLite()}, "cannot be combined with MimeLite"),
+        ({"algorithm": Scaffnew(prob=0.5)}, "cannot be combined with Scaffnew, which needs all clients"),
+        ({"algorithm": ServerOnly(), "local_epochs": None}, "cannot be combined with ServerOnly"),
+        ({"algorithm": FedProx(mu=0.1, adaptive=True)}, "cannot be combined with FedProx"),
+        ({"clients_per_round": 3}, "clients_per_round=3 cannot be combined with asynchronous=FedBuff"),
+        ({"sampler": UniformSampler(3)}, "sampler=.* cannot be combined with asynchronous=FedBuff"),
+        ({"aggregator": CoordinateMedian()}, "aggregator=.* cannot be combined with asynchronous=FedBuff"),
+        ({"heterogeneity": SystemsHeterogeneity(0.5)}, "heterogeneity=.* cannot be combined with asynchronous=FedBuff"),
+        ({"on_client_error": "drop"}, "on_client_error='drop' cannot be combined with asynchronous=FedBuff"),
+        ({"weighting": "examples"}, "weighting='examples' cannot be combined with"),
         ({"asynchronous": "FedBuff"}, "asynchronous must be an Asynchronous such as FedBuff"),
     ],
 )
@@ -324,7 +327,7 @@ def test_impossible_arguments_are_refused(make: Any, said: str) -> None:
 def test_a_run_refuses_what_cannot_be_told_before() -> None:
     with pytest.raises(FederatedError, match=r"FedBuff\(concurrency=7\) needs at least as many clients; there are 6"):
         run(FedBuff(2, 7))
-    with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) does not go with asynchronous="):
+    with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) cannot be combined with asynchronous="):
         run(FedBuff(2, 4), callbacks=SimulatedTime(LATE))
-    with pytest.raises(FederatedError, match=r"asynchronous=FedBuff\(...\) goes by a simulated clock"):
+    with pytest.raises(FederatedError, match=r"asynchronous=FedBuff\(...\) has a simulated clock"):
         trainer(asynchronous=FedBuff(2, 4), clients_per_round=None).fit(Net(), RemoteClients(InProcess([]), range(6)))

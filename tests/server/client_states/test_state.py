@@ -82,7 +82,9 @@ def test_states_on_disk_of_another_shape_or_type_are_refused_by_name(
     with monkeypatch.context() as patch:
         stage_changed(patch, change)
         fit(client_states="disk", save="a.ckpt", **RUNS[name])
-    with pytest.raises(FederatedError, match=rf"What client \d keeps is not of this run: '{NAMES[name]}"):
+    with pytest.raises(
+        FederatedError, match=rf"The stored state of client \d does not belong to this run: '{NAMES[name]}"
+    ):
         fit(client_states="disk", load="a.ckpt", **{**RUNS[name], "max_rounds": 2})
 
 
@@ -95,7 +97,9 @@ def test_states_within_a_checkpoint_are_looked_at_too_and_nobody_is_dropped(engi
     states = content["loops"]["fit_loop"]["state_dict"]["client_states"]
     states[2] = {"c_i": torch.zeros(3)}
     torch.save(content, "a.ckpt")
-    with pytest.raises(FederatedError, match=r"What client 2 keeps .*: 'c_i' is \[3\] of torch.float32, and \[155\]"):
+    with pytest.raises(
+        FederatedError, match=r"The stored state of client 2 .*: 'c_i' is \[3\] of torch.float32, and \[155\]"
+    ):
         fit(load="a.ckpt", max_rounds=2, **options)
 
 
@@ -107,7 +111,7 @@ def test_a_method_that_keeps_something_else_than_a_new_client_has_is_named() -> 
         def finish(self, y: torch.Tensor, run: Any) -> Update:
             return Update(send={"delta": run.delta}, keep={"h": run.delta})
 
-    with pytest.raises(FederatedError, match=r"it has no 'k'\..* Or Forgets\.finish keeps something else"):
+    with pytest.raises(FederatedError, match=r"it has no 'k'\..* Or Forgets\.finish keeps another state"):
         fit(algorithm=Forgets(), max_rounds=2)
 
 
@@ -118,7 +122,9 @@ def test_a_local_optimizers_state_of_a_parameter_that_there_is_not_is_refused() 
     states = content["loops"]["fit_loop"]["state_dict"]["client_states"]
     states[4]["solver.6.momentum_buffer"] = states[4].pop("solver.0.momentum_buffer")
     torch.save(content, "a.ckpt")
-    with pytest.raises(FederatedError, match=r"What client 4 keeps .*'solver.6.momentum_buffer', and the model has 6"):
+    with pytest.raises(
+        FederatedError, match=r"The stored state of client 4 .*'solver.6.momentum_buffer', and the model has 6"
+    ):
         fit(load="a.ckpt", **{**options, "max_rounds": 2})
 
 
@@ -134,7 +140,7 @@ def test_ids_of_clients_are_the_users_own() -> None:
     run.fit(model := seeded(), FederatedDataModule(clients=named, batch_size=4))
     run.fit_loop.state.clients.load_state_dict({1: {"c_i": torch.zeros(3)}})
     run.max_rounds = 2
-    with pytest.raises(FederatedError, match="What client 'bob' keeps"):
+    with pytest.raises(FederatedError, match="The stored state of client 'bob' .*"):
         run.fit(model, FederatedDataModule(clients=named, batch_size=4))
 
 

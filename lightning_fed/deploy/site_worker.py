@@ -30,7 +30,7 @@ __all__ = [
     "REPLY",
     "STARTED_BY",
     "Maker",
-    "Resident",
+    "SiteWorker",
     "called",
     "clients_of",
     "end_with",
@@ -62,7 +62,7 @@ Maker: TypeAlias = Callable[..., Any] | str
 """A function of the user's, or its name, ``"module:function"``."""
 
 
-class Resident:
+class SiteWorker:
     """Serve the tasks of one site.
 
     ``spec`` has ``makers`` (names of the functions that make trainer, model and data), ``node_config``, ``parent`` (the
@@ -175,7 +175,7 @@ def main() -> None:
     """Serve the site that the standard input describes."""
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("lightning_fed.deploy").setLevel(logging.INFO)
-    Resident(json.load(sys.stdin)).serve()
+    SiteWorker(json.load(sys.stdin)).serve()
 
 
 # Values of a node's configuration: its clients, their folder, the user's functions

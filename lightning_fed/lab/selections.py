@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.lab.experiment import Label, Place
+from lightning_fed.lab.experiment import Label, Selection
 from lightning_fed.lab.yaml_files import unknown
 
-__all__ = ["is_within", "read_place", "read_skip"]
+__all__ = ["is_within", "read_selection", "read_skip"]
 
 
-def read_place(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> Place:
+def read_selection(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> Selection:
     """Return a part of a grid, given as a label or a list of labels for each axis that it names.
 
     Args:
@@ -23,7 +23,7 @@ def read_place(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) 
     """
     if not isinstance(found or {}, Mapping):
         raise FederatedError(f"{where} must name axes and labels, such as {{method: FedAvg}}; found {found!r}.")
-    place = {}
+    selection = {}
     for axis, entry in (found or {}).items():
         if axis not in labels:
             raise unknown(where, "axis", axis, labels)
@@ -31,11 +31,11 @@ def read_place(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) 
         for label in named:
             if label not in labels[axis]:
                 raise unknown(f"{where}.{axis}", "label", label, labels[axis])
-        place[str(axis)] = named
-    return place
+        selection[str(axis)] = named
+    return selection
 
 
-def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> tuple[Place, ...]:
+def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> tuple[Selection, ...]:
     """Return the parts of a grid that are left out.
 
     Raises:
@@ -47,14 +47,14 @@ def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -
         )
     if not all(found or []):
         raise FederatedError(f"{where}: a part that names nothing is all of the grid.")
-    return tuple(read_place(where, place, labels) for place in found or [])
+    return tuple(read_selection(where, selection, labels) for selection in found or [])
 
 
-def is_within(point: Mapping[str, Label], place: Place) -> bool:
+def is_within(point: Mapping[str, Label], selection: Selection) -> bool:
     """Return whether a point of a grid lies in a part of it, by the axes that both name.
 
     Example:
         >>> is_within({"method": "FedAvg", "K": "10"}, {"K": ("1", "10")})
         True
     """
-    return all(point[axis] in named for axis, named in place.items() if axis in point)
+    return all(point[axis] in named for axis, named in selection.items() if axis in point)

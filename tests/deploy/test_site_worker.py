@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.resident import (
-    Resident,
+from lightning_fed.deploy.site_worker import (
+    SiteWorker,
     called,
     clients_of,
     named,
@@ -41,7 +41,7 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_a_task_that_comes_in_part_is_not_answered_and_does_not_end_the_process(tmp_path: Path, capsys: Any) -> None:
-    resident = Resident({"node_config": {"client-id": 0, "state-dir": str(tmp_path)}})
+    resident = SiteWorker({"node_config": {"client-id": 0, "state-dir": str(tmp_path)}})
     asked: list[bytes] = []
     resident.answer = asked.append  # type: ignore[assignment,method-assign]
     spec = spec_of(resident.spec)
@@ -64,7 +64,7 @@ def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     makers = {name: f"broken_app:{name}" for name in ("trainer", "model", "data")}
     node_config = {"client-id": 0, "state-dir": str(tmp_path / "site")}
-    resident = Resident({"makers": makers, "node_config": node_config, "parent": os.getpid(), "paths": []})
+    resident = SiteWorker({"makers": makers, "node_config": node_config, "parent": os.getpid(), "paths": []})
     for _ in range(2):
         kind, why = resident.answer(b"task")
         assert kind == b"E"
@@ -75,9 +75,9 @@ def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, m
 WRITES = """
 import os, sys
 from pathlib import Path
-from lightning_fed.deploy import resident
-resident._LOG_SIZE = 1000
-site = resident.Resident({"node_config": {"client-id": 0, "state-dir": sys.argv[1]}})
+from lightning_fed.deploy import site_worker
+site_worker._LOG_SIZE = 1000
+site = site_worker.SiteWorker({"node_config": {"client-id": 0, "state-dir": sys.argv[1]}})
 for number in range(6):
     os.write(2, b"%d" % number * 400)
     site._renew_log()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_fed import FederatedError
-from lightning_fed.lab.places import is_within, read_place, read_skip
+from lightning_fed.lab.selections import is_within, read_selection, read_skip
 from tests.helpers.lab import Write, check_mistakes
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -22,11 +22,11 @@ LABELS = {"method": ("FedAvg", "SCAFFOLD"), "K": ("1", "10")}
 
 
 def test_a_place_takes_one_label_or_several_of_each_axis() -> None:
-    assert read_place("at", None, LABELS) == {}
-    assert read_place("at", {"method": "FedAvg", "K": [1, 10]}, LABELS) == {"method": ("FedAvg",), "K": ("1", "10")}
+    assert read_selection("at", None, LABELS) == {}
+    assert read_selection("at", {"method": "FedAvg", "K": [1, 10]}, LABELS) == {"method": ("FedAvg",), "K": ("1", "10")}
     for found, message in (("FedAvg", "at must name axes and labels"), ({"G": 1}, "at: there is no axis 'G'")):
         with pytest.raises(FederatedError, match=message):
-            read_place("at", found, LABELS)
+            read_selection("at", found, LABELS)
 
 
 def test_a_point_is_within_a_place_that_names_its_labels() -> None:
@@ -36,7 +36,7 @@ def test_a_point_is_within_a_place_that_names_its_labels() -> None:
     assert not is_within(point, {"K": ("1",)})
 
 
-def test_what_is_skipped_is_a_list_of_places() -> None:
+def test_what_is_skipped_is_a_list_of_selections() -> None:
     assert read_skip("skip", [{"K": 1}, {"method": ["FedAvg"]}], LABELS) == ({"K": ("1",)}, {"method": ("FedAvg",)})
     with pytest.raises(FederatedError, match="skip must be a list"):
         read_skip("skip", {"K": 1}, LABELS)

@@ -1,4 +1,4 @@
-"""A client that says hello when rounds are run already: it takes part from the next round on."""
+"""A client that registers when rounds are run already: it takes part from the next round on."""
 
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,12 @@ import torch
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.deploy import Message, Refusal
-from lightning_fed.deploy.announced import Announced, Announcements
+from lightning_fed.deploy import Message, Refusal, RemoteClients
+from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.server import WeightedSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import SIZES, Wire, make_trainer, parameters
+from tests.helpers.optional import needs_pyarrow
 from tests.helpers.selection import few
 from tests.helpers.training import clients
 
@@ -23,7 +24,7 @@ LATE = 2  # the client
 
 
 def late(wire: Wire, comes_in: tuple[int, str] = (1, "train")) -> None:
-    """Let a client be silent until an exchange of a round and phase; it then says hello."""
+    """Let a client be silent until an exchange of a round and phase; it then registers."""
 
     def comes(task: Message) -> list[Message]:
         is_there = task.header["phase"] != "hello" or comes_in in [at[:2] for at in wire.phases]
@@ -80,17 +81,17 @@ def test_a_client_that_comes_late_counts_as_one_that_failed_in_the_rounds_before
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
-def test_an_absent_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
+def test_an_unregistered_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=3, **DROPS))
     late(wire)
     _, reports = wire.run()
-    assert [report.failed for report in reports] == [{LATE: f"Client {LATE} has not said hello."}] * 2 + [{}]
+    assert [report.failed for report in reports] == [{LATE: f"Client {LATE} has not registered."}] * 2 + [{}]
     assert [LATE in clients for _, phase, clients in wire.phases if phase == "train"] == [False, False, True]
     wire.kill()
     few = {**DROPS, "max_failed_share": 0.1}
     strict = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, **few))
     late(strict)
-    with pytest.raises(ClientError, match="1 of 4 clients failed.*\n- Client 2 has not said"):
+    with pytest.raises(ClientError, match="1 of 4 clients failed.*\n- Client 2 has not registered"):
         strict.run()
 
 
@@ -118,35 +119,36 @@ def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
     _, reports = wire.run()
     assert [report.round for report in reports] == list(range(5))
     assert (
-        "Client 2 does not answer: The site of client 2 does not run what the server runs: its seed is 3" in caplog.text
+        "Client 2 does not answer: The site of client 2 has other settings than the server: its seed is 3"
+        in caplog.text
     )
     assert "of client 2 says that its size is -1" in caplog.text
 
 
-def hello(size: int, **more: Any) -> dict[str, Any]:
+def registration(size: int, **more: Any) -> dict[str, Any]:
     return {"size": size, "batches": 3, "val_size": 0, "batch_size": 4, **more}
 
 
-def test_a_client_without_a_hello_counts_with_the_mean_size_until_it_is_admitted() -> None:
-    found = Announcements(["a", "b", "c"])
-    found.take("c", hello(10))
-    found.take("a", hello(5))
+def test_an_unregistered_client_counts_with_the_mean_size_until_it_is_accepted() -> None:
+    found = Registrations(["a", "b", "c"])
+    found.add("c", registration(10))
+    found.add("a", registration(5))
     found.close()
     assert list(found.known) == ["a", "b", "c"]  # in the order of their stored indices
     assert [found.known[client].size for client in "abc"] == [5, 8, 10]
-    assert (found.absent, found.silent(), found.admit()) == ({"b"}, ["b"], False)
-    found.take("b", hello(3))
-    assert (found.absent, found.silent(), found.known["b"].size) == ({"b"}, [], 8)
-    assert found.admit()
-    assert (found.absent, found.known["b"]) == (set(), Announced(3, 3, 4))
+    assert (found.unregistered, found.pending(), found.accept_late()) == ({"b"}, ["b"], False)
+    found.add("b", registration(3))
+    assert (found.unregistered, found.pending(), found.known["b"].size) == ({"b"}, [], 8)
+    assert found.accept_late()
+    assert (found.unregistered, found.known["b"]) == (set(), Registration(3, 3, 4))
 
 
-def test_a_hello_without_counts_is_refused() -> None:
+def test_a_registration_without_counts_is_refused() -> None:
     with pytest.raises(FederatedError, match="has 11 examples, more than max_examples=10 allows"):
-        Announcements(["a"], max_examples=10).take("a", hello(11))
-    Announcements(["a"], max_examples=10).take("a", hello(10))
-    found = Announcements(["a"])
-    found.take("a", hello(1, batch_size=-3))
+        Registrations(["a"], max_examples=10).add("a", registration(11))
+    Registrations(["a"], max_examples=10).add("a", registration(10))
+    found = Registrations(["a"])
+    found.add("a", registration(1, batch_size=-3))
     assert found.known["a"].batch_size is None
     for name, value in (
         ("size", 10**400),
@@ -157,24 +159,80 @@ def test_a_hello_without_counts_is_refused() -> None:
         ("size", None),
     ):
         with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
-            Announcements(["a"]).take("a", {**hello(1), name: value})
+            Registrations(["a"]).add("a", {**registration(1), name: value})
 
 
 def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> None:
-    sites = Announcements(["bank", "clinic"], batch_size=4)
-    sites.take("bank", hello(8))
+    sites = Registrations(["bank", "clinic"], batch_size=4)
+    sites.add("bank", registration(8))
     with pytest.raises(FederatedError, match="The site of client 'clinic' has batch_size=16, and the run's is 4. Give"):
-        sites.take("clinic", hello(8, batch_size=16))
+        sites.add("clinic", registration(8, batch_size=16))
     assert list(sites.known) == ["bank"]
 
 
 def test_different_batch_sizes_that_nobody_asked_for_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    sites = Announcements(["bank", "clinic", "plant"])
+    sites = Registrations(["bank", "clinic", "plant"])
     with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
-        sites.take("bank", hello(8))
-        sites.take("clinic", hello(8))
+        sites.add("bank", registration(8))
+        sites.add("clinic", registration(8))
         sites.close()
         assert not caplog.text
-        sites.take("plant", hello(8, batch_size=16))
-        sites.admit()
+        sites.add("plant", registration(8, batch_size=16))
+        sites.accept_late()
     assert "Sites have different batch sizes: 4 (client 'clinic'), 16 (client 'plant')." in caplog.text
+
+
+def said(*columns: Any) -> dict[str, Any]:
+    return {"size": 3, "batches": 1, "val_size": 0, "batch_size": 4, "columns": list(columns)}
+
+
+def test_sites_must_mean_the_same_by_their_columns() -> None:
+    sites = Registrations(["a", "b", "c", "d"])
+    sites.add("a", said("age", "sex=f", "sex=m"))
+    sites.add("b", said())  # a data module that does not know
+    sites.add("c", said("age", "sex=f", "sex=m"))
+    told = r"'d' and 'a' do not mean the same by their .*: column 1 is 'sex=m' at the first and 'sex=f' at the second"
+    with pytest.raises(FederatedError, match=told):
+        sites.add("d", said("age", "sex=m", "sex=f"))
+    with pytest.raises(FederatedError, match=r"column 2 is 'nothing' at the first and 'sex=m' at the second"):
+        sites.add("d", said("age", "sex=f"))
+    sites.add("a", said("age", "sex=f", "sex=m"))  # again
+    for columns in ("age", [1], None):
+        with pytest.raises(FederatedError, match="says that its columns are"):
+            sites.add("b", {**said(), "columns": columns})
+    assert [known.columns for known in sites.known.values()] == [
+        ("age", "sex=f", "sex=m"),
+        (),
+        ("age", "sex=f", "sex=m"),
+    ]
+
+
+@needs_pyarrow
+def test_tables_of_two_sites_that_number_their_classes_differently_are_refused(tmp_path: Path) -> None:
+    from lightning_fed.data import ClientTable
+    from lightning_fed.deploy import FederatedSite
+
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg"))
+
+    def site(client: int, labels: list[str], **options: Any) -> FederatedSite:
+        path, names = tmp_path / f"{client}.csv", [f"x{n}" for n in range(6)]
+        rows = [f"{client},{','.join(str(n + k) for n in range(6))},{label}" for k, label in enumerate(labels)]
+        path.write_text("\n".join([",".join(["who", *names, "y"]), *rows]))
+        data = ClientTable(str(path), "who", "y", names, val_fraction=0, **options)
+        return FederatedSite(make_trainer("FedAvg"), model(), data, str(client), tmp_path / f"state {client}")
+
+    data = RemoteClients(wire, ["0", "1"])
+    for options, told in (
+        ({}, r"column 6 is 'y of \d classes with the checksum \w+' at the first and 'y of \d classes"),
+        ({"classes": ["well", "ill"]}, ""),
+    ):
+        wire.sites = {0: site(0, ["ill", "well"], **options), 1: site(1, ["well", "well"], **options)}
+        trainer = make_trainer("FedAvg", max_rounds=1, clients_per_round=None)
+        if told:
+            with pytest.raises(FederatedError, match=told):
+                trainer.fit(model(), data)
+        else:
+            trainer.fit(model(), data)
+            assert trainer.fit_loop.round == 1
+        for each in wire.sites.values():
+            each.__exit__(None, None, None)

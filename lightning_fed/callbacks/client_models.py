@@ -1,0 +1,195 @@
+"""Clients' models as files, round by round."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from lightning_fed.callbacks.measures import Measure
+from lightning_fed.compat.package import pl
+from lightning_fed.core.arguments import check_one_of, check_paths, kind_of
+from lightning_fed.core.disk import flush_folder
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import ClientReport, RoundReport
+from lightning_fed.core.types import ClientId, State
+
+__all__ = ["ClientModels"]
+
+
+class ClientModels(Measure):
+    """Save clients' models, a file per client and round.
+
+    The file is ``<folder>/round_<completed rounds>/client_<id>.safetensors``. It has the tensors of the module's
+    ``state_dict``, buffers included, so a module of the same class loads it. Files are complete or not there, also if
+    the process is killed, and a resumed run writes the same ones. A round's folder has the files of the clients that
+    completed it, and no others.
+
+    The models are computed from clients' data. They are not protected, also if ``DifferentialPrivacy`` protects the
+    messages.
+
+    Args:
+        models: "local" for the models :math:`y_i` that the clients of the round arrive at, before the server's step;
+            "personal" for their personal models after it, as ``evaluate_clients(own=True)`` measures them: with
+            personal parameters, Ditto, APFL and pFedMe.
+        every_n_rounds: Save in every n-th round.
+        clients: The ids of the clients to save. By default those of the round. "local" saves those of them that are in
+            the round, "personal" all of them.
+        folder: The folder; by default ``client_models`` in the log directory, or without a logger in
+            ``default_root_dir``.
+
+    Raises:
+        FederatedError: If an argument is not allowed; when training starts, if there is no such client, if "personal"
+            finds no personal models, or if the clients are on sites.
+
+    Example:
+        >>> from lightning_fed.callbacks import ClientModels
+        >>> saver = ClientModels("personal", every_n_rounds=10, clients=[0, 3], folder="models")
+        >>> ClientModels.path("models", round=10, client_id=3).as_posix()
+        'models/round_000010/client_3.safetensors'
+    """
+
+    def __init__(
+        self,
+        models: Literal["local", "personal"] = "local",
+        every_n_rounds: int = 1,
+        clients: Sequence[ClientId] | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(every_n_rounds)
+        name = type(self).__name__
+        self.models: Literal["local", "personal"] = check_one_of(name, "models", models, ("local", "personal"))
+        if clients is not None and (isinstance(clients, str) or not isinstance(clients, Sequence)):
+            raise FederatedError(
+                f"{name}(clients={clients!r}): clients must be a list of ids, found {kind_of(clients)}."
+            )
+        self.clients = None if clients is None else list(clients)
+        if folder is not None:
+            check_paths(name, folder=folder)
+        self.folder = None if folder is None else Path(folder)
+
+    @staticmethod
+    def path(folder: str | os.PathLike[str], round: int, client_id: ClientId) -> Path:
+        """Return the file of a client's model.
+
+        Args:
+            folder: The callback's folder.
+            round: The number of completed rounds: 1 after the first one.
+            client_id: The client's id.
+        """
+        name = str(client_id)
+        if isinstance(client_id, str):  # "3" is another client than 3
+            name = f"'{name}'" if name.lstrip("-").isdecimal() else quote(name, safe=" '")
+        return Path(folder) / f"round_{round:06d}" / f"client_{name}.safetensors"
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str], round: int, client_id: ClientId) -> State:
+        """Return a client's saved model, for ``module.load_state_dict``; its tensors are on the CPU.
+
+        Args:
+            folder: The callback's folder.
+            round: The number of completed rounds: 1 after the first one.
+            client_id: The client's id.
+
+        Raises:
+            FederatedError: If there is no such file, or it is damaged.
+        """
+        file = ClientModels.path(folder, round, client_id)
+        if not file.is_file():
+            among = sorted(path.stem.removeprefix("client_") for path in file.parent.glob("client_*.safetensors"))
+            rounds = sorted(path.name for path in Path(folder).glob("round_*"))
+            here = f"in {file.parent.name} there are {among[:10]}" if among else f"the rounds are {rounds[:10]}"
+            raise FederatedError(f"{folder} has no model of client {client_id!r} after round {round}: {here}.")
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise FederatedError(f"{file} cannot be read as a client's model: {error}.") from error
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Settle the folder; refuse clients and models that are not there."""
+        loop, name = trainer.fit_loop, type(self).__name__
+        if loop.clients is not None and loop.clients.measure_on_sites is not None:
+            raise FederatedError(
+                f"{name} saves models of simulated clients, and the clients of this run are on sites, which keep their"
+                " models. Leave it out."
+            )
+        if self.models == "personal" and not loop.settings.has_own_models:
+            raise FederatedError(
+                f"{name}(models='personal'): clients of {type(loop.settings.algorithm).__name__} have no personal"
+                " models. Pass personal=[...] to the trainer, use a method such as Ditto, or save their local models"
+                " with models='local'."
+            )
+        ids = loop.population.ids
+        if (unknown := [client_id for client_id in self.clients or () if client_id not in ids]) != []:
+            raise FederatedError(f"{name}(clients=...): there is no client {unknown[0]!r}; ids are such as {ids[0]!r}.")
+        if self.folder is None:
+            self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "client_models"
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
+        """Save a client's local model, if it is due."""
+        if self.models == "local" and self.is_due(trainer.fit_loop.round + 1):
+            self._save(trainer, pl_module, client_report.client_id, trainer.fit_loop.round + 1)
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
+        """Save personal models, if they are due; remove files of clients that did not complete the round."""
+        loop = trainer.fit_loop
+        if not self.is_due(loop.round):
+            return
+        chosen = list(round_report.clients) if self.clients is None else self.clients
+        if self.models == "personal":
+            for client_id in chosen:
+                if loop.run_state.ranks.owns(loop.population.index_of(client_id)):
+                    with loop.showing_client_model(client_id):
+                        self._save(trainer, pl_module, client_id, loop.round)
+        elif trainer.is_global_zero:
+            assert self.folder is not None
+            kept = {self.path(self.folder, loop.round, i) for i in chosen if i in round_report.clients}
+            for file in {file for path in kept for file in path.parent.glob("client_*.safetensors")} - kept:
+                file.unlink(missing_ok=True)
+
+    def _save(self, trainer: pl.Trainer, module: pl.LightningModule, client_id: ClientId, round: int) -> None:
+        if self.clients is not None and client_id not in self.clients:
+            return
+        if trainer.fit_loop.run_state.ranks.size == 1 and not trainer.is_global_zero:
+            return  # all processes train this client together
+        assert self.folder is not None
+        tensors = {}
+        for name, value in module.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise FederatedError(
+                    f"{type(self).__name__} saves tensors, and the state_dict of {type(module).__name__} has"
+                    f" {kind_of(value)} at {name!r} (get_extra_state). Leave it out of the state_dict."
+                )
+            tensors[name] = value.detach().cpu().clone().contiguous()
+        facts = json.dumps({"client": client_id, "round": round, "models": self.models})
+        # one entry, since safetensors has no order of several
+        _write(self.path(self.folder, round, client_id), save(tensors, {"client_model": facts}))
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file that is complete or not there."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+        flush_folder(file.parent)
+    except OSError as error:
+        raise FederatedError(
+            f"The client's model {file} could not be written: {error.strerror or error}. Make room, or give another"
+            " folder."
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

@@ -1,0 +1,157 @@
+"""The gradient of a local step under record-level privacy: clipped gradients of single examples, with noise."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from lightning_fed.callbacks.base import uses_hook
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import is_overridden
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.seeds import KeyedStream, Purpose
+from lightning_fed.engines.base import OnlySequentialError
+from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
+from lightning_fed.engines.vectorized.batches import flatten
+from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.server.aggregation.privacy import gaussian_noise
+from lightning_fed.server.client_privacy import ClientPrivacy
+
+__all__ = ["ExampleGradients"]
+
+
+class ExampleGradients:
+    """Sets the module's gradients to the noisy mean of the clipped gradients of a batch's examples.
+
+    The gradient of an example is that of ``training_step`` on a batch of this example alone.
+    """
+
+    def __init__(self, trainer: pl.Trainer, flat: FlatParameters, privacy: ClientPrivacy) -> None:
+        self.flat, self.privacy = flat, privacy
+        self._module = trainer.lightning_module
+        self._check_hooks(trainer)
+        self._step = ModuleStep(trainer, flat)
+        self._noise = KeyedStream()
+        self._expected: float | None = None
+
+    def _check_hooks(self, trainer: pl.Trainer) -> None:
+        """Raise for hooks between batch and step, which would see no backward pass."""
+        module = self._module
+        hooks = [f"{type(module).__name__}.{h}" for h in STEP_HOOKS if is_overridden(h, module, pl.LightningModule)]
+        hooks += [f"{type(c).__name__}.{h}" for c in trainer.callbacks for h in CALLBACK_STEP_HOOKS if uses_hook(c, h)]
+        if hooks:
+            raise FederatedError(
+                f"client_privacy={self.privacy!r} cannot be combined with {hooks[0]}: gradients of single examples do"
+                " not go through hooks between batch and step. Remove it."
+            )
+
+    def begin_client(self, seed: int, round: int, index: int, expected_size: float | None) -> None:
+        """Start a client's local work, given the expected size of its batches if that is what sums are divided by."""
+        self._noise, self._expected = KeyedStream(seed, Purpose.CLIENT_NOISE, round, index), expected_size
+
+    def set(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """Set the parameters' gradients; return the mean loss of a batch, None for one without examples (None)."""
+        params, loss, size = self.flat.params, None, 0
+        sums = [torch.zeros_like(p) for p in params]
+        if batch is not None:
+            leaves, spec = flatten(batch)
+            size = self._size_of(leaves)
+            losses = []
+            with self._unlogged(), torch.no_grad():
+                for grads, own in self._each(leaves, spec, batch_idx, size):
+                    self._add_clipped(sums, grads)
+                    losses.append(own)
+            loss = torch.cat(losses).mean()
+        count = float(size) if self._expected is None else self._expected
+        std = self.privacy.noise_multiplier * self.privacy.max_grad_norm
+        for p, total in zip(params, sums, strict=True):
+            if std > 0:
+                total.add_(gaussian_noise(total.numel(), std, self._noise).to(total).view(total.shape))
+            p.grad = total.div_(count)
+        return loss
+
+    def _size_of(self, leaves: Sequence[Any]) -> int:
+        """Return the number of examples in a batch, its tensors' common length."""
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)})
+        lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves if isinstance(leaf, Tensor)}
+        if kinds or len(lengths) != 1 or 0 in lengths:
+            found = f"a batch with {', '.join(kinds)}" if kinds else f"tensors of lengths {sorted(lengths)}"
+            raise FederatedError(
+                f"{self.privacy!r} takes gradients of single examples, so a batch must consist of tensors with one row"
+                f" for each example, found {found}. Let collate_fn return such batches."
+            )
+        return lengths.pop()
+
+    def _each(
+        self, leaves: Sequence[Tensor], spec: Any, batch_idx: int, size: int
+    ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+        """Yield gradients [m, ...], one per parameter, and losses [m] of m examples at a time."""
+        point = [p.detach() for p in self.flat.params]
+        several = self.privacy.examples_at_once or size
+        try:
+            for start in range(0, size, several):
+                some = [leaf[start : start + several] for leaf in leaves]
+                if len(some[0]) == 1:
+                    found, loss, _ = self._step.own_gradient(self.flat.params, some, spec, batch_idx)
+                    grads = [torch.zeros_like(v) if g is None else g for g, v in zip(found, point, strict=True)]
+                    yield [g[None] for g in grads], loss.reshape(1)
+                    continue
+                yield self._together(point, some, spec, batch_idx)
+        except OnlySequentialError as error:
+            raise FederatedError(
+                f"{type(self._module).__name__}.training_step must return a loss for every example with"
+                f" client_privacy={self.privacy!r}: every example counts in the step."
+            ) from error
+
+    def _together(
+        self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        def of_one(*example: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+            grads, loss, _ = self._step.gradient(point, [leaf[None] for leaf in example], spec, batch_idx)
+            return tuple(grads), loss
+
+        try:
+            found: tuple[Sequence[Tensor], Tensor] = vmap(of_one, randomness="different")(*leaves)
+        except FederatedError:
+            raise
+        except RuntimeError as error:
+            raise FederatedError(
+                f"The gradients of single examples of {type(self._module).__name__} cannot be computed at once with"
+                f" torch.func.vmap ({str(error).splitlines()[0][:200]}). Pass ClientPrivacy(examples_at_once=1), which"
+                " takes one after another."
+            ) from error
+        return found
+
+    def _add_clipped(self, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Add the clipped gradients of some examples to the sums."""
+        of_each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
+        norms = torch.linalg.vector_norm(of_each, dim=0)
+        if not bool(torch.isfinite(norms).all()):
+            raise ClientError(
+                "the gradient of an example is not finite, which clipping cannot bound. Lower the learning rate, or"
+                " look at its data."
+            )
+        factors = (self.privacy.max_grad_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+        for total, g in zip(sums, grads, strict=True):
+            total.add_(torch.einsum("m,m...->...", factors, g))
+
+    @contextmanager
+    def _unlogged(self) -> Iterator[None]:
+        """Drop what the module logs inside, which would leave the client without noise."""
+        attributes: dict[str, Any] = self._module.__dict__
+        own: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
+        attributes["log"] = attributes["log_dict"] = _no_log
+        try:
+            yield
+        finally:
+            del attributes["log"], attributes["log_dict"]
+            attributes.update(own)
+            self.flat.restore()
+
+
+def _no_log(*_: Any, **__: Any) -> None:
+    """Stand in for ``self.log`` and ``self.log_dict``."""

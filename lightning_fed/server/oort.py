@@ -1,0 +1,228 @@
+"""Oort: clients of high statistical utility that are not too slow, with exploration."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fed.core.arguments import check_count, check_fraction, check_number, check_texts
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import ClientReport
+from lightning_fed.core.seeds import Purpose, generator
+from lightning_fed.core.types import ClientId
+from lightning_fed.server.asynchronous.client_clock import ClientClock
+from lightning_fed.server.sampling import CountingSampler
+
+__all__ = ["OortSampler"]
+
+_EXPLOIT, _EXPLORE = 1, 2  # the streams of a round
+
+
+class OortSampler(CountingSampler):
+    r"""Draw clients by the utility of their data and their speed, and explore those that have not taken part (Oort).
+
+    Lai, Zhu, Madhyastha, and Chowdhury, *Oort: Efficient Federated Learning via Guided Participant Selection*, OSDI
+    2021 (https://arxiv.org/abs/2010.06081), Algorithm 1. In round R = 1, 2, ..., with L(i) a client's last round and
+    D(i) its last duration, a client that has taken part has the utility
+
+    .. math::
+        \left( \min(U(i), \text{the clip quantile of } U) + \sqrt{0.1 \log R / L(i)} \right)
+        \cdot \left( \frac{T}{D(i)} \right)^{\alpha\, [T < D(i)]}, \qquad
+        U(i) = |B_i| \sqrt{\frac{1}{|B_i|} \sum_{k \in B_i} \text{loss}(k)^2}.
+
+    :math:`(1 - \varepsilon) K` clients are drawn in proportion to it, of those with at least c times the utility of
+    the :math:`(1 - \varepsilon) K`-th best; :math:`\varepsilon K` are drawn of those that have not taken part, in
+    proportion to their speed where a clock tells it. :math:`\varepsilon` is multiplied by its decay after each round
+    while it is above its least value. The pacer raises T by :math:`\Delta` when the clients of the last W rounds had
+    less utility U, added up, than those of the W rounds before.
+
+    Exact: the formulas above, with the paper's constants as defaults. With two exceptions by default:
+
+    - The loss of each example is not in a client's report. U(i) is :math:`|B_i|` times the mean training loss, which
+      is smaller: by Jensen's inequality both agree if all examples have one loss. For the exact one, let
+      ``training_step`` log the mean of squared losses of the examples in a batch, and pass its name as
+      ``squared_loss``.
+    - Times of this machine are no times of devices. Without a ``clock`` there is no system penalty, and no pacer.
+
+    Left open by the paper, and settled here: numbers of clients are rounded, and if there are too few clients on one
+    side, the other side takes their places. All draws are without replacement, ties by stored order. The quantile is
+    interpolated. Clients that took part in more than ``most_rounds`` rounds, if set, are drawn last, uniformly.
+
+    Args:
+        clients_per_round: K, as a count or a share.
+        exploration: The first :math:`\varepsilon`.
+        exploration_decay: Its factor after each round.
+        least_exploration: The value at which it no longer decays.
+        cutoff: c.
+        clip: The quantile at which utilities are clipped, which bounds what a client gains by a high loss; 1 to not
+            clip.
+        alpha: :math:`\alpha`, the exponent of the system penalty.
+        pacer_step: :math:`\Delta`, in seconds, and the first T. Required with a clock.
+        window: W, in rounds.
+        clock: Durations: a :class:`ClientClock` of simulated times; "reports" for the measured seconds of clients'
+            reports, with which a run does not repeat itself; or None.
+        squared_loss: The name of the logged mean of squared losses.
+        most_rounds: See above; 10 in the paper's example.
+
+    Raises:
+        FederatedError: If a value is out of range, or a clock comes without a pacer step, or the other way round.
+    """
+
+    def __init__(
+        self,
+        clients_per_round: int | float,
+        exploration: float = 0.9,
+        exploration_decay: float = 0.98,
+        least_exploration: float = 0.2,
+        cutoff: float = 0.95,
+        clip: float = 0.95,
+        alpha: float = 2.0,
+        pacer_step: float | None = None,
+        window: int = 20,
+        clock: ClientClock | Literal["reports"] | None = None,
+        squared_loss: str | None = None,
+        most_rounds: int | None = None,
+    ) -> None:
+        super().__init__(clients_per_round)
+        name = type(self).__name__
+        for key, value in (("exploration", exploration), ("exploration_decay", exploration_decay), ("cutoff", cutoff)):
+            if not check_number(name, key, value, least=0.0) <= 1:
+                raise FederatedError(f"{name}({key}={value!r}): {key} must lie in [0, 1].")
+        self.exploration, self.exploration_decay, self.cutoff = exploration, exploration_decay, cutoff
+        self.least_exploration = check_fraction(name, "least_exploration", least_exploration)
+        self.clip = check_number(name, "clip", clip, positive=True)
+        if self.clip > 1:
+            raise FederatedError(f"{name}(clip={clip!r}): clip must lie in (0, 1].")
+        self.alpha = check_number(name, "alpha", alpha, least=0.0)
+        if clock is not None and clock != "reports" and not isinstance(clock, ClientClock):
+            raise FederatedError(f"{name}(clock={clock!r}): clock must be a ClientClock, 'reports' or None.")
+        if (clock is None) != (pacer_step is None):
+            raise FederatedError(
+                f"{name}(clock={clock!r}, pacer_step={pacer_step!r}): the pacer raises the preferred duration of a"
+                " round by pacer_step seconds, and durations come from the clock. Pass both, or neither."
+            )
+        self.clock = clock
+        self.pacer_step = None if pacer_step is None else check_number(name, "pacer_step", pacer_step, positive=True)
+        self.window = check_count(name, "window", window)
+        if squared_loss is not None:
+            check_texts(name, squared_loss=squared_loss)
+        self.squared_loss = squared_loss
+        self.most_rounds = None if most_rounds is None else check_count(name, "most_rounds", most_rounds)
+        self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, the number of rounds, D of reports
+        self._achieved: list[float] = []  # the sum of U of each round's clients, of the last 2 W rounds
+        self._preferred = self.pacer_step or 0.0  # T
+
+    def exploration_in(self, round: int) -> float:
+        r"""Return :math:`\varepsilon` in a round, from 0."""
+        epsilon = self.exploration
+        for _ in range(round):
+            if epsilon <= self.least_exploration:
+                break
+            epsilon *= self.exploration_decay
+        return epsilon
+
+    def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the cohort of a round, in the population's order."""
+        k = self.count(len(population))
+        explored, unexplored, tired = list[int](), list[int](), list[int]()
+        for place, client_id in enumerate(population):
+            if client_id not in self._clients:
+                unexplored.append(place)
+            elif self.most_rounds is not None and self._clients[client_id][2] > self.most_rounds:
+                tired.append(place)
+            else:
+                explored.append(place)
+        exploit = min(len(explored), k - min(len(unexplored), int(self.exploration_in(round) * k + 0.5)))
+        explore = min(len(unexplored), k - exploit)
+        drawn = list[int]()
+        if exploit:
+            utilities = self._utilities(seed, round, population, explored)
+            least = self.cutoff * float(utilities.sort(descending=True).values[exploit - 1])
+            admitted = (utilities >= least).nonzero()[:, 0]
+            stream = generator(seed, Purpose.COHORT, round, _EXPLOIT)
+            drawn += [explored[int(i)] for i in admitted[_drawn(utilities[admitted], exploit, stream)]]
+        stream = generator(seed, Purpose.COHORT, round, _EXPLORE)
+        if explore:
+            speeds = torch.ones(len(unexplored), dtype=torch.float64)
+            if isinstance(self.clock, ClientClock):
+                speeds /= torch.tensor(
+                    [self.clock.seconds_of(seed, population, place, round) for place in unexplored], dtype=torch.float64
+                )
+            drawn += [unexplored[i] for i in _drawn(speeds, explore, stream).tolist()]
+        if missing := k - len(drawn):
+            others = _drawn(torch.ones(len(tired), dtype=torch.float64), missing, stream)
+            drawn += [tired[i] for i in others.tolist()]
+        return [population[place] for place in sorted(drawn)]
+
+    def _utilities(self, seed: int, round: int, population: Sequence[ClientId], places: Sequence[int]) -> Tensor:
+        """Return the utilities, float64, of clients that have taken part."""
+        known = [self._clients[population[place]] for place in places]
+        utility, last = (torch.tensor([row[i] for row in known], dtype=torch.float64) for i in (0, 1))
+        utility = utility.clamp(max=float(torch.quantile(utility, self.clip)))
+        utility += (0.1 * math.log(round + 1) / last).sqrt()
+        if self.clock is None:
+            return utility
+        if self.clock == "reports":
+            seconds = [row[3] for row in known]
+        else:
+            clock = self.clock
+            seconds = [clock.seconds_of(seed, population, i, row[1] - 1) for i, row in zip(places, known, strict=True)]
+        durations = torch.tensor(seconds, dtype=torch.float64)
+        slow = self._preferred < durations
+        return torch.where(slow, utility * (self._preferred / durations.clamp(min=1e-300)) ** self.alpha, utility)
+
+    def update(self, round: int, reports: Mapping[ClientId, ClientReport]) -> None:
+        """Note utilities and durations of the clients that have trained, and pace."""
+        achieved = 0.0
+        for client_id, report in reports.items():
+            utility = self._utility(report)
+            _, _, times, _ = self._clients.get(client_id, (0.0, 0, 0, 0.0))
+            seconds = float(report.seconds) if self.clock == "reports" else 0.0
+            self._clients[client_id] = (utility, round + 1, times + 1, seconds)
+            achieved += utility
+        w = self.window
+        self._achieved = [*self._achieved, achieved][-2 * w :]
+        is_due = self.pacer_step is not None and len(self._achieved) == 2 * w
+        if is_due and sum(self._achieved[:w]) > sum(self._achieved[w:]):
+            self._preferred += self.pacer_step or 0.0
+
+    def _utility(self, report: ClientReport) -> float:
+        """Return U(i), 0 for a client that took no steps or whose loss is not a number."""
+        if not report.steps:
+            return 0.0
+        root = abs(report.loss)
+        if self.squared_loss is not None:
+            if (square := report.metrics.get(self.squared_loss)) is None:
+                raise FederatedError(
+                    f"{type(self).__name__}(squared_loss={self.squared_loss!r}): client {report.client_id!r} has logged"
+                    f" no such value, but {sorted(report.metrics)}. Log it in training_step."
+                )
+            root = math.sqrt(square) if square >= 0 else math.nan
+        return report.size * root if math.isfinite(root) else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of clients, and the state of the pacer."""
+        return {
+            "clients": {client_id: list(row) for client_id, row in self._clients.items()},
+            "achieved": list(self._achieved),
+            "preferred": self._preferred,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        rows = state_dict["clients"].items()
+        self._clients = {i: (float(u), int(last), int(times), float(s)) for i, (u, last, times, s) in rows}
+        self._achieved = [float(value) for value in state_dict["achieved"]]
+        self._preferred = float(state_dict["preferred"])
+
+
+def _drawn(weights: Tensor, count: int, stream: torch.Generator) -> Tensor:
+    """Return the places of ``count`` draws in proportion to weights [n], without replacement; weight zero comes last.
+
+    The first of independent exponential clocks are such draws.
+    """
+    exponential = -torch.rand(len(weights), generator=stream, dtype=torch.float64).log()
+    ranks = torch.where(weights > 0, exponential / weights, math.inf)
+    return ranks.argsort(stable=True)[:count]

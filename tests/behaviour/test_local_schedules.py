@@ -1,0 +1,378 @@
+"""Schedules by local step, against a plain loop of torch, over engines, interruptions and processes."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, FedCM, FedSpeed, Scaffold
+from lightning_fed.server import FedBuff
+from tests.helpers.processes import in_processes
+from tests.helpers.training import parameters, same, trainer
+
+SIZES, BATCH, ROUNDS = (7, 4, 2, 6), 2, 4  # 4, 2, 1 and 3 batches an epoch
+COHORTS = [(0, 1, 2, 3), (0, 2), (1, 3), (0, 1, 3)]
+MODES = ("restart", "continue", "total")
+
+
+def warm_up(optimizer: Optimizer) -> LambdaLR:
+    """Return the schedule of Hugging Face's examples: from a rate of zero up, and then down."""
+    return LambdaLR(optimizer, lambda t: t / 3 if t < 3 else max(0.1, (20 - t) / 17))
+
+
+def apart(optimizer: Optimizer) -> LambdaLR:
+    """Return a schedule whose groups have one rate at first, and different ones later."""
+    return LambdaLR(optimizer, [lambda t: 0.9**t, lambda t: 1.1**t])
+
+
+SCHEDULES: dict[str, tuple[Callable[..., Optimizer], Callable[[Optimizer], Any]]] = {
+    "warm-up": (partial(SGD, lr=0.2), warm_up),
+    "cosine": (partial(SGD, lr=0.2, weight_decay=0.1), partial(CosineAnnealingLR, T_max=9)),
+    "one cycle": (partial(SGD, lr=0.2, momentum=0.9), partial(OneCycleLR, max_lr=0.3, total_steps=60)),
+    "adam": (partial(Adam, lr=0.1, betas=(0.8, 0.9)), partial(OneCycleLR, max_lr=0.2, total_steps=60)),
+    "groups": (partial(SGD, lr=0.2), apart),
+}
+
+
+class Regression(pl.LightningModule):
+    """Least squares, with a schedule by local step."""
+
+    def __init__(self, schedule: str = "warm-up", frequency: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+        self.make, self.make_schedule = SCHEDULES[schedule]
+        self.has_groups, self.frequency = schedule == "groups", frequency
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self.layer(x)[:, 0] - y).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(groups_of(self.layer, self.has_groups))
+        schedule = {"scheduler": self.make_schedule(optimizer), "interval": "step", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def groups_of(layer: nn.Linear, apart: bool) -> Any:
+    return [{"params": [layer.weight]}, {"params": [layer.bias]}] if apart else layer.parameters()
+
+
+def clients() -> list[TensorDataset]:
+    stream = torch.Generator().manual_seed(1)
+    draw = partial(torch.randn, generator=stream, dtype=torch.float64)
+    return [TensorDataset(draw(n, 3), draw(n)) for n in SIZES]
+
+
+def data() -> FederatedDataModule:
+    return FederatedDataModule(clients=clients(), batch_size=BATCH, shuffle=False)
+
+
+def drawn(seed: int, round: int) -> tuple[int, ...]:
+    return COHORTS[round]
+
+
+def run(mode: Any, schedule: str = "warm-up", frequency: int = 1, ckpt_path: Any = None, **options: Any) -> Any:
+    options = {"local_epochs": 2, "max_rounds": ROUNDS, "sampler": drawn, "precision": "64-true"} | options
+    fitted = trainer(local_schedule=mode, **options)
+    fitted.fit(Regression(schedule, frequency), data(), ckpt_path=ckpt_path)
+    return fitted
+
+
+def plain_loop(mode: str, schedule: str, method: str = "FedAvg", frequency: int = 1) -> Tensor:
+    """Return the model of a plain loop: every client with an optimizer and a schedule of its own."""
+    module, sets = Regression(schedule).double(), clients()
+    x, total, own = parameters(module).clone(), 0, [0] * len(SIZES)
+    c, c_of = torch.zeros_like(x), [torch.zeros_like(x) for _ in SIZES]
+    for cohort in COHORTS:
+        models, longest, changes = [], 0, []
+        for i in cohort:
+            nn.utils.vector_to_parameters(x.clone(), module.parameters())
+            optimizer = module.make(groups_of(module.layer, module.has_groups))
+            scheduler = module.make_schedule(optimizer)
+            first = {"restart": 0, "continue": own[i], "total": total}[mode]
+            for t in range(first):
+                if (t + 1) % frequency == 0:
+                    scheduler.step()
+            moved, rates, taken = torch.zeros_like(x), torch.zeros_like(x), 0
+            for _ in range(2):
+                for rows in torch.arange(SIZES[i]).split(BATCH):
+                    optimizer.zero_grad()
+                    module.training_step(sets[i][rows], 0).backward()
+                    corrections = list(torch.split(c - c_of[i], [3, 1]))
+                    for p, correction in zip(module.parameters(), corrections, strict=True):
+                        assert p.grad is not None
+                        p.grad += correction.view_as(p) if method == "Scaffold" else 0.0
+                    group_rates = [float(group["lr"]) for group in optimizer.param_groups]
+                    rate = torch.tensor([group_rates[0]] * 3 + [group_rates[-1]], dtype=x.dtype)
+                    moved += rate * torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+                    rates += rate
+                    optimizer.step()
+                    taken += 1
+                    if (first + taken) % frequency == 0:
+                        scheduler.step()
+            models.append((SIZES[i], parameters(module).clone()))
+            longest, own[i] = max(longest, taken), own[i] + taken
+            changes.append(moved / rates - c)
+            c_of[i] = c_of[i] + changes[-1] if method == "Scaffold" else c_of[i]
+        total += longest
+        weights = [1.0 if method == "Scaffold" else float(n) for n, _ in models]
+        x = sum(w * y for w, (_, y) in zip(weights, models, strict=True)) / sum(weights)  # type: ignore[assignment]
+        if method == "Scaffold":
+            c = c + sum(changes) / len(SIZES)
+    return x
+
+
+ALL = [(mode, schedule, "FedAvg") for schedule in SCHEDULES for mode in MODES]
+ALL += [(mode, schedule, "Scaffold") for schedule in ("warm-up", "groups", "adam") for mode in MODES]
+FEW = [("restart", "warm-up", "FedAvg"), ("continue", "one cycle", "FedAvg"), ("total", "groups", "Scaffold")]
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.thorough)], ids=["few", "all"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
+def test_every_mode_is_that_of_a_plain_loop(engine: Any, cases: list[tuple[str, str, str]]) -> None:
+    for mode, schedule, method in cases:
+        if (mode, engine) == ("continue", "vectorized"):
+            continue
+        algorithm = Scaffold("ii") if method == "Scaffold" else FedAvg()
+        found = run(mode, schedule, engine=engine, algorithm=algorithm).fit_loop.state.x
+        told = f"{mode} {schedule} {method}"
+        torch.testing.assert_close(found, plain_loop(mode, schedule, method), rtol=1e-12, atol=1e-13, msg=told)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
+def test_a_schedule_may_step_after_several_local_steps() -> None:
+    found = run("total", "cosine", frequency=3).fit_loop.state.x
+    expected = plain_loop("total", "cosine", frequency=3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(found, plain_loop("total", "cosine"), rtol=1e-3)
+
+
+class Rates(FederatedCallback):
+    """Notes the rate that the optimizer has at the start and at the end of each round, and saves checkpoints."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.at_start: list[float] = []
+        self.at_end: list[float] = []
+        self.folder = folder
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.at_start.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.at_end.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if self.folder is not None:
+            trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.round}.ckpt")
+
+
+def state_of(fitted: Any) -> Any:
+    return fitted.fit_loop.state.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("mode", "engine"),
+    [
+        ("continue", "sequential"),
+        ("total", "vectorized"),
+        *(pytest.param(mode, "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
+    ],
+)
+def test_a_run_goes_on_with_the_same_bits(mode: str, engine: Any, tmp_path: Path) -> None:
+    options = {"engine": engine, "algorithm": Scaffold("ii"), "chunk_size": 4 if engine == "vectorized" else None}
+    whole = run(mode, "adam", **options)
+    part = run(mode, "adam", max_rounds=2, callbacks=[Rates(tmp_path)], **options)
+    assert same(state_of(run(mode, "adam", ckpt_path=tmp_path / "2.ckpt", **options)), state_of(whole))
+    part.save_checkpoint(tmp_path / "after.ckpt")
+    assert same(state_of(run(mode, "adam", ckpt_path=tmp_path / "after.ckpt", **options)), state_of(whole))
+    part.max_rounds = ROUNDS
+    part.fit(part.lightning_module, data())
+    assert same(state_of(part), state_of(whole))
+
+
+def test_between_rounds_the_optimizer_has_the_rate_of_the_next_local_step() -> None:
+    scale = [warm_up(SGD([nn.Parameter(torch.ones(1))], 1.0)).lr_lambdas[0](t) for t in range(31)]
+    rates = {mode: Rates() for mode in MODES}
+    for mode in MODES:
+        run(mode, callbacks=[rates[mode]])
+    assert rates["restart"].at_start == rates["continue"].at_start == [0.0] * ROUNDS
+    # the longest clients of the rounds take 8, 8, 6 and 8 steps
+    assert rates["total"].at_start == pytest.approx([0.2 * scale[t] for t in (0, 8, 16, 22)])
+    assert rates["total"].at_end == pytest.approx([0.2 * scale[t] for t in (8, 16, 22, 30)])
+    steps = Rates()
+    run("total", callbacks=[steps], local_epochs=None, local_steps=5)
+    assert steps.at_start == pytest.approx([0.2 * scale[t] for t in (0, 5, 10, 15)])
+
+
+def test_a_client_counts_the_steps_of_its_own_work() -> None:
+    counts = {i: int(kept["schedule.steps"]) for i, kept in run("continue").fit_loop.state.clients.state_dict().items()}
+    assert counts == {0: 24, 1: 12, 2: 4, 3: 18}
+    ditto = run("continue", algorithm=Ditto(0.5)).fit_loop
+    assert {i: int(kept["schedule.steps"]) for i, kept in ditto.state.clients.state_dict().items()} == counts
+    assert "schedule.steps" not in run("total").fit_loop.state.new_client()
+
+
+def test_asynchronous_clients_begin_at_the_step_of_their_model() -> None:
+    rates = Rates()
+    buffered = FedBuff(size=2, concurrency=3)
+    run(
+        "total",
+        "cosine",
+        callbacks=[rates],
+        sampler=None,
+        asynchronous=buffered,
+        clients_per_round=None,
+        local_epochs=None,
+        local_steps=3,
+    )
+    schedule = CosineAnnealingLR(SGD([nn.Parameter(torch.ones(1))], 0.2), T_max=9)
+    expected = []
+    with warnings.catch_warnings(action="ignore"):
+        for t in range(10):
+            if t % 3 == 0:
+                expected.append(schedule.get_last_lr()[0])
+            schedule.step()
+    assert rates.at_start == expected
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [FedCM(alpha=0.5), FedSpeed(lam=2.0, rho=0.1), FedAvg(pseudo_grad="normalized")],
+    ids=lambda a: type(a).__name__,
+)
+@pytest.mark.parametrize(
+    "schedule",
+    ["warm-up", pytest.param("groups", marks=pytest.mark.thorough), pytest.param("adam", marks=pytest.mark.thorough)],
+)
+def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule: str) -> None:
+    for mode in ("restart", "total"):
+        one, two = (
+            run(mode, schedule, engine=engine, algorithm=algorithm).fit_loop.state
+            for engine in ("sequential", "vectorized")
+        )
+        torch.testing.assert_close(one.x, two.x, rtol=1e-12, atol=1e-13)
+        for name, value in one.state.items():
+            torch.testing.assert_close(value, two.state[name], rtol=1e-11, atol=1e-13)
+
+
+class FineTuned(FederatedCallback):
+    """Measures a client's loss after a few steps from each round's model."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Tensor, float]] = []
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        loss = trainer.fit_loop.evaluate_client(0, "train", steps=3)["val_loss"]
+        self.found.append((trainer.fit_loop.state.x.clone(), loss))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fine_tuning_follows_the_schedule_as_a_new_client_and_leaves_no_trace(mode: str) -> None:
+    tuned, module, (rows, *_) = FineTuned(), Regression("warm-up").double(), clients()
+    assert torch.equal(
+        run(mode, callbacks=[tuned], max_rounds=2).fit_loop.state.x, run(mode, max_rounds=2).fit_loop.state.x
+    )
+    for (x, loss), first in zip(tuned.found, (8, 16) if mode == "total" else (0, 0), strict=True):
+        nn.utils.vector_to_parameters(x, module.parameters())
+        optimizer = SGD(module.parameters(), lr=1.0)
+        scale = warm_up(optimizer).lr_lambdas[0]
+        for k, at in enumerate(torch.arange(6).split(BATCH)):
+            optimizer.param_groups[0]["lr"] = 0.2 * scale(first + k)
+            optimizer.zero_grad()
+            module.training_step(rows[at], 0).backward()
+            optimizer.step()
+        assert loss == pytest.approx(module.training_step(rows[torch.arange(7)], 0).item(), rel=1e-6)
+
+
+def work_of_two() -> dict[str, Tensor]:
+    two = {"strategy": "clients", "devices": 2, "num_nodes": 1}
+    return {mode: run(mode, "adam", algorithm=Scaffold("ii"), **two).fit_loop.state.x for mode in MODES}
+
+
+@pytest.mark.thorough
+def test_several_processes_have_the_result_of_one(tmp_path: Path) -> None:
+    first, second = in_processes(work_of_two, tmp_path)
+    for part in (first, second):
+        assert not part.error, part.trace
+    for mode in MODES:
+        assert torch.equal(first.value[mode], second.value[mode])
+        alone = run(mode, "adam", algorithm=Scaffold("ii")).fit_loop.state.x
+        torch.testing.assert_close(first.value[mode], alone, rtol=1e-12, atol=1e-13)
+
+
+def test_clients_at_steps_of_their_own_are_trained_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    reason = "local_schedule='continue' is not offered: clients may be at different steps of their schedules"
+    with pytest.raises(FederatedError, match=reason):
+        run("continue", engine="vectorized")
+    caplog.clear()
+    auto = run("continue", engine="auto", max_rounds=1)
+    assert any("takes 'sequential'" in record.message and reason in record.message for record in caplog.records)
+    assert torch.equal(auto.fit_loop.state.x, run("continue", max_rounds=1).fit_loop.state.x)
+
+
+class SetsRate(FederatedCallback):
+    """Sets a rate for one client."""
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        if client_id == 2:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.7
+
+
+class Decays(Regression):
+    """Its schedule moves the weight decay."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        scheduler.optimizer.param_groups[0]["weight_decay"] += 0.1
+
+
+def test_what_contradicts_the_choice_is_refused_by_name() -> None:
+    for mode in MODES:
+        with pytest.raises(
+            FederatedError, match=f"local_schedule='{mode}': a hook has set lr=0.7 in group 0.*LambdaLR"
+        ):
+            run(mode, callbacks=[SetsRate()])
+    SCHEDULES["short"] = partial(SGD, lr=0.2, momentum=0.9), partial(OneCycleLR, max_lr=0.3, total_steps=9)
+    with pytest.raises(FederatedError, match="'total': OneCycleLR has no options for step 10.*those of all rounds"):
+        run("total", "short")
+    run("restart", "short")
+    with pytest.raises(FederatedError, match="changes other options .* weight_decay from 0 to 0.1"):
+        trainer(local_schedule="total").fit(Decays(), FederatedDataModule(clients=float_clients(), batch_size=2))
+
+
+def float_clients() -> list[TensorDataset]:
+    return [TensorDataset(*(tensor.float() for tensor in own.tensors)) for own in clients()]
+
+
+def test_a_module_learns_how_long_its_schedule_is() -> None:
+    lengths = {
+        mode: trainer(local_schedule=mode, local_steps=5, max_rounds=4).estimated_stepping_batches for mode in MODES
+    }
+    assert lengths == {"restart": 5, "continue": 20, "total": 20}
+    assert trainer(local_schedule="total", local_steps=5, max_rounds=-1).estimated_stepping_batches == float("inf")
+    with pytest.raises(FederatedError, match="local_epochs=2 does not tell.*Set local_steps instead"):
+        _ = trainer(local_schedule="total", local_epochs=2).estimated_stepping_batches
+
+
+def test_a_checkpoint_without_the_count_of_steps_is_refused(tmp_path: Path) -> None:
+    run("total", max_rounds=2, callbacks=[Rates(tmp_path)])
+    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)
+    del saved["loops"]["fit_loop"]["state_dict"]["longest_steps"]
+    torch.save(saved, tmp_path / "old.ckpt")
+    with pytest.raises(FederatedError, match="checkpoint is of an earlier version.*Set local_steps instead"):
+        run("total", ckpt_path=tmp_path / "old.ckpt")
+    with pytest.warns(UserWarning, match="was written with local_schedule='total'"):
+        run("restart", ckpt_path=tmp_path / "old.ckpt")

@@ -1,0 +1,205 @@
+"""Clients' models as files: which ones, their numbers in both engines and several processes, and what goes wrong."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, FedBN
+from lightning_fed.callbacks import ClientModels
+from tests.helpers.processes import in_processes
+from tests.helpers.training import Net, Trajectory, clients, data, parameters, same, seeded, trainer
+
+
+class Plain(Net):
+    """Without dropout, so that both engines agree."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def run(folder: Path, models: Any = "local", datamodule: Any = None, **options: Any) -> Any:
+    saver = ClientModels(models, folder=folder, **options.pop("saver", {}))
+    callbacks, make = [*options.pop("callbacks", []), saver], options.pop("make", Plain)
+    ckpt_path = options.pop("ckpt_path", None)
+    fitted = trainer(callbacks=callbacks, **{"precision": "64-true", "limit_val_batches": 0, **options})
+    fitted.fit(seeded(make), data() if datamodule is None else datamodule, ckpt_path=ckpt_path)
+    return fitted
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_local_models_are_those_that_clients_arrive_at(engine: Any, tmp_path: Path) -> None:
+    seen = Trajectory()
+    run(tmp_path, callbacks=[seen], engine=engine, saver={"every_n_rounds": 2}, max_rounds=4)
+    cohorts = {2: seen.cohorts[1], 4: seen.cohorts[3]}
+    assert files(tmp_path) == sorted(f"round_00000{r}/client_{i}.safetensors" for r in cohorts for i in cohorts[r])
+    model, mean, examples = Plain().double(), torch.zeros_like(seen.models[0]), 0
+    for i in cohorts[4]:
+        model.load_state_dict(ClientModels.load(tmp_path, round=4, client_id=i))
+        assert torch.equal(parameters(model), seen.ends[3][i])
+        size = len(clients()[i])
+        mean, examples = mean + size * parameters(model), examples + size
+    torch.testing.assert_close(mean / examples, seen.models[3], rtol=1e-12, atol=1e-14)
+
+
+class Shown(FederatedCallback):
+    """Notes clients' personal models after each round."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, Any], dict[str, Tensor]] = {}
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        for i in trainer.fit_loop.population:
+            with trainer.fit_loop.showing_client_model(i):
+                state = {name: value.clone() for name, value in pl_module.state_dict().items()}
+                self.found[trainer.fit_loop.round, i] = state
+
+
+class Normalised(Plain):
+    """With BatchNorm, whose parameters and statistics FedBN leaves with the clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.insert(1, nn.BatchNorm1d(8))
+
+
+PERSONAL: dict[str, dict[str, Any]] = {
+    "personal parameters": {"personal": ["head.*"]},
+    "at once": {"personal": ["head.*"], "engine": "vectorized"},
+    "Ditto": {"algorithm": Ditto(0.5)},
+    "buffers": {"algorithm": FedBN(), "make": Normalised},
+}
+
+
+@pytest.mark.parametrize("name", PERSONAL)
+def test_personal_models_are_those_that_are_evaluated(name: str, tmp_path: Path) -> None:
+    options = {"max_rounds": 2, **PERSONAL[name], "datamodule": data((12, 8, 20, 4, 16, 8))}
+    shown, others, seen = Shown(), tmp_path / "others", Trajectory()
+    chosen = ClientModels("personal", folder=others, clients=[0, 5])  # whether or not they are in the round
+    run(tmp_path / "cohort", "personal", callbacks=[shown, chosen, seen], **options)
+    cohorts = {1: seen.cohorts[0], 2: seen.cohorts[1]}
+    assert len(files(tmp_path / "cohort")) == 2 * 3
+    for r, cohort in cohorts.items():
+        for i in cohort:
+            assert same(ClientModels.load(tmp_path / "cohort", r, i), shown.found[r, i])
+        for i in (0, 5):
+            assert same(ClientModels.load(others, r, i), shown.found[r, i])
+    assert len(files(others)) == 4
+    first, second, *_ = cohorts[2]
+    assert not same(shown.found[2, first], shown.found[2, second])
+
+
+def test_a_resumed_run_writes_the_same_files(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", max_rounds=3)
+    part = run(tmp_path / "part", max_rounds=1)
+    part.save_checkpoint(tmp_path / "1.ckpt")
+    run(tmp_path / "part", max_rounds=3, ckpt_path=tmp_path / "1.ckpt")
+    assert files(tmp_path / "part") == files(tmp_path / "whole")
+    for file in files(tmp_path / "whole"):
+        assert (tmp_path / "part" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert whole.fit_loop.round == 3
+
+
+def test_a_round_has_no_files_of_clients_that_did_not_complete_it(tmp_path: Path) -> None:
+    left = ClientModels.path(tmp_path, 1, 77)
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of an earlier run")
+    sets = clients()
+    sets[3].tensors[0][:] = float("nan")
+    drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_rounds": 1}
+    run(tmp_path, datamodule=FederatedDataModule(clients=sets, batch_size=4), **drops)
+    assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in (0, 1, 2, 4, 5)]
+
+
+def test_a_file_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, max_rounds=1, clients_per_round=1)
+    (file,) = files(tmp_path)
+    before = (tmp_path / file).read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        FederatedError, match=r"client_\d.safetensors could not be written: No space left.*another folder"
+    ):
+        run(tmp_path, max_rounds=1, clients_per_round=1, local_epochs=2)
+    assert files(tmp_path) == [file]
+    assert (tmp_path / file).read_bytes() == before
+    (tmp_path / file).write_bytes(before[:-9])
+    with pytest.raises(FederatedError, match="cannot be read as a client's model"):
+        ClientModels.load(tmp_path, 1, int(file[len("round_000001/client_")]))
+
+
+def work_of_two(folder: Path) -> None:
+    two = {"strategy": "clients", "devices": 2}
+    run(folder / "local", **two)
+    run(folder / "own", "personal", personal=["head.*"], **two)
+
+
+@pytest.mark.thorough
+def test_several_processes_write_the_files_of_one(tmp_path: Path) -> None:
+    for part in in_processes(partial(work_of_two, tmp_path / "two"), tmp_path):
+        assert not part.error, part.trace
+    run(tmp_path / "one" / "local")
+    run(tmp_path / "one" / "own", "personal", personal=["head.*"])
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    for file in (tmp_path / "one").rglob("*.safetensors"):
+        i, number = int(file.stem.split("_")[1]), int(file.parent.name.split("_")[1])
+        for name, value in ClientModels.load(file.parents[1], number, i).items():
+            other = ClientModels.load(tmp_path / "two" / file.parents[1].name, number, i)[name]
+            torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-14)
+
+
+class Extra(Plain):
+    """With state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"words": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make", "saver", "message"),
+    [
+        (FedAvg(), Plain, ClientModels("personal"), r"clients of FedAvg have no personal models. Pass personal=\["),
+        (FedAvg(), Plain, ClientModels(clients=[1, 9]), "there is no client 9; ids are such as 0"),
+        (FedAvg(), Extra, ClientModels(), "the state_dict of Extra has a dict at '_extra_state'"),
+    ],
+    ids=["personal", "unknown", "extra state"],
+)
+def test_what_cannot_be_saved_is_refused_by_name(
+    algorithm: Algorithm, make: Any, saver: ClientModels, message: str, tmp_path: Path
+) -> None:
+    run_of = trainer(algorithm=algorithm, callbacks=[saver], default_root_dir=tmp_path)
+    with pytest.raises(FederatedError, match=message):
+        run_of.fit(seeded(make), data())
+    assert saver.folder in (None, tmp_path / "client_models")
+    assert not files(tmp_path)
+
+
+def test_arguments_and_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match="ClientModels.models='all'"):
+        ClientModels("all")  # type: ignore[arg-type]
+    with pytest.raises(FederatedError, match="clients must be a list of ids, found a str"):
+        ClientModels(clients="clinic")
+    for i, name in ((3, "client_3"), ("3", "client_'3'"), ("a/b", "client_a%2Fb"), ("-1", "client_'-1'")):
+        assert ClientModels.path(tmp_path, 1, i).stem == name
+    run(tmp_path, max_rounds=1, clients_per_round=1.0, saver={"clients": [2, 4]})
+    with pytest.raises(
+        FederatedError, match=r"no model of client 0 after round 1: in round_000001 there are \['2', '4'\]"
+    ):
+        ClientModels.load(tmp_path, 1, 0)
+    with pytest.raises(FederatedError, match=r"no model of client 2 after round 9: the rounds are \['round_000001'\]"):
+        ClientModels.load(tmp_path, 9, 2)

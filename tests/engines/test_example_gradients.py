@@ -1,0 +1,307 @@
+"""Local steps under record-level privacy: against a loop by hand, the noise, resuming, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fed import ClientError, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Scaffold
+from lightning_fed.callbacks import ClientAccuracy
+from lightning_fed.core.seeds import KeyedStream, Purpose, generator
+from lightning_fed.data.batches.poisson import PoissonBatches
+from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPrivacy, SignFlipAttack
+from lightning_fed.server.aggregation.privacy import gaussian_noise
+from tests.helpers.engines import Ordinary, assert_close, run, state_of
+from tests.helpers.optional import needs_opacus
+from tests.helpers.training import Net, clients, data, fit, parameters, seeded, trainer
+
+pytestmark = needs_opacus
+
+OFF = ClientPrivacy(noise_multiplier=0.0, max_grad_norm=1e9, delta=1e-3, sampling="shuffle")
+ON = ClientPrivacy(noise_multiplier=0.8, max_grad_norm=0.3, delta=1e-3)
+QUICK: dict[str, Any] = {"limit_val_batches": 0, "max_rounds": 2}
+
+
+# ------------------------------------------------------------------ without noise and clipping
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (Scaffold(), {}),
+        pytest.param(FedAvg(), {"local_optimizer_state": "keep"}, marks=pytest.mark.thorough),
+        pytest.param(FedProx(0.1), {"local_epochs": None, "local_steps": 3}, marks=pytest.mark.thorough),
+        pytest.param(FedDyn(1.0), {"personal": ["head.*"]}, marks=pytest.mark.thorough),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "at_once", [None, pytest.param(3, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.thorough)]
+)
+def test_without_noise_and_clipping_it_is_the_ordinary_run(algorithm: Any, options: Any, at_once: int | None) -> None:
+    def make() -> Ordinary:
+        return Ordinary(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=0.01))
+
+    given = {"algorithm": algorithm, **QUICK, **options}
+    private = ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", at_once)
+    plain, found = run("sequential", make, **given), run("sequential", make, client_privacy=private, **given)
+    assert_close(state_of(plain), state_of(found), rtol=1e-12)
+
+
+# ------------------------------------------------------------------ against a loop by hand
+
+
+def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
+    """Return FedAvg's model of all clients after some rounds of one epoch, by loops over examples."""
+    torch.manual_seed(3)
+    model, source = Ordinary().double(), data()
+    params = list(model.parameters())
+    x = [p.detach().clone() for p in params]
+    for number in range(rounds):
+        total, weight = [torch.zeros_like(p) for p in x], 0
+        for i in range(6):
+            batches: Any = source.client_batches(i)
+            if privacy.sampling == "poisson":
+                batches = PoissonBatches(batches, seed)
+            noise = KeyedStream(seed, Purpose.CLIENT_NOISE, number, i)
+            with torch.no_grad():
+                for p, value in zip(params, x, strict=True):
+                    p.copy_(value)
+            for batch, examples in batches.epoch(generator(seed, Purpose.BATCHES, number, i)):
+                sums = [torch.zeros_like(p) for p in x]
+                for j in range(examples):
+                    loss = F.cross_entropy(model(batch[0][j : j + 1].double()), batch[1][j : j + 1])
+                    grads = torch.autograd.grad(loss, params)
+                    norm = float(torch.cat([g.flatten() for g in grads]).norm())
+                    for own, g in zip(sums, grads, strict=True):
+                        own += g / max(1.0, norm / privacy.max_grad_norm)
+                divisor = examples if privacy.sampling == "shuffle" else batches.size / batches.num_batches()
+                with torch.no_grad():
+                    for p, own in zip(params, sums, strict=True):
+                        if privacy.noise_multiplier:
+                            std = privacy.noise_multiplier * privacy.max_grad_norm
+                            own += gaussian_noise(own.numel(), std, noise).view(own.shape)
+                        p -= 0.1 * (own / divisor + 0.01 * p)
+            size = len(clients()[i])
+            weight += size
+            for own, p in zip(total, params, strict=True):
+                own += size * p.detach()
+        x = [own / weight for own in total]
+    return torch.cat([p.flatten() for p in x])
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        ClientPrivacy(0.0, 0.3, 1e-3, "shuffle"),
+        ON,
+        pytest.param(ClientPrivacy(0.8, 0.3, 1e-3, "shuffle"), marks=pytest.mark.thorough),
+        pytest.param(ClientPrivacy(0.8, 0.3, 1e-3, "poisson", examples_at_once=2), marks=pytest.mark.thorough),
+    ],
+    ids=repr,
+)
+def test_clipping_noise_and_samples_are_those_of_a_loop(privacy: ClientPrivacy) -> None:
+    found = run("sequential", client_privacy=privacy, clients_per_round=6, **QUICK)
+    want = by_hand(privacy)
+    torch.testing.assert_close(parameters(found.lightning_module), want, rtol=1e-12, atol=1e-12)
+
+
+def test_noise_has_the_stated_size_and_differs_by_step_round_and_client() -> None:
+    class Flat(Ordinary):
+        """Has a loss without a gradient, so that clients move by noise alone."""
+
+        def __init__(self) -> None:
+            super().__init__(lambda p: torch.optim.SGD(p, lr=1.0))
+            self.body, self.head = nn.Linear(6, 2000), nn.Identity()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return 0.0 * self(batch[0]).sum()
+
+    moved = []
+    for number in (1, 2):
+        t = run("sequential", Flat, client_privacy=ClientPrivacy(2.0, 0.5, 1e-3), max_rounds=number,
+                clients_per_round=1.0, limit_val_batches=0)  # fmt: skip
+        moved.append(parameters(t.lightning_module))
+    torch.manual_seed(3)
+    first, second = moved[0] - parameters(Flat().double()), moved[1] - moved[0]
+    sizes = torch.tensor([float(len(own)) for own in clients()])
+    steps = (sizes / 4).ceil()
+    # each of a client's steps adds z C / B of noise, and the server averages by examples
+    std = float((((sizes / sizes.sum()) * (1.0 / (sizes / steps))) ** 2 * steps).sum().sqrt())
+    for part in (first, second):
+        assert float(part.std()) == pytest.approx(std, rel=0.02)
+        assert abs(float(part.mean())) < 4 * std / len(part) ** 0.5
+    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.04
+
+
+# ------------------------------------------------------------------ in a run
+
+
+def test_nothing_without_noise_is_logged_and_the_privacy_is() -> None:
+    t = run("auto", client_privacy=ON, **QUICK)
+    assert t.fit_loop.run_state.clients.engine_names == ["sequential"]
+    names = set(t.callback_metrics)
+    assert not names & {"train_loss", "client/loss"}
+    spent = t.fit_loop.client_epsilons
+    assert float(t.callback_metrics["privacy/record_epsilon"]) == pytest.approx(max(spent.values()))
+    assert len(spent) == t.fit_loop.state.seen == 4
+    assert all(0 < epsilon < 50 for epsilon in spent.values())
+
+
+@pytest.mark.parametrize("at_once", [None, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_resumed_run_has_the_same_bits_and_the_same_privacy(at_once: int | None, tmp_path: Any) -> None:
+    privacy = ClientPrivacy(0.8, 0.3, 1e-3, "poisson", at_once)
+    whole = trainer(client_privacy=privacy, max_rounds=3)
+    whole.fit(model := seeded(), data())  # with dropout
+    first = trainer(client_privacy=privacy, max_rounds=2)
+    first.fit(seeded(), data())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    again = trainer(client_privacy=privacy, max_rounds=3)
+    again.fit(other := seeded(), data(), ckpt_path=tmp_path / "a.ckpt")
+    assert torch.equal(parameters(model), parameters(other))
+    assert again.fit_loop.client_epsilons == whole.fit_loop.client_epsilons != first.fit_loop.client_epsilons
+    first.max_rounds = 3
+    first.fit(first.lightning_module, data())  # a second fit goes on
+    assert first.fit_loop.client_epsilons == whole.fit_loop.client_epsilons
+    for change in (None, ClientPrivacy(0.9, 0.3, 1e-3)):
+        with pytest.raises(FederatedError, match="client_privacy is ClientPrivacy"):
+            fit(client_privacy=change, max_rounds=3, ckpt_path=tmp_path / "a.ckpt")
+
+
+@pytest.mark.thorough
+def test_it_goes_together_with_privacy_of_clients_which_hides_who_spent_what() -> None:
+    t = run("sequential", client_privacy=ON, aggregator=DifferentialPrivacy(0.5, 1.0, 1e-3),
+            sampler=BernoulliSampler(0.9), clients_per_round=None, **QUICK)  # fmt: skip
+    assert {"privacy/epsilon", "server/update_norm", "round/seconds"} == set(t.callback_metrics)
+
+
+@pytest.mark.thorough
+def test_a_loader_and_an_attacked_clients_samples_work_too() -> None:
+    class Lists(Dataset[Any]):
+        def __init__(self, own: Any) -> None:
+            self.own = own
+
+        def __len__(self) -> int:
+            return len(self.own)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.own[index]
+
+    def loaded() -> FederatedDataModule:
+        return FederatedDataModule(clients=[Lists(own) for own in clients()], batch_size=4)
+
+    options = {"client_privacy": ON, "attack": SignFlipAttack(0.5), **QUICK}
+    assert_close(state_of(run("sequential", **options)), state_of(run("sequential", datamodule=loaded, **options)))
+
+
+def test_a_large_delta_is_named() -> None:
+    with pytest.warns(UserWarning, match="delta=0.1, which is not below 1/n"):
+        fit(client_privacy=ClientPrivacy(1.0, 1.0, delta=0.1), max_rounds=1)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+class Normed(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(self.body, nn.BatchNorm1d(8))
+
+
+class Counts(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps = self.steps + 1
+        return super().training_step(batch, batch_idx)
+
+
+class Skips(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Reads(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if float(loss) > 0 else 2 * loss
+
+
+class Hooked(Ordinary):
+    def on_after_backward(self) -> None:
+        pass
+
+
+class Watches(pl.Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pass
+
+
+class Infinite(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * float("inf")
+
+
+class OwnLoader(FederatedDataModule):
+    def client_dataloader(self, client_id: Any, generator: Any) -> Any:
+        return DataLoader(self.client_dataset(client_id), batch_size=4)
+
+
+def collate(rows: list[Any]) -> Any:
+    return {"x": torch.stack([x for x, _ in rows]), "name": "a"}
+
+
+def with_(make: Callable[[], Any] = Ordinary, datamodule: Any = None, **options: Any) -> Callable[[], Any]:
+    return lambda: fit(make(), datamodule and datamodule(), **{"client_privacy": OFF, "max_rounds": 1, **options})
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (with_(accumulate_grad_batches=2), "cannot be combined with accumulate_grad_batches=2"),
+    (with_(gradient_clip_val=1.0), "cannot be combined with gradient_clip_val.*max_grad_norm"),
+    (with_(gradient_clip_val=1.0, gradient_clip_on="corrected"), "cannot be combined with gradient_clip_val"),
+    (with_(precision="bf16-mixed"), "cannot be combined with precision='bf16-mixed'"),
+    (with_(profiler="simple"), "cannot be combined with profiler=SimpleProfiler"),
+    (with_(callbacks=[ClientAccuracy()]), "the callback ClientAccuracy"),
+    (with_(Normed), r"body.1 \(BatchNorm1d\).*GroupNorm"),
+    (with_(Counts), "training_step changes the buffer 'steps'"),
+    (with_(Skips), "must return a loss for every example"),
+    (with_(Reads), r"cannot be computed at once .*Pass ClientPrivacy\(examples_at_once=1\)"),
+    (with_(Hooked), "cannot be combined with Hooked.on_after_backward"),
+    (with_(callbacks=[Watches()]), "cannot be combined with Watches.on_before_optimizer_step"),
+    (with_(datamodule=lambda: OwnLoader(clients=clients(), batch_size=4)), "OwnLoader.client_dataloader"),
+    (
+        with_(datamodule=lambda: FederatedDataModule(clients=clients(), batch_size=4, collate_fn=collate)),
+        "a batch with str",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_what_noise_would_not_cover_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        make()
+
+
+def test_modules_that_read_values_run_one_example_after_another() -> None:
+    found = run("sequential", Reads, client_privacy=ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1), **QUICK)
+    assert_close(state_of(run("sequential", Ordinary, **QUICK)), state_of(found), rtol=1e-12)
+
+
+def test_an_example_without_a_finite_gradient_names_its_client() -> None:
+    with pytest.raises(ClientError, match="Client .* the gradient of an example is not finite"):
+        fit(Infinite(), client_privacy=OFF, max_rounds=1)
+
+
+def test_the_module_is_as_before_after_a_run() -> None:
+    model = Net()
+    fit(model, client_privacy=ON, max_rounds=1)
+    assert "log" not in vars(model)
+    assert "log_dict" not in vars(model)

@@ -1,0 +1,248 @@
+"""Simulated attacks: who is bad, what bad clients send and train on, and what is refused."""
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
+from lightning_fed.algorithms import Algorithm, FedAvg, FedDyn, FedNova, Mime, Scaffold, ServerOnly, SGDm
+from lightning_fed.core.types import ClientId
+from lightning_fed.data.batches.batches import ChangedBatches, RepeatedBatches
+from lightning_fed.server import QSGD, Attack, CoordinateMedian, LabelFlipAttack, NoiseAttack, SignFlipAttack, TopK
+from lightning_fed.server.attacks import attacked
+from lightning_fed.server.participation import Population
+from tests.helpers.engines import Ordinary, assert_agree, run, state_of
+from tests.helpers.training import CLASSES, clients, data, fit, seeded, trainer
+
+
+def population(ids: Any = range(10)) -> Population:
+    return Population(ids, [5] * len(ids))
+
+
+# ------------------------------------------------------------------ who is bad
+
+
+def test_a_share_of_the_clients_is_drawn_from_the_seed() -> None:
+    attack = SignFlipAttack(0.3)
+    assert len(attack.attackers(0, population())) == 3
+    assert attack.attackers(0, population()) == attack.attackers(0, population())
+    assert len({attack.attackers(seed, population()) for seed in range(10)}) > 5
+    assert attack.attackers(0, population()) == NoiseAttack(0.3, std=1.0).attackers(0, population())
+    assert SignFlipAttack(0.0).attackers(0, population()) == frozenset()
+    assert SignFlipAttack(1.0).attackers(0, population()) == frozenset(range(10))
+
+
+def test_bad_clients_may_be_named() -> None:
+    assert SignFlipAttack(["c", "a"]).attackers(0, population(["a", "b", "c"])) == {0, 2}
+    with pytest.raises(
+        FederatedError, match=r"attack=SignFlipAttack.* has 'x', not ids of the data module's 3 clients"
+    ):
+        SignFlipAttack(["a", "x"]).attackers(0, population(["a", "b", "c"]))
+
+
+# ------------------------------------------------------------------ what they send
+
+
+class Sent(Algorithm):
+    """FedAvg that keeps the mean messages of each round."""
+
+    def __init__(self) -> None:
+        self._means: list[Tensor] = []
+
+    def update_server(self, x: Tensor, server: Any, mean: Any, cohort: Any) -> Any:
+        self._means.append(mean["delta"].clone())
+        return super().update_server(x, server, mean, cohort)
+
+
+def mean_update(attack: Attack | None, engine: str = "sequential", **options: Any) -> Tensor:
+    """Return the mean change of one round of all clients, as the server saw it."""
+    algorithm = Sent()
+    given = {"weighting": "uniform", "clients_per_round": 6, "max_rounds": 1, "limit_val_batches": 0, **options}
+    run(engine, algorithm=algorithm, attack=attack, **given)
+    return algorithm._means[0]
+
+
+class Changes(FederatedCallback):
+    """Keeps each client's own change of one round."""
+
+    def __init__(self) -> None:
+        self.x: Tensor = torch.zeros(0)
+        self.of: dict[ClientId, Tensor] = {}
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.x = trainer.fit_loop.state.x.clone()
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.of[client_report.client_id] = trainer.fit_loop.client_model[0].clone() - self.x
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_flipped_messages_are_what_the_server_averages(engine: str) -> None:
+    seen = Changes()
+    found = mean_update(SignFlipAttack([1, 4], scale=3.0), engine, callbacks=[seen])
+    own = [-3.0 * change if i in (1, 4) else change for i, change in sorted(seen.of.items())]
+    torch.testing.assert_close(found, torch.stack(own).mean(dim=0), rtol=1e-12, atol=1e-14)
+
+
+def test_noise_replaces_the_message_and_depends_on_seed_round_and_client() -> None:
+    seen = Changes()
+    found = mean_update(NoiseAttack([2], std=5.0), callbacks=[seen])
+    honest = torch.stack([change for i, change in seen.of.items() if i != 2]).sum(dim=0)
+    noise = 6 * found - honest
+    assert float(noise.std()) == pytest.approx(5.0, rel=0.1)
+    assert abs(float(noise.mean())) < 1.5
+    assert torch.equal(found, mean_update(NoiseAttack([2], std=5.0)))
+    other = 6 * mean_update(NoiseAttack([3], std=5.0), callbacks=[again := Changes()])
+    other = other - torch.stack([change for i, change in again.of.items() if i != 3]).sum(dim=0)
+    assert float((other - noise).abs().max()) > 1.0
+
+
+def test_a_message_sent_under_two_names_is_changed_once() -> None:
+    both = torch.ones(4)
+    sent = attacked(NoiseAttack(0.5, 1.0), {"a": both, "b": both, "c": torch.ones(4)}, torch.Generator())
+    assert sent["a"] is sent["b"]
+    assert not torch.equal(sent["a"], sent["c"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "attack"),
+    [
+        (Scaffold(), SignFlipAttack(0.5, 2.0)),
+        *(
+            pytest.param(algorithm, attack, marks=pytest.mark.thorough)
+            for algorithm in (FedAvg(), Scaffold("i"), FedDyn(1.0), FedNova(), Mime(SGDm()), ServerOnly())
+            for attack in (SignFlipAttack(0.5, 2.0), NoiseAttack([1, 4], 0.5), LabelFlipAttack(0.5, CLASSES))
+        ),
+    ],
+    ids=repr,
+)
+def test_engines_and_chunks_agree(algorithm: Algorithm, attack: Attack) -> None:
+    options: dict[str, Any] = {"algorithm": algorithm, "attack": attack, "limit_val_batches": 0, "clients_per_round": 6}
+    if not algorithm.local_work:
+        options["local_epochs"] = None
+    one = run("sequential", **options)
+    assert_agree(one, run("vectorized", chunk_size=4, **options))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("compression", [TopK(0.2), QSGD(7)], ids=repr)
+def test_messages_are_attacked_before_they_are_compressed(compression: Any) -> None:
+    options = {"attack": SignFlipAttack(0.5), "compression": compression, "aggregator": CoordinateMedian()}
+    assert_agree(run("sequential", **options), run("vectorized", chunk_size=4, **options))
+
+
+def test_full_batch_gradients_are_attacked_too() -> None:
+    momenta = [
+        run("sequential", algorithm=Mime(SGDm()), attack=attack, max_rounds=1).fit_loop.server["m"]
+        for attack in (None, SignFlipAttack(1.0))
+    ]
+    torch.testing.assert_close(momenta[0], -momenta[1], rtol=1e-12, atol=0.0)
+
+
+def test_bad_clients_keep_their_own_states() -> None:
+    honest, bad = (run("sequential", algorithm=Scaffold(), attack=a, max_rounds=1) for a in (None, SignFlipAttack(1.0)))
+    mine, theirs = state_of(honest), state_of(bad)
+    for name in mine:
+        if name.startswith("client."):
+            assert torch.equal(mine[name], theirs[name])
+
+
+def test_an_attack_by_nobody_changes_no_bit() -> None:
+    assert torch.equal(fit(attack=None), fit(attack=SignFlipAttack(0.0)))
+
+
+@pytest.mark.parametrize("attack", [NoiseAttack(0.5, 0.1), LabelFlipAttack([1], CLASSES)], ids=repr)
+def test_a_resumed_run_has_the_same_bits(attack: Attack, tmp_path: Any) -> None:
+    whole = fit(attack=attack, max_rounds=3)
+    first = trainer(attack=attack, max_rounds=2)
+    first.fit(seeded(), data())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(whole, fit(attack=attack, max_rounds=3, ckpt_path=tmp_path / "a.ckpt"))
+
+
+def test_another_attack_after_a_break_warns(tmp_path: Any) -> None:
+    first = trainer(attack=SignFlipAttack([1]), max_rounds=1)
+    first.fit(seeded(), data())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match=r"attack=SignFlipAttack\(clients=\[1\], scale=1.0\) \(this run has None\)"):
+        fit(max_rounds=2, ckpt_path=tmp_path / "a.ckpt")
+
+
+# ------------------------------------------------------------------ what they train on
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_flipped_labels_are_those_of_data_with_flipped_labels(engine: str) -> None:
+    sets = clients()
+    for i in (1, 4):
+        sets[i] = TensorDataset(sets[i].tensors[0], CLASSES - 1 - sets[i].tensors[1])
+    options: dict[str, Any] = {"algorithm": Mime(SGDm()), "clients_per_round": 6, "max_rounds": 2}
+    by_hand = run(engine, datamodule=lambda: FederatedDataModule(clients=sets, batch_size=4), **options)
+    found = run(engine, datamodule=lambda: FederatedDataModule(clients=clients(), batch_size=4),
+                attack=LabelFlipAttack([1, 4], CLASSES), **options)  # fmt: skip
+    assert_agree(by_hand, found)
+
+
+def test_labels_are_found_in_pairs_and_mappings() -> None:
+    attack, y = LabelFlipAttack(0.5, 4), torch.tensor([0, 3, 1])
+    x, flipped = torch.zeros(3, 2), torch.tensor([3, 0, 2])
+    assert torch.equal(attack.batch((x, y))[1], flipped)
+    assert torch.equal(attack.batch([x, x, y])[2], flipped)
+    found = attack.batch({"image": x, "label": y, "id": y})
+    assert torch.equal(found["label"], flipped)
+    assert torch.equal(found["id"], y)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.zeros(3, 2), "finds no labels in a batch, a Tensor"),
+        ({"image": torch.zeros(3)}, "finds no labels in a batch"),
+        (namedtuple("Pair", "x y")(torch.zeros(1), torch.zeros(1)), "finds no labels"),
+        ([torch.zeros(3, 2), torch.zeros(3)], "the labels of a batch are torch.float32"),
+        ([torch.zeros(3, 2), [0, 1, 2]], "the labels of a batch are a list"),
+        ([torch.zeros(3, 2), torch.tensor([0, 4, 1])], "found the labels 0 to 4 in a batch.*from 0 to 3"),
+    ],
+)
+def test_batches_without_such_labels_are_refused(batch: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        LabelFlipAttack(0.5, 4).batch(batch)
+
+
+def test_changed_batches_count_like_their_own() -> None:
+    own = data().client_batches(0)
+    changed = ChangedBatches(own, lambda batch: [batch[0] + 1, batch[1]])
+    assert (changed.size, changed.num_batches(), changed.num_examples(2)) == (13, 4, 8)
+    changed.check_counts()
+    assert changed.for_own_solve() is changed
+    for name in ("epoch", "full", "unaugmented", "one"):
+        pairs = zip(getattr(changed, name)(torch.Generator()), getattr(own, name)(torch.Generator()), strict=True)
+        for (batch, examples), (before, number) in pairs:
+            assert examples == number
+            assert torch.equal(batch[0], before[0] + 1)
+    assert RepeatedBatches(changed, 2).num_batches() == 8
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SignFlipAttack(1.5), "clients must be a share in .0.0, 1.0., or a list of client ids"),
+        (lambda: SignFlipAttack(2), "clients must be a share"),
+        (lambda: SignFlipAttack("abc"), "clients must be a share"),
+        (lambda: SignFlipAttack(0.5, scale=0.0), "scale must be a positive finite number"),
+        (lambda: NoiseAttack(0.5, std=-1.0), "std must be a positive finite number"),
+        (lambda: LabelFlipAttack(0.5, num_classes=1), "num_classes must be an integer of at least 2"),
+        (lambda: trainer(attack="flip"), "attack must be an Attack such as SignFlipAttack.*found 'flip'"),
+        (lambda: fit(Ordinary(), attack=SignFlipAttack([77])), "has 77, not ids of the data module's 6 clients"),
+    ],
+)
+def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        make()
