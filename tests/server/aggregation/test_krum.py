@@ -66,7 +66,7 @@ CASES: list[tuple[Aggregator, Callable[[np.ndarray], np.ndarray], int]] = [
 RULES = [rule for rule, _, _ in CASES]
 
 
-@pytest.mark.parametrize(("rule", "reference", "least"), CASES, ids=lambda value: repr(value) if value else "")
+@pytest.mark.parametrize(("rule", "reference", "least"), CASES, ids=[repr(rule) for rule, _, _ in CASES])
 @given(more=st.integers(0, 6), seed=st.integers(0, 999), scale=st.sampled_from([1e-6, 1.0, 1e6]))
 @settings(max_examples=15)
 def test_the_rules_are_those_of_the_reference(
