@@ -163,6 +163,10 @@ ABLATIONS = {
         "that, worked out once for all clients of a chunk",
         {f"{_VECTORIZED}.local_steps:LocalSteps._once": _once_for_each},
     ),
+    "bindings": Ablation(
+        "operators called by PyTorch's bindings, and sums that do not keep dimensions which a view drops",
+        {"tracing.traces:_BINDINGS": _by({}), "tracing.passes:_drops_summed": _always(False)},
+    ),
     "lookups": Ablation(
         "lookups of the batches of several steps at once",
         {f"{_VECTORIZED}.batches:_AHEAD": _by(0)},

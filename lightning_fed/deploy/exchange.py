@@ -26,7 +26,8 @@ class Exchange:
     A second copy is ignored. Anything else is logged by name, once, and changes nothing. A client whose reply to the
     phase is not valid is not waited for any longer; its valid reply still counts while others are awaited.
 
-    ``run`` is the name of the run that sites know; ``server_facts`` what hello compares: "facts" and "optimizer".
+    ``run`` is the run's name on the sites. ``server_facts`` has the settings that the registration compares, "facts"
+    and "optimizer".
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Exchange:
     def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
         """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
 
-        Clients that have not said hello are asked for it meanwhile.
+        Clients that have not registered are asked to meanwhile.
 
         Raises:
             FederatedError: If clients do not answer and are not to be dropped.
@@ -108,7 +109,7 @@ class Exchange:
             raise _unanswered(tasks, list(missing), refused)
 
     def _sender(self, message: Message, tasks: Mapping[ClientId, Message]) -> ClientId | None:
-        """Return whose reply to a phase a message is; None of a late hello, which is taken in.
+        """Return the client whose reply a message is; None for a late registration, which is added.
 
         A message of anything else raises :class:`FederatedError`.
         """

@@ -1,4 +1,4 @@
-"""What sites have said of their clients' data, and which clients no site has spoken for yet."""
+"""The registrations of a run's clients: the sizes of their data, and which clients have not registered."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Registration:
 class Registrations:
     """The registrations of a run's clients.
 
-    A client that has not registered in time is absent. It still counts as one of N and may be sampled, with the mean
+    A client that has not registered in time still counts as one of N and may be sampled, with the mean
     number of examples of the others. If it is sampled, it fails in that round. It may register later. A client with
     more than ``max_examples``, with another batch size than the required one, or whose inputs and targets mean
     something else than those of an earlier one, is refused.
@@ -48,7 +48,7 @@ class Registrations:
         self._late: dict[ClientId, Registration] = {}
 
     def add(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
-        """Take in a client's hello; one that was absent counts from :meth:`accept_late` on."""
+        """Add a client's registration. A late one counts from :meth:`accept_late` on."""
         counts: dict[str, Any] = {name: header.get(name) for name in ("size", "batches", "val_size")}
         for name, value in counts.items():
             if not is_count(value):
@@ -86,7 +86,7 @@ class Registrations:
         return mine
 
     def close(self) -> None:
-        """Mark the clients that have not said hello as absent."""
+        """End the registration, and record the clients that have not registered."""
         sizes = [known.size for known in self.known.values() if known.size]
         self._compare_batch_sizes()
         typical = Registration(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
@@ -94,13 +94,13 @@ class Registrations:
         self.known = {client_id: self.known.get(client_id, typical) for client_id in self.client_ids}
 
     def pending(self) -> list[ClientId]:
-        """Return the absent clients that have not said hello yet."""
+        """Return the clients that have not registered yet."""
         return [
             client_id for client_id in self.client_ids if client_id in self.unregistered and client_id not in self._late
         ]
 
     def accept_late(self) -> bool:
-        """Let the late clients take part; return whether there are any."""
+        """Add the clients that registered late; return whether there are any."""
         late, self._late = self._late, {}
         self.known |= late
         self.unregistered -= late.keys()

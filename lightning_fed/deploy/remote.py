@@ -45,7 +45,7 @@ class RemoteClients(FederatedDataModule):
 
     Raises:
         FederatedError: If the ids are not ids, or the transport is not one. In a fit: if the trainer runs several
-            processes or an asynchronous server, or clients do not say hello.
+            processes or an asynchronous server, or clients do not register.
     """
 
     _val_may_come = False  # though there is a setup
@@ -97,7 +97,7 @@ class RemoteClients(FederatedDataModule):
             self._stated = module, facts_of(trainer, module)
 
     def connect_clients(self) -> RemoteWork:
-        """Let all clients say hello, and return what asks them."""
+        """Register all clients, and return the half of the round that reaches them."""
         trainer: Any = self.trainer
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None

@@ -42,7 +42,7 @@ class RemoteWork(ClientHalf):
     def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Return those of the clients drawn that are there and have examples; see :meth:`ClientHalf.participants`."""
+        """Return the drawn clients that have registered and have examples; see :meth:`ClientHalf.participants`."""
         trainer, members, self._attempt = self.trainer, [], -1
         for client_id, count in drawn.items():
             known = self._sites.known[client_id]

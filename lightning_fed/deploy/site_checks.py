@@ -36,7 +36,7 @@ def check_header(message: Message) -> None:
 
 
 def check_registration(message: Message) -> None:
-    """Refuse a hello that does not name the run's clients and the server's facts."""
+    """Raise if a registration request lacks the run's clients or the server's facts."""
     who = f"The server's registration request to client {message.client!r}"
     for facts in map(message.header.get, ("facts", "optimizer")):
         if not isinstance(facts, Mapping) or not all(isinstance(fact, str) for pair in facts.items() for fact in pair):

@@ -44,7 +44,7 @@ class SiteStates:
         self._lock.release()
 
     def agreed(self, run: str) -> list[ClientId] | None:
-        """Return the ids of all clients of a run, None before its first hello."""
+        """Return the ids of all clients of a run, None before the first registration."""
         path = self.folder / run / _AGREED
         if not path.is_file():
             return None

@@ -69,7 +69,7 @@ def replies_in(
         if key in messages:
             yield reply_from(client_id, messages[key])
         else:
-            yield Refusal(client_id, refused.get(key, f"There is none in what its {sender} has sent."))
+            yield Refusal(client_id, refused.get(key, f"The answer of its {sender} has no reply of this client."))
 
 
 class Transport(Protocol):

@@ -16,7 +16,6 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import KeyedStream, Purpose
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
-from lightning_fed.engines.client_errors import summary_of
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.server.aggregation.privacy import gaussian_noise
@@ -121,15 +120,16 @@ class ExampleGradients:
             raise
         except RuntimeError as error:
             raise FederatedError(
-                f"The gradients of single examples of {type(self._module).__name__} cannot be computed at once"
-                f" ({summary_of(error)}). Pass ClientPrivacy(examples_at_once=1), which takes one example at a time."
+                f"The gradients of single examples of {type(self._module).__name__} cannot be computed at once with"
+                f" torch.func.vmap ({str(error).splitlines()[0][:200]}). Pass ClientPrivacy(examples_at_once=1), which"
+                " takes one after another."
             ) from error
         return found
 
     def _add_clipped(self, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Add the clipped gradients of some examples to the sums."""
-        squares = torch.stack([g.flatten(1).square().sum(dim=1) for g in grads]).sum(dim=0)
-        norms = squares.sqrt()
+        of_each = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
+        norms = torch.linalg.vector_norm(of_each, dim=0)
         if not bool(torch.isfinite(norms).all()):
             raise ClientError(
                 "the gradient of an example is not finite, which clipping cannot bound. Lower the learning rate, or"
@@ -143,7 +143,7 @@ class ExampleGradients:
     def _unlogged(self) -> Iterator[None]:
         """Drop what the module logs inside, which would leave the client without noise."""
         attributes: dict[str, Any] = self._module.__dict__
-        own = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
+        own: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
         attributes["log"] = attributes["log_dict"] = _no_log
         try:
             yield

@@ -84,7 +84,7 @@ def lora_pairs(module: nn.Module, flat: FlatParameters) -> list[LoraPair]:
             pairs.append(LoraPair(base, places[id(a)], places[id(b)], len(a), scaling, bool(layer.fan_in_fan_out)))
     if not pairs:
         raise FederatedError(
-            f"lora='exact' corrects the mean of adapters of which clients train both matrices, and"
-            f" {type(module).__name__} has none. Leave lora unset: the mean is exact already."
+            f"lora='exact' corrects the mean of adapters whose matrices clients train both, and {type(module).__name__}"
+            " has none. Leave lora unset: the mean is exact already."
         )
     return pairs

@@ -37,8 +37,8 @@ class Outgoing:
         if not sound or (self.compressor is None and not is_attacked):
             self._stage_all(result, before, states, sending)
             models = result.shared if result.sends_delta else None
-            sent = {"send": result.send, "implied": result.implied, "models": models, "changes": result.delta}
-            yield slice(None), sent
+            together = {"send": result.send, "implied": result.implied, "models": models, "changes": result.delta}
+            yield slice(None), together
             return
         kept = self._new_states(result, before)
         for row in sound:

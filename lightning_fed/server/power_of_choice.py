@@ -88,7 +88,7 @@ class PowerOfChoiceSampler(CountingSampler):
         found = max(1, round(d * population)) if isinstance(d, float) else d
         if not m <= found <= population:
             raise FederatedError(
-                f"{self!r} draws {found} candidates, of which it takes {m}, and there are {population} clients. The"
+                f"{self!r} draws {found} candidates and takes {m} of them, and there are {population} clients. The"
                 " number of candidates must lie between the two."
             )
         return m

@@ -14,9 +14,9 @@ from lightning_fed.strategies import WithinClientStrategy
 __all__ = ["check_private_clients", "check_private_module"]
 
 
-def check_private_clients(trainer: pl.Trainer) -> None:
+def check_private_clients(trainer: Any) -> None:
     """Raise for settings of the trainer under which noise would not cover all that clients release."""
-    loop: Any = trainer.fit_loop
+    loop = trainer.fit_loop
     privacy = loop.settings.client_privacy
     if privacy is None:
         return
@@ -55,24 +55,23 @@ def check_private_clients(trainer: pl.Trainer) -> None:
             )
 
 
-def check_private_module(trainer: pl.Trainer) -> None:
+def check_private_module(trainer: Any) -> None:
     """Raise for a module or data without gradients of single examples."""
-    loop: Any = trainer.fit_loop
-    privacy = loop.settings.client_privacy
+    privacy = trainer.fit_loop.settings.client_privacy
     if privacy is None:
         return
     module, what = trainer.lightning_module, f"client_privacy={privacy!r} cannot be combined with"
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
             raise FederatedError(
-                f"{what} {name} ({type(layer).__name__}), which mixes the examples of a batch: no example would have a"
-                " gradient of its own. Use GroupNorm, or opacus.validators.ModuleValidator.fix(network)."
+                f"{what} {name} ({type(layer).__name__}), which mixes the examples of a batch: no example would have"
+                " its own gradient. Use GroupNorm, or opacus.validators.ModuleValidator.fix(network)."
             )
     data = trainer.datamodule
     names = ("client_dataloader", "client_batches")
     own = [name for name in names if getattr(type(data), name) is not getattr(FederatedDataModule, name)]
     if own:
         raise FederatedError(
-            f"{what} {type(data).__name__}.{own[0]}: how often a loader of your own uses an example is unknown."
-            " Override client_dataset(client_id) instead."
+            f"{what} {type(data).__name__}.{own[0]}: how often your own loader uses an example is unknown. Override"
+            " client_dataset(client_id) instead."
         )

@@ -280,8 +280,8 @@ class Settings:
         self._check_has_local_work("local_schedule")
         if chosen == "total" and self.local_steps is None and isinstance(self.aggregator, DifferentialPrivacy):
             raise FederatedError(
-                f"local_schedule='total' with local_epochs does not go with aggregator={self.aggregator!r}: the rates"
-                " would tell the size of the largest client of each round, which the accounting leaves out. Set"
+                f"local_schedule='total' with local_epochs cannot be combined with aggregator={self.aggregator!r}: the"
+                " rates would reveal the size of the largest client of each round, which the accounting leaves out. Set"
                 " local_steps instead, or use local_schedule='restart'."
             )
 
@@ -387,13 +387,13 @@ class Settings:
         method, who = self.algorithm, f"sampler={self.sampler!r} weights clients by their probabilities, and so"
         if dict(method.reduces) != {"delta": "weighting"} or averaged_points(method):
             raise FederatedError(
-                f"{who} does not go with {method!r}, whose clients send {dict(method.reduces)}: the estimate is made"
-                " for the weighted mean of the models' changes alone. Use a method such as FedAvg or FedProx."
+                f"{who} cannot be combined with {method!r}, whose clients send {dict(method.reduces)}: the estimate is"
+                " made for the weighted mean of the models' changes alone. Use a method such as FedAvg or FedProx."
             )
         if self.weighting not in ("examples", "uniform"):
             raise FederatedError(
-                f"{who} does not go with weighting={self.weighting!r}, which is not known of clients that are not in"
-                " the cohort. Set 'examples' or 'uniform'."
+                f"{who} cannot be combined with weighting={self.weighting!r}, which is unknown for clients outside the"
+                " cohort. Set 'examples' or 'uniform'."
             )
         reasons = {
             "aggregator": "is no weighted sum",
@@ -403,7 +403,7 @@ class Settings:
         for name, reason in reasons.items():
             if (value := getattr(self, name)) not in (None, "raise"):
                 remedy = "Leave it at 'raise'." if value == "drop" else "Leave it unset."
-                raise FederatedError(f"{who} does not go with {name}={value!r}, which {reason}. {remedy}")
+                raise FederatedError(f"{who} cannot be combined with {name}={value!r}, which {reason}. {remedy}")
 
     def _check_asynchronous(self) -> None:
         if not isinstance(self.asynchronous, Asynchronous):
@@ -459,6 +459,10 @@ class Settings:
             "engine='vectorized'": (self.engine == "vectorized", "runs no single examples. Set engine='sequential'"),
             "asynchronous=...": (self.asynchronous is not None, "does not count what a client spends. Leave it unset"),
             "on_client_error='drop'": (self.drops_failed, "depends on clients' data. Leave it at 'raise'"),
+            f"sampler={self.sampler!r}": (
+                learns(self.sampler) or hasattr(self.sampler, "needs_losses_of"),
+                "chooses clients by losses or reports, to which no noise is added. Use another sampler",
+            ),
         }
         for name, (is_set, reason) in reasons.items():
             if is_set:

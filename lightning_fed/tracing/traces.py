@@ -62,12 +62,11 @@ class Traces:
 
     Attributes:
         allowed: Whether traces may be recorded and used.
-        generation: How often all traces have been dropped.
     """
 
     def __init__(self, dtype: torch.dtype, warn: Callable[[str], None]) -> None:
         self._dtype, self._warn = dtype, warn
-        self.allowed, self.generation = not _MISSING, 0
+        self.allowed = not _MISSING
         self._traces: dict[Any, Trace | None] = {}
         if _MISSING:
             warn(
@@ -94,7 +93,6 @@ class Traces:
     def drop(self) -> None:
         """Drop all traces; later uses record them again."""
         self._traces.clear()
-        self.generation += 1
 
     def get(
         self,

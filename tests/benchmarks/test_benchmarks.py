@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.helpers.optional import needs_opacus
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KEYS = {"system", "workload", "s_per_round", "min", "max", "peak_rss_mb", "setup_s", "loss_end", "config"}
@@ -480,3 +483,25 @@ def test_a_checkout_is_compared_with_another(run, tmp_path):
     status, (found,), _ = run("--against", str(tmp_path))
     assert status == 1
     assert found["failed"] == "exit code 1"
+
+
+def test_attacks_are_tried_under_every_rule_and_rules_are_timed(scripts, capsys):
+    attacks = scripts("attacks")
+    assert attacks.main(["--cost", "--clients", "19", "--entries", "50"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[0].strip("| ") for row in rows[2:]] == list(attacks.RULES)[2:]
+    assert 0 <= attacks.accuracy(attacks.ATTACKS["label flip"], attacks.RULES["Bulyan"], rounds=1) <= 1
+
+
+@needs_opacus
+def test_the_cost_of_private_records_is_measured(scripts):
+    costs = scripts("record_privacy")
+    for name in ("ordinary", "private, one by one"):
+        assert costs.seconds(costs.MODELS["MLP"](), costs.HOW[name], rounds=1) > 0
+
+
+def test_the_exponent_of_growth_is_the_slope_of_the_logarithms(scripts):
+    slope = scripts("scale_page")._slope
+    assert slope([(10, 3.0), (100, 30.0), (1000, 300.0)]) == pytest.approx(1.0)
+    assert slope([(10, 5.0), (1000, 5.0)]) == pytest.approx(0.0)
+    assert math.isnan(slope([(10, 5.0), (10, 6.0)]))

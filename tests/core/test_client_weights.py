@@ -53,7 +53,7 @@ def test_examples_are_the_populations_sizes() -> None:
     sizes = {"a": 3, "b": 0, "c": 5}
     population = Population(list(sizes), sizes.__getitem__, list(sizes.values()))
     assert ClientWeights("examples").of(population).tolist() == [3.0, 5.0]
-    with pytest.raises(FederatedError, match="weights='examples' needs a population that tells its clients' sizes"):
+    with pytest.raises(FederatedError, match="weights='examples' needs a population with its clients' sizes"):
         ClientWeights("examples").of(["a"])
 
 

@@ -253,7 +253,7 @@ def test_a_schedule_that_follows_a_metric_needs_its_state() -> None:
     with closing(ClientsOutsideFit(run_of("FedAvg", "sequential"), model(plateau), Site())) as site:
         prepared = site.work.engine.prepared
         prepared.set_round(0)
-        with pytest.raises(FederatedError, match="1 schedules of Net are ReduceLROnPlateau.* round 3 .* found 0"):
+        with pytest.raises(FederatedError, match="1 schedules of Net are ReduceLROnPlateau.* Round 3 .* found 0"):
             prepared.set_round(3)
         scheduler = plateau(torch.optim.SGD(Net(HALVED).parameters(), lr=0.1))
         for metric in (1.0, 2.0, 3.0):

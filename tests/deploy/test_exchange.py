@@ -250,12 +250,12 @@ def changed(message: Message, tensors: dict[str, Any] | None = None, **header: A
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another format": ({"format": 2}, "format 2, and knows format 1"),
+    "another format": ({"format": 2}, "format 2, and reads format 1"),
     "another run": ({"run": "other"}, "The reply of client 1 is of run other, and this is run"),
     "no client": ({"client": 17}, "The reply of client 17 is of no client of this run"),
     "a truth value": ({"client": True}, "The reply of client True is of no client of this run"),
     "a later round": ({"round": 4}, "of round 4 (attempt 0), and the current task is 'train' of round 0 (attempt 0)"),
-    "another phase": ({"phase": "loss"}, "'loss' of round 0 (attempt 0), and 'train' of round 0"),
+    "another phase": ({"phase": "loss"}, "'loss' of round 0 (attempt 0), and the current task is 'train' of round 0"),
     "another attempt": ({"attempt": 1}, "(attempt 1), and the current task is 'train' of round 0 (attempt 0)"),
     "a hello of one that is there": ({"phase": "hello"}, "The reply of client 1 is to 'hello' of round 0"),
     "a round that is none": ({"round": "0"}, "round is '0'"),

@@ -63,7 +63,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", list(DIFFERENT))
-def test_a_site_that_runs_something_else_refuses_to_say_hello(name: str, tmp_path: Path) -> None:
+def test_a_site_with_other_settings_refuses_to_register(name: str, tmp_path: Path) -> None:
     options, make_model, why = DIFFERENT[name]
     own, wire = make_trainer(**{"method": "Scaffold ii", **options}), Wire(tmp_path, MAKE)
     said = f"'hello': 2.*Client 2: The site of client 2 has other settings than the server: .*{why}"
@@ -112,7 +112,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_what_hello_compares_of_the_optimizer_is_the_same_in_every_round(name: str) -> None:
+def test_the_registered_facts_of_the_optimizer_are_the_same_in_every_round(name: str) -> None:
     layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     groups = [{"params": list(layers[0].parameters()), "lr": 0.2}, {"params": list(layers[1].parameters())}]
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1), momentum=0.9, foreach=True)

@@ -1,4 +1,4 @@
-"""A client that says hello when rounds are run already: it takes part from the next round on."""
+"""A client that registers when rounds are run already: it takes part from the next round on."""
 
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ LATE = 2  # the client
 
 
 def late(wire: Wire, comes_in: tuple[int, str] = (1, "train")) -> None:
-    """Let a client be silent until an exchange of a round and phase; it then says hello."""
+    """Let a client be silent until an exchange of a round and phase; it then registers."""
 
     def comes(task: Message) -> list[Message]:
         is_there = task.header["phase"] != "hello" or comes_in in [at[:2] for at in wire.phases]
@@ -81,7 +81,7 @@ def test_a_client_that_comes_late_counts_as_one_that_failed_in_the_rounds_before
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
-def test_an_absent_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
+def test_an_unregistered_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=3, **DROPS))
     late(wire)
     _, reports = wire.run()
@@ -91,7 +91,7 @@ def test_an_absent_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> N
     few = {**DROPS, "max_failed_share": 0.1}
     strict = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, **few))
     late(strict)
-    with pytest.raises(ClientError, match="1 of 4 clients failed.*\n- Client 2 has not said"):
+    with pytest.raises(ClientError, match="1 of 4 clients failed.*\n- Client 2 has not registered"):
         strict.run()
 
 
@@ -125,30 +125,30 @@ def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
     assert "of client 2 says that its size is -1" in caplog.text
 
 
-def hello(size: int, **more: Any) -> dict[str, Any]:
+def registration(size: int, **more: Any) -> dict[str, Any]:
     return {"size": size, "batches": 3, "val_size": 0, "batch_size": 4, **more}
 
 
-def test_a_client_without_a_hello_counts_with_the_mean_size_until_it_is_admitted() -> None:
+def test_an_unregistered_client_counts_with_the_mean_size_until_it_is_accepted() -> None:
     found = Registrations(["a", "b", "c"])
-    found.add("c", hello(10))
-    found.add("a", hello(5))
+    found.add("c", registration(10))
+    found.add("a", registration(5))
     found.close()
     assert list(found.known) == ["a", "b", "c"]  # in the order of their stored indices
     assert [found.known[client].size for client in "abc"] == [5, 8, 10]
     assert (found.unregistered, found.pending(), found.accept_late()) == ({"b"}, ["b"], False)
-    found.add("b", hello(3))
+    found.add("b", registration(3))
     assert (found.unregistered, found.pending(), found.known["b"].size) == ({"b"}, [], 8)
     assert found.accept_late()
     assert (found.unregistered, found.known["b"]) == (set(), Registration(3, 3, 4))
 
 
-def test_a_hello_without_counts_is_refused() -> None:
+def test_a_registration_without_counts_is_refused() -> None:
     with pytest.raises(FederatedError, match="has 11 examples, more than max_examples=10 allows"):
-        Registrations(["a"], max_examples=10).add("a", hello(11))
-    Registrations(["a"], max_examples=10).add("a", hello(10))
+        Registrations(["a"], max_examples=10).add("a", registration(11))
+    Registrations(["a"], max_examples=10).add("a", registration(10))
     found = Registrations(["a"])
-    found.add("a", hello(1, batch_size=-3))
+    found.add("a", registration(1, batch_size=-3))
     assert found.known["a"].batch_size is None
     for name, value in (
         ("size", 10**400),
@@ -159,25 +159,25 @@ def test_a_hello_without_counts_is_refused() -> None:
         ("size", None),
     ):
         with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
-            Registrations(["a"]).add("a", {**hello(1), name: value})
+            Registrations(["a"]).add("a", {**registration(1), name: value})
 
 
 def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> None:
     sites = Registrations(["bank", "clinic"], batch_size=4)
-    sites.add("bank", hello(8))
+    sites.add("bank", registration(8))
     with pytest.raises(FederatedError, match="The site of client 'clinic' has batch_size=16, and the run's is 4. Give"):
-        sites.add("clinic", hello(8, batch_size=16))
+        sites.add("clinic", registration(8, batch_size=16))
     assert list(sites.known) == ["bank"]
 
 
 def test_different_batch_sizes_that_nobody_asked_for_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     sites = Registrations(["bank", "clinic", "plant"])
     with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
-        sites.add("bank", hello(8))
-        sites.add("clinic", hello(8))
+        sites.add("bank", registration(8))
+        sites.add("clinic", registration(8))
         sites.close()
         assert not caplog.text
-        sites.add("plant", hello(8, batch_size=16))
+        sites.add("plant", registration(8, batch_size=16))
         sites.accept_late()
     assert "Sites have different batch sizes: 4 (client 'clinic'), 16 (client 'plant')." in caplog.text
 

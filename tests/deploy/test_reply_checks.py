@@ -20,7 +20,7 @@ def test_a_count_is_a_whole_number_that_a_float_can_hold(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), True, "1", None, [], {}])
 def test_a_number_is_one_that_a_float_can_hold(value: Any) -> None:
-    with pytest.raises(FederatedError, match="its a is .*, where a number is expected"):
+    with pytest.raises(FederatedError, match="its a is .*, and a number is expected"):
         Fields("it", {"a": value}).number("a")
     assert [Fields("it", {"a": n}).number("a") for n in (3, -0.5, float("inf"))] == [3.0, -0.5, float("inf")]
 
@@ -41,9 +41,9 @@ def test_names_are_printable_texts() -> None:
     for value in ("xy", {"x": 1}, [1], [["x"]], ["\x1b"]):
         with pytest.raises(FederatedError, match="it is not valid"):
             Fields("it", {"a": value}).names("a")
-    with pytest.raises(FederatedError, match="'x' is a list, where a name"):
+    with pytest.raises(FederatedError, match="'x' is a list, and a name"):
         Fields("it", {"a": {"x": []}}).texts("a")
-    with pytest.raises(FederatedError, match="its report is None, where a mapping"):
+    with pytest.raises(FederatedError, match="its report is None, and a mapping"):
         Fields("it", None)
 
 

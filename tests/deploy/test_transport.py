@@ -24,7 +24,7 @@ def test_sites_in_one_process_answer_for_all_their_clients(tmp_path: Path) -> No
         MAKE().fit(module, RemoteClients(InProcess(sites), range(4)))
         with pytest.raises(FederatedError, match="'hello': 0.*Client 0: no site here has it"):
             MAKE().fit(model(), RemoteClients(InProcess(sites[1:]), range(4)))
-        with pytest.raises(FederatedError, match="Client 0: The site of client 0 does not run.* its seed is 0"):
+        with pytest.raises(FederatedError, match="Client 0: The site of client 0 has other settings.* its seed is 0"):
             MAKE(seed=1).fit(model(), RemoteClients(InProcess(sites), range(4)))
     assert torch.equal(parameters(module), parameters(simulated(MAKE).lightning_module))
 

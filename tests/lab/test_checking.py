@@ -15,7 +15,7 @@ from tests.lab.conftest import LESS
 
 def test_a_figure_that_hides_points_is_refused(write: Write, tmp_path: Path) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
-    with pytest.raises(SystemExit, match="the axis G has the labels 1, 10"):
+    with pytest.raises(SystemExit, match="does not use the axis G with the labels 1, 10"):
         main(["reproduce", str(write(axes=axes, figures={"f": {}})), "--out", str(tmp_path / "out")])
 
 
@@ -28,8 +28,8 @@ def test_a_figure_or_table_must_have_a_place_for_every_axis_and_something_to_sho
     ):
         check_outputs(Grid(read_experiment(write(axes=axes, **outputs))))
     hiding = {
-        "tables.t: the axis G has the labels 1, 10": {"tables": {"t": {"value": "final"}}},
-        "figures.f: the axis method has the labels FedAvg, SCAFFOLD": {"figures": {"f": {"lines": "G"}}},
+        "tables.t does not use the axis G with the labels 1, 10": {"tables": {"t": {"value": "final"}}},
+        "figures.f does not use the axis method with the labels FedAvg, SCAFFOLD": {"figures": {"f": {"lines": "G"}}},
     }
     for message, outputs in hiding.items():
         with pytest.raises(FederatedError, match=message):

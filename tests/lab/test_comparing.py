@@ -74,7 +74,7 @@ def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
         (["nowhere"], "nowhere is not a folder"),
         (["empty"], "neither events.out.tfevents"),
         (["log", "--metric", "val_ac", "--mode", "max"], "Did you mean 'val_acc'"),
-        (["log", "--metric", "val_loss"], "--mode max or min"),
+        (["log", "--metric", "val_loss"], "--mode max if high values of val_loss are good"),
         (["log", "log"], "named twice"),
         (["broken"], "metrics.csv, line 2"),
         pytest.param(

@@ -69,15 +69,15 @@ def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("finall", "no quantity"),
+        ("finall", "is not a quantity"),
         ("final val_ac", "Did you mean 'val_acc'"),
-        ("rounds to", "no quantity"),
-        ("rounds to many", "no quantity"),
+        ("rounds to", "is not a quantity"),
+        ("rounds to many", "is not a quantity"),
         ("last 0", "at least 1"),
         ("rounds to 1 over 0", "at least 1"),
         ("final over 2", "'over 2'"),
-        (3, "no quantity"),
-        ("", "no quantity"),
+        (3, "is not a quantity"),
+        ("", "is not a quantity"),
     ],
 )
 def test_what_is_no_quantity_is_refused_by_name(text: object, message: str) -> None:

@@ -32,7 +32,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"val_distance": {"mode": "min", "cases": {"method": 3}}}}, "a number for each label of an axis"),
     ({"metrics": {"val_distance": {"mode": "min", "cases": {"metod": {"FedAvg": 3}}}}}, "Did you mean 'method'"),
     ({"scales": {"full": {"cases": {"val_acc": 3}}}}, "scales.full.cases: there is no key 'val_acc'"),
-    ({"tune": {"by": "finale", "grid": {"lr": LR}}}, "no quantity"),
+    ({"tune": {"by": "finale", "grid": {"lr": LR}}}, "is not a quantity"),
     ({"tune": {"grid": {"lr": LR}}}, "lacks by"),
     ({"tune": {"by": "final", "grid": []}}, "must name what is tuned"),
     ({"tune": {"by": "final"}}, "nothing is tuned"),

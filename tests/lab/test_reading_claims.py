@@ -18,7 +18,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"claims": [{**CLAIM, "claim": "SCAFFOLD FedAvg"}]}, "labels and numbers with"),
     ({"claims": [{**CLAIM, "claim": "2 * FedAvgg < FedAvg"}]}, "no label 'FedAvgg'"),
     ({"claims": [{**CLAIM, "claim": "__import__('os') < 1"}]}, "no label"),
-    ({"claims": [{**CLAIM, "quantity": "rounds to x"}]}, "no quantity"),
+    ({"claims": [{**CLAIM, "quantity": "rounds to x"}]}, "is not a quantity"),
     ({"claims": [{**CLAIM, "compare": "G"}]}, "no axis 'G'"),
     ({"claims": [{**CLAIM, "at": {"method": "FedAvg"}}]}, "method is compared, .* Name it once"),
     ({"claims": [{**CLAIM, "scales": ["huge"]}]}, "no scale 'huge'"),

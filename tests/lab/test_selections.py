@@ -36,7 +36,7 @@ def test_a_point_is_within_a_place_that_names_its_labels() -> None:
     assert not is_within(point, {"K": ("1",)})
 
 
-def test_what_is_skipped_is_a_list_of_places() -> None:
+def test_what_is_skipped_is_a_list_of_selections() -> None:
     assert read_skip("skip", [{"K": 1}, {"method": ["FedAvg"]}], LABELS) == ({"K": ("1",)}, {"method": ("FedAvg",)})
     with pytest.raises(FederatedError, match="skip must be a list"):
         read_skip("skip", {"K": 1}, LABELS)

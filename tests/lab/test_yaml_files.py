@@ -13,8 +13,8 @@ from lightning_fed.lab.yaml_files import read_yaml
     [
         ("a: 1\na: 2\n", "'a' comes twice"),
         ("- 1\n", "must hold a mapping"),
-        ("a: [1\n", "no valid YAML"),
-        ("a: !!python/object/apply:os.getcwd []\n", "no valid YAML"),
+        ("a: [1\n", "not valid YAML"),
+        ("a: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
         ("a: &a {x: 1, x: 2}\nb: {<<: *a}\n", "'x' comes twice"),
         ("a: &a {x: 1}\nb: {<<: *a, <<: *a}\n", "'<<' comes twice"),
         ("a: {<<: 3}\n", "for merging"),

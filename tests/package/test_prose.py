@@ -26,7 +26,7 @@ def load() -> ModuleType:
 
 
 def names(text: str) -> list[str]:
-    return [name for name, _ in load().hits(text, RULES)[1]]
+    return [name for name, _ in load().hits([text], RULES)[1]]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -50,7 +50,7 @@ def test_code_tables_headings_and_generated_parts_do_not_count() -> None:
 
 
 def test_items_of_a_list_are_sentences_of_their_own() -> None:
-    count, found = load().hits("- Take a mean.\n- What is sent is a sum\n- Take a median\n", RULES)
+    count, found = load().hits(["- Take a mean.\n- What is sent is a sum\n- Take a median\n"], RULES)
     assert (count, [name for name, _ in found]) == (3, ["what-clause"])
 
 
@@ -77,3 +77,22 @@ def test_every_construction_has_a_reason_and_a_valid_expression() -> None:
     for name, rule in RULES.items():
         assert rule["why"], name
         re.compile(rule["find"])
+
+
+def test_messages_are_the_texts_of_errors_warnings_log_lines_and_prints() -> None:
+    code = (
+        "raise FederatedError(f'{path} is no folder.' + ' Correct the path.')\n"
+        "warnings.warn('It starts anew every time.', stacklevel=2)\n_log.info('What is sent is a sum.')\n"
+        "print('A sum is sent.')\nraise error\nf('What is read here is no message.')\n"
+    )
+    count, found = load().hits(load().messages(code), RULES)
+    assert (count, [name for name, _ in found]) == (5, ["negated-noun", "old-word", "what-clause"])
+
+
+def test_messages_above_their_limit_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = load()
+    monkeypatch.setattr(script, "pages", list)
+    assert script.main([]) == 0
+    monkeypatch.setattr(script, "messages", lambda code: ["What is sent is a sum."])
+    assert script.main([]) == 1
+    assert "above the limit: messages" in capsys.readouterr().err

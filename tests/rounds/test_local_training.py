@@ -107,7 +107,7 @@ class Batches:
         return self
 
 
-def own_solve(method: Algorithm, accumulated: int = 1) -> InnerSolve:
+def inner_solve(method: Algorithm, accumulated: int = 1) -> InnerSolve:
     trainer = SimpleNamespace(accumulate_grad_batches=accumulated, limit_train_batches=1.0)
     engine = SimpleNamespace(algorithm=method.own_solve, trainer=trainer)
     return InnerSolve(engine, SimpleNamespace(steps=lambda length, accumulated: 1))  # type: ignore[arg-type]
@@ -115,10 +115,10 @@ def own_solve(method: Algorithm, accumulated: int = 1) -> InnerSolve:
 
 def test_an_own_solve_is_as_long_as_the_work_in_the_round_unless_the_method_says() -> None:
     plan = WorkPlan(Participant("ann", 0, 20, 1, 3), Batches(5), (3,))  # type: ignore[arg-type]
-    assert own_solve(Ditto(0.5)).plan(plan) is plan
-    longer = own_solve(FedRep(["head.*"], 2)).plan(plan)
+    assert inner_solve(Ditto(0.5)).plan(plan) is plan
+    longer = inner_solve(FedRep(["head.*"], 2)).plan(plan)
     assert (longer.participant.steps, longer.epochs) == (10, (5, 5))
-    accumulated = own_solve(FedRep(["head.*"], 2), accumulated=2).plan(plan)
+    accumulated = inner_solve(FedRep(["head.*"], 2), accumulated=2).plan(plan)
     assert (accumulated.participant.steps, accumulated.epochs) == (6, (5, 5))
 
 

@@ -34,7 +34,7 @@ from lightning_fed.algorithms import (
     ServerOnly,
     SGDm,
 )
-from lightning_fed.server import ClientPrivacy, FedBuff
+from lightning_fed.server import ClientPrivacy, FedBuff, OortSampler, PowerOfChoiceSampler, UpdateNormSampler
 from lightning_fed.server.client_privacy import PrivacyLedger
 from tests.helpers.optional import needs_opacus
 from tests.helpers.training import trainer
@@ -195,6 +195,13 @@ def test_methods_that_read_data_in_other_ways_are_refused_by_name(algorithm: Any
         (
             lambda: trainer(client_privacy=PRIVATE, asynchronous=FedBuff(2, 4), clients_per_round=None),
             "asynchronous=..., which does not count",
+        ),
+        *(
+            (
+                lambda sampler=sampler: trainer(client_privacy=PRIVATE, sampler=sampler, clients_per_round=None),
+                rf"cannot be combined with sampler={type(sampler).__name__}\(.*to which no noise is added",
+            )
+            for sampler in (PowerOfChoiceSampler(2, 4), OortSampler(2), UpdateNormSampler(2))
         ),
     ],
 )

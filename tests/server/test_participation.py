@@ -62,23 +62,23 @@ def test_stored_indices_count_the_empty_ones_too() -> None:
     assert [population.index_of(i) for i in ("a", 7, "c", "d")] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("stranger", ["7", 0, "b", None, 2.0])
-def test_a_stranger_is_refused_by_name(stranger: Any) -> None:
+@pytest.mark.parametrize("unknown", ["7", 0, "b", None, 2.0])
+def test_an_unknown_client_is_refused_by_name(unknown: Any) -> None:
     population, _ = known()
     with pytest.raises(
-        FederatedError, match=rf"There is no client {stranger!r}\. .* data module's 4 clients, such as 'a'"
+        FederatedError, match=rf"There is no client {unknown!r}\. .* data module's 4 clients, such as 'a'"
     ):
-        population.index_of(stranger)
+        population.index_of(unknown)
     with pytest.raises(FederatedError, match="There is no client"):
-        population.size(stranger)
+        population.size(unknown)
 
 
-@pytest.mark.parametrize("stranger", [-1, 5, "0", 1.0, None])
-def test_a_range_of_ids_has_strangers_too(stranger: Any) -> None:
+@pytest.mark.parametrize("unknown", [-1, 5, "0", 1.0, None])
+def test_a_range_of_ids_has_unknown_clients_too(unknown: Any) -> None:
     population = Population(range(5), lambda i: 1)
     assert population.index_of(4) == 4
-    with pytest.raises(FederatedError, match=f"There is no client {stranger!r}.*5 clients, such as 0"):
-        population.index_of(stranger)
+    with pytest.raises(FederatedError, match=f"There is no client {unknown!r}.*5 clients, such as 0"):
+        population.index_of(unknown)
 
 
 def test_known_sizes() -> None:

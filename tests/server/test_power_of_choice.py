@@ -89,9 +89,9 @@ def test_shares_and_impossible_numbers() -> None:
     assert (sampler.count(20), len(sampler.needs_losses_of(0, 0, range(20)))) == (2, 6)
     with pytest.raises(FederatedError, match=r"candidates=2\): clients are chosen among the candidates"):
         PowerOfChoiceSampler(3, candidates=2)
-    with pytest.raises(FederatedError, match="draws 7 candidates, of which it takes 3, and there are 6 clients"):
+    with pytest.raises(FederatedError, match="draws 7 candidates and takes 3 of them, and there are 6 clients"):
         PowerOfChoiceSampler(3, candidates=7).count(6)
-    with pytest.raises(FederatedError, match="draws 2 candidates, of which it takes 3"):
+    with pytest.raises(FederatedError, match="draws 2 candidates and takes 3 of them"):
         PowerOfChoiceSampler(3, candidates=0.3).count(6)
     with pytest.raises(FederatedError, match=r"PowerOfChoiceSampler\(candidates=0, .*at least 1 client"):
         PowerOfChoiceSampler(3, candidates=0)

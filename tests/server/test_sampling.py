@@ -287,7 +287,7 @@ def test_weights_by_examples_come_from_the_population() -> None:
     found = counts(WeightedSampler(2), population, rounds)
     assert_frequency(found["a"], 1 / 4, 2 * rounds)
     assert found["a"] + found["c"] == 2 * rounds
-    with pytest.raises(FederatedError, match="needs a population that tells its clients' sizes"):
+    with pytest.raises(FederatedError, match="needs a population with its clients' sizes"):
         WeightedSampler(2)(0, 0, ["a", "b"])
 
 

@@ -67,7 +67,7 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
     lazy.layer = nn.LazyLinear(2)  # type: ignore[assignment]
     check_module(fit_of(Net()))
     for trainer, message in (
-        (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round asks for"),
+        (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round calls"),
         (fit_of(manual), "Net uses manual optimization.*return the loss"),
         (fit_of(Iterates()), "Iterates.training_step.dataloader_iter. is not supported"),
         (fit_of(lazy), "Net.layer.weight has no shape yet"),

@@ -288,3 +288,19 @@ def test_bindings_are_the_operators() -> None:
         found = traces._BINDINGS[operator](*arguments, **kwargs)
         assert torch.equal(found, expected)
         assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+
+
+def test_the_constants_of_a_client_are_worked_out_once_for_all_its_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    once, calls = Trace.once, list[Any]()
+
+    def noted(trace: Trace, constants: Any) -> Any:
+        calls.append(trace)
+        return once(trace, constants)
+
+    monkeypatch.setattr(Trace, "once", noted)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    options = {"algorithm": Scaffold(), "local_epochs": 2, "max_rounds": 1}
+    traced = run("vectorized", partial(Ordinary, sgd), chunk_size=1, **options)
+    assert len(traces_of(traced)) > 1, "clients have a smaller last batch, which has another trace"
+    assert len(calls) == 4, "once a client"
+    assert_agree(run("sequential", partial(Ordinary, sgd), **options), traced)

@@ -246,7 +246,7 @@ def test_freezing_a_trained_parameter_during_a_fit_is_refused(engine: str) -> No
     def freeze(trainer: Any, module: Any, *_: Any) -> None:
         module.head.weight.requires_grad_(trainer.current_epoch < 1)
 
-    with pytest.raises(FederatedError, match=r"frozen the parameter 'head.weight'.*settled when the fit starts"):
+    with pytest.raises(FederatedError, match=r"frozen the parameter 'head.weight'.*fixed when the fit starts"):
         run(engine, callbacks=[hooked("on_train_epoch_start", freeze)])
 
 

@@ -345,7 +345,9 @@ class ClientTable(StoredDataModule):
                     f"{where}: a rule is a number, 'client_mean', 'indicator' or 'refuse', found {rule!r}."
                 )
             if name in {*self.categories, *self.ordered} and rule not in ("refuse", "indicator"):
-                raise FederatedError(f"{where}: {name!r} holds words, for which the rule is 'indicator' or 'refuse'.")
+                raise FederatedError(
+                    f"{where}: {name!r} holds words, and the rule for words is 'indicator' or 'refuse'."
+                )
         words = [*self.categories, *self.ordered]
         roles = {self.client: "client", self.target: "target", **({self.split: "split"} if self.split else {})}
         for name in (*words, *(rules if isinstance(self.missing, Mapping) else ())):

@@ -52,7 +52,7 @@ class BatchGroup(NamedTuple):
         spec: The structure of a batch.
         examples: The examples in each batch.
         batch_idx: The index of the batch in the local epoch.
-        kind: A key of the shapes.
+        kind: A key of the shapes, to distinguish groups of the chunk.
     """
 
     clients: Sequence[int]
@@ -78,7 +78,6 @@ class RowBatches:
         self, lookup: "RowLookup", plans: Sequence[WorkPlan], stream: Stream, shuffle: bool, by_index: bool
     ) -> None:
         self._lookup, self._by_index = lookup, by_index
-        self._kind = tuple([(t.shape[1:], t.dtype) for t in plans[0].batches.tensors])
         one = torch.Generator()  # reseeded for every client, since all orders are drawn here
         self._rows = [_epoch_rows(plan, stream(plan.participant.index, reuse=one), shuffle) for plan in plans]
 
@@ -100,9 +99,7 @@ class RowBatches:
                 leaves: Sequence[Tensor] = next(found)
                 if len(members) > 1:
                     leaves = [t.view(len(members), size, *t.shape[1:]) for t in leaves]
-                out.append(
-                    BatchGroup([client for client, _ in members], leaves, list, size, batch_idx, (size, self._kind))
-                )
+                out.append(BatchGroup([client for client, _ in members], leaves, list, size, batch_idx, kind=size))
             yield out
 
 

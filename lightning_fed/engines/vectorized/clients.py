@@ -82,19 +82,12 @@ class ChunkMemory:
         self.y = like.new_empty(count, layout.numel)
         self.delta = like.new_empty(count, layout.numel)
         self._clients: dict[range, Clients] = {}
-        self._bound: tuple[Any, dict[Any, Any]] = (None, {})
 
     def clients(self, rows: range) -> Clients:
         """Return some clients, cached since views of their parameters take a few microseconds each."""
         if rows not in self._clients:
             self._clients[rows] = Clients(self.y, rows, self.layout)
         return self._clients[rows]
-
-    def bound(self, settings: Any) -> dict[Any, Any]:
-        """Return the table of traces bound to these clients, which is new after a change of the settings."""
-        if self._bound[0] != settings:
-            self._bound = settings, {}
-        return self._bound[1]
 
 
 class ChunkMeans:

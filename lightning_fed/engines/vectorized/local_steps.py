@@ -44,9 +44,6 @@ class LocalSteps:
         self._rates, self._rate = work.rates, -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
-        if not (self.step.key or work.skips):  # no input but parameters and batch: bound until something else changes
-            settings = (module.traces.generation, work.is_bare, work.rates, work.decay, work.clip, len(work.y))
-            self._bound = work.memory.bound(settings)
         self._of_chunk: dict[Any, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
@@ -203,7 +200,7 @@ class LocalSteps:
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""
-        if bound.sizes is None or bound.trace not in self.module.compared:
+        if bound.sizes is None:
             found = self._run_checked(bound, clients, group)
             if found is None:
                 return False

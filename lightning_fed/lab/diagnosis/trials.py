@@ -210,9 +210,10 @@ class Trials:
         assert isinstance(trainer, FederatedTrainer)
         self._make_room(trainer)
         self.settings = trainer.fit_loop.settings
-        if self.settings.is_private:
+        if self.settings.is_private or self.settings.client_privacy is not None:
+            name = "aggregator" if self.settings.is_private else "client_privacy"
             raise FederatedError(
-                f"A diagnosis measures single clients, which aggregator={self.settings.aggregator!r} is there to hide."
+                f"A diagnosis measures single clients, which {name}={getattr(self.settings, name)!r} is there to hide."
                 " Diagnose the configuration without it, on data that may be looked at."
             )
         if not isinstance(self.data, StoredDataModule):  # which is the same for every fit

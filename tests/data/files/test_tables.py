@@ -273,7 +273,7 @@ def test_a_split_without_training_rows_is_refused(tmp_path):
         ({"ordered": {"z": ["a"]}, "features": ["x"]}, r"'z' has a rule, and is not among features=\['x'\]"),
         ({"missing": "mean"}, "a rule is a number, 'client_mean', 'indicator' or 'refuse', found 'mean'"),
         ({"missing": {"x": True}}, "a rule is a number, .*, found True"),
-        ({"missing": {"x": 0}, "ordered": {"x": ["a"]}}, "'x' holds words, for which the rule is 'indicator'"),
+        ({"missing": {"x": 0}, "ordered": {"x": ["a"]}}, "'x' holds words, and the rule for words is 'indicator'"),
         ({"missing": {"who": 0}}, "'who' is the client column"),
         ({"decimal": ";"}, "decimal must be '.' or ','"),
         ({"delimiter": ""}, "delimiter must be one character"),

@@ -15,6 +15,12 @@ PRIVATE = {
     },
     "trainer__sampler": {"class_path": "lightning_fed.server.BernoulliSampler", "init_args": {"probability": 0.5}},
 }
+RECORDS = {
+    "trainer__client_privacy": {
+        "class_path": "lightning_fed.server.ClientPrivacy",
+        "init_args": {"noise_multiplier": 1.0, "max_grad_norm": 1.0},
+    },
+}
 
 
 @pytest.mark.thorough
@@ -65,6 +71,9 @@ def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixtu
         ([], {"trainer__clients_per_round": 7}, "clients_per_round=7 asks for more clients than the 6"),
         pytest.param(
             [], PRIVATE, "A diagnosis measures single clients, which aggregator=Differential", marks=needs_opacus
+        ),
+        pytest.param(
+            [], RECORDS, "A diagnosis measures single clients, which client_privacy=ClientPrivacy", marks=needs_opacus
         ),
         ([], {"trainer__local_epochs": 1}, "Pass local_epochs or local_steps, not both"),
     ],

@@ -509,3 +509,23 @@ def test_a_reader_finds_what_a_file_system_returns_in_parts(tmp_path: Path, monk
 
     monkeypatch.setattr(disk_store, "open", lambda path, _: io.BufferedReader(Slow(path)), raising=False)
     assert values(kept) == {0: 1.0}
+
+
+def test_a_store_without_states_is_not_searched_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, connected = Index.connect, list[Index]()
+
+    def noted(index: Index) -> sqlite3.Connection:
+        connected.append(index)
+        return connect(index)
+
+    kept = store(tmp_path)
+    monkeypatch.setattr(Index, "connect", noted)
+    assert kept.get(3) is None
+    assert kept.get(4) is None
+    assert not connected, "a method that keeps nothing asks for each of its clients"
+    put(kept, {3: 1.5})
+    again = reopened(tmp_path, recorded(kept))
+    for one in (kept, again):
+        state = one.get(3)
+        assert state is not None
+        assert state["c_i"].tolist() == [1.5] * 3
