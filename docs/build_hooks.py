@@ -123,8 +123,8 @@ class Docstrings(griffe.Extension):
         if obj.docstring is not None:
             obj.docstring.value = _markdown(obj.docstring.value)
             if self.repository and (obj.is_class or obj.is_function):
-                lines = f"#L{obj.lineno}-L{obj.endlineno}"
-                address = _in_repository(self.repository, obj.relative_filepath.as_posix()) + lines
+                file = Path(str(obj.filepath)).resolve().relative_to(ROOT.resolve()).as_posix()
+                address = f"{_in_repository(self.repository, file)}#L{obj.lineno}-L{obj.endlineno}"
                 obj.docstring.value = f'<a class="doc-source" href="{address}">source</a>\n\n{obj.docstring.value}'
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:

@@ -50,7 +50,9 @@ class ClientModels(Measure):
 
     Example:
         >>> from lightning_fed.callbacks import ClientModels
-        >>> saver = ClientModels("personal", every_n_rounds=10, clients=[0, 3], folder="models")
+        >>> saver = ClientModels(
+        ...     "personal", every_n_rounds=10, clients=[0, 3], folder="models"
+        ... )
         >>> ClientModels.path("models", round=10, client_id=3).as_posix()
         'models/round_000010/client_3.safetensors'
     """

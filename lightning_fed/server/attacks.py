@@ -101,7 +101,9 @@ class SignFlipAttack(Attack):
         FederatedError: If an argument is out of range.
 
     Example:
-        >>> SignFlipAttack(clients=[3, 8], scale=10.0).message(torch.ones(2), torch.Generator())
+        >>> SignFlipAttack(clients=[3, 8], scale=10.0).message(
+        ...     torch.ones(2), torch.Generator()
+        ... )
         tensor([-10., -10.])
     """
 

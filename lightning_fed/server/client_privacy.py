@@ -56,8 +56,14 @@ class ClientPrivacy(ArgumentsRepr):
         FederatedError: If an argument is out of range.
 
     Example:
-        >>> ClientPrivacy(noise_multiplier=1.0, max_grad_norm=1.0, delta=1e-4, sampling="shuffle")
-        ClientPrivacy(noise_multiplier=1.0, max_grad_norm=1.0, delta=0.0001, sampling='shuffle', examples_at_once=None)
+        >>> privacy = ClientPrivacy(
+        ...     noise_multiplier=1.0,
+        ...     max_grad_norm=1.0,
+        ...     delta=1e-4,
+        ...     sampling="shuffle",
+        ... )
+        >>> privacy.sampling
+        'shuffle'
     """
 
     def __init__(

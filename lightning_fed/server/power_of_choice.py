@@ -46,8 +46,15 @@ class PowerOfChoiceSampler(CountingSampler):
         FederatedError: If a number is out of range, or there are fewer clients than candidates.
 
     Example:
-        >>> sampler = PowerOfChoiceSampler(1, candidates=3, weights={"a": 1, "b": 1, "c": 1})
-        >>> sampler(seed=0, round=0, population=["a", "b", "c"], losses={"a": 0.1, "b": 0.9, "c": 0.5})
+        >>> sampler = PowerOfChoiceSampler(
+        ...     1, candidates=3, weights={"a": 1, "b": 1, "c": 1}
+        ... )
+        >>> sampler(
+        ...     seed=0,
+        ...     round=0,
+        ...     population=["a", "b", "c"],
+        ...     losses={"a": 0.1, "b": 0.9, "c": 0.5},
+        ... )
         ['b']
     """
 

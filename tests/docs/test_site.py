@@ -165,6 +165,23 @@ def test_the_files_agree_on_the_address_of_the_repository() -> None:
     assert clone[1] == (address or "URL"), "see docs/releasing.md"
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("address", [None, "https://example.org/me/lightning_fed"])
+def test_an_address_links_pages_and_names_to_their_sources(address: str | None) -> None:
+    pytest.importorskip("mkdocs", reason='no MkDocs, which builds the site: pip install -e ".[docs]"')
+    hooks = module_at("build_hooks", ROOT / "docs" / "build_hooks.py")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="contributing.md"), meta={}, edit_url=None)
+    config = SimpleNamespace(repo_url=address)
+    text = hooks.on_page_markdown("[pins](constraints.txt)\n\n> [!NOTE]\n> Two\n> lines.\n", page, config, None)
+    link = f"[pins]({address}/blob/main/constraints.txt)" if address else "pins (`constraints.txt`)"
+    assert text == f"{link}\n\n!!! note\n    Two\n    lines.\n"
+    assert page.edit_url == (f"{address}/edit/main/CONTRIBUTING.md" if address else None)
+    extensions = hooks.griffe.Extensions(hooks.Docstrings(address))
+    loaded = hooks.griffe.load("lightning_fed.core.errors", search_paths=[str(ROOT)], extensions=extensions)
+    shown = loaded["FederatedError"].docstring.value
+    assert (f'href="{address}/blob/main/lightning_fed/core/errors.py#L' in shown) == (address is not None)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site."""
@@ -261,7 +278,12 @@ def test_a_fault_of_a_page_is_found(
 
 @cache
 def site_check() -> Any:
-    spec = spec_from_file_location("site_check", ROOT / ".ci" / "site_check.py")
+    return module_at("site_check", ROOT / ".ci" / "site_check.py")
+
+
+def module_at(name: str, path: Path) -> Any:
+    """Return the module of a script."""
+    spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

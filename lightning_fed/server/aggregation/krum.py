@@ -97,7 +97,9 @@ class Krum(_PairwiseRule):
     Example:
         >>> import torch
         >>> messages = torch.tensor([[0.0], [1.0], [1.5], [3.0], [100.0]])
-        >>> Krum(num_bad=1).combine(messages, torch.full((5,), 1 / 5), lambda part: part)
+        >>> Krum(num_bad=1).combine(
+        ...     messages, torch.full((5,), 1 / 5), lambda part: part
+        ... )
         tensor([1.], dtype=torch.float64)
     """
 
@@ -127,7 +129,9 @@ class MultiKrum(_PairwiseRule):
     Example:
         >>> import torch
         >>> messages = torch.tensor([[0.0], [1.0], [1.5], [3.0], [100.0]])
-        >>> MultiKrum(num_bad=1, num_selected=2).combine(messages, torch.full((5,), 1 / 5), lambda part: part)
+        >>> MultiKrum(num_bad=1, num_selected=2).combine(
+        ...     messages, torch.full((5,), 1 / 5), lambda part: part
+        ... )
         tensor([1.2500], dtype=torch.float64)
     """
 
@@ -176,8 +180,12 @@ class Bulyan(_PairwiseRule):
 
     Example:
         >>> import torch
-        >>> messages = torch.tensor([[0.0], [1.0], [1.5], [2.0], [3.0], [3.5], [100.0]])
-        >>> Bulyan(num_bad=1).combine(messages, torch.full((7,), 1 / 7), lambda part: part)
+        >>> messages = torch.tensor(
+        ...     [[0.0], [1.0], [1.5], [2.0], [3.0], [3.5], [100.0]]
+        ... )
+        >>> Bulyan(num_bad=1).combine(
+        ...     messages, torch.full((7,), 1 / 7), lambda part: part
+        ... )
         tensor([1.5000], dtype=torch.float64)
     """
 
