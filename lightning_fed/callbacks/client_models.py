@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fed.callbacks.measures import Measure
 from lightning_fed.compat.package import pl
-from lightning_fed.core.arguments import check_one_of, check_paths, kind_of
+from lightning_fed.core.arguments import check_one_of, check_paths, format_value, kind_of
 from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
@@ -67,9 +67,11 @@ class ClientModels(Measure):
         super().__init__(every_n_rounds)
         name = type(self).__name__
         self.models: Literal["local", "personal"] = check_one_of(name, "models", models, ("local", "personal"))
-        if clients is not None and (isinstance(clients, str) or not isinstance(clients, Sequence)):
+        is_list = isinstance(clients, Sequence) and not isinstance(clients, str | bytes)
+        if clients is not None and not (is_list and all(type(client_id) in (int, str) for client_id in clients)):
             raise FederatedError(
-                f"{name}(clients={clients!r}): clients must be a list of ids, found {kind_of(clients)}."
+                f"{name}(clients={format_value(clients)}): clients must be a list of ids, which are whole numbers or"
+                f" texts, found {kind_of(clients)}."
             )
         self.clients = None if clients is None else list(clients)
         if folder is not None:

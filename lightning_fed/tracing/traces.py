@@ -25,8 +25,6 @@ _MOST = 512  # traces of about 300 kB each
 
 _aten = torch.ops.aten
 _BINDINGS: dict[Any, Any] = {
-    _aten._log_softmax.default: torch._log_softmax,
-    _aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
     _aten.addmm.default: torch.addmm,
     _aten.addmm_.default: Tensor.addmm_,
     _aten.bmm.default: torch.bmm,

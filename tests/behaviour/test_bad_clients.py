@@ -582,7 +582,9 @@ def test_a_client_that_still_learns_is_no_outlier_among_converged_ones(
 
 def test_an_update_beyond_float32_rounding_is_an_outlier() -> None:
     x = torch.ones(4, dtype=torch.float64)  # of norm 2, so that 2.4e-7 may be rounding
-    with pytest.raises(ClientError, match="of norm 0.3, 1.26e.06 times the 2.38e-07 that may be rounding"):
+    with pytest.raises(
+        ClientError, match="an update of norm 0.3 in round 0, 1.26e.06 times the 2.38e-07 that may be rounding"
+    ):
         Faults(max_ratio=1e6).add_outliers({0: 0.0, 1: 0.2, 2: 0.3, 3: 0.0, 4: 1e-16}, "an update", x)
     assert Faults(max_ratio=1e6).add_outliers({0: 0.0, 1: 0.2, 2: 0.0}, "an update", x) == set()
 

@@ -48,6 +48,13 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "FedSpeed": {"lam": 1.0, "rho": 0.1},
     "MoFedSAM": {"rho": 0.1, "alpha": 0.1},
     "MimeMVR": {"a": 0.1},
+    **{name: {"clients": 0.1} for name in ("Attack", "SignFlipAttack")},
+    "LabelFlipAttack": {"clients": 0.1, "num_classes": 2},
+    "NoiseAttack": {"clients": 0.1, "std": 1.0},
+    "ClientPrivacy": {"noise_multiplier": 1.0, "max_grad_norm": 1.0},
+    **{name: {"num_bad": 1} for name in ("Bulyan", "Krum", "MultiKrum")},
+    **{name: {"clients_per_round": 2} for name in ("OortSampler", "UpdateNormSampler")},
+    "PowerOfChoiceSampler": {"clients_per_round": 2, "candidates": 3},
     "AvailabilitySampler": {"clients_per_round": 2},
     "BernoulliSampler": {"probability": 0.5},
     "RoundRobinSampler": {"clients_per_round": 2},
@@ -95,6 +102,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 ALSO_KNOWN_AS = {"clients": "client"}  # what a message may say instead of the argument's name
 ANY_SIGN = {  # a negative number means something here
     *(("FederatedTrainer", name) for name in ("max_rounds", "max_epochs")),
+    ("ClientTable", "missing"),
     *(("FeatureShift", "rotation"), ("Quadratic", "x0"), ("Quadratic", "optimum"), ("TargetMetric", "target")),
 }
 NO_LIMIT = {("FederatedTrainer", "max_update_ratio"), ("spread", "values")}  # an infinite number means something

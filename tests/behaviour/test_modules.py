@@ -286,7 +286,7 @@ def test_after_an_exception_the_module_holds_the_server_model() -> None:
 
 
 def test_a_diverging_client_is_named() -> None:
-    with pytest.raises(ClientError, match="not finite, after"):
+    with pytest.raises(ClientError, match="not finite in round 0, after"):
         fit(seeded(lr=1e30), max_rounds=5)
 
 

@@ -147,8 +147,8 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "a name logged twice": (log_twice, r"self.log\('twice', ...\) twice in training_step"),
     "a parameter in place": (clamp_bias, "changes the parameter 'head.bias' in place"),
     "a parameter's data": (halve_bias, "changes the parameter 'head.bias' in place"),
-    "the number of batches": (by_length, "trainer.num_training_batches is in training_step"),
-    "the last batch": (weigh_last, "trainer.is_last_batch is in training_step"),
+    "the number of batches": (by_length, "no value for trainer.num_training_batches in training_step"),
+    "the last batch": (weigh_last, "no value for trainer.is_last_batch in training_step"),
     "a logged dictionary": (log_dictionary, r"self.log\('parts', ...\) of a dict in"),
     "a logged text": (log_text, r"self.log\('text', ...\) of a str in"),
     "no loss": (lambda module, loss, batch: None, "NoneType instead of a loss"),
@@ -220,7 +220,7 @@ class FromRound(Ordinary):
 
 def test_what_differs_from_client_to_client_is_refused_in_later_rounds_too() -> None:
     t = trainer(engine="vectorized", max_rounds=3)
-    with pytest.raises(FederatedError, match=r"trainer.num_training_batches is in training_step"):
+    with pytest.raises(FederatedError, match=r"no value for trainer.num_training_batches in training_step"):
         t.fit(FromRound(), data())
     assert t.fit_loop.round == 1
     assert t.num_training_batches == 1  # outside of clients' work it may be asked for

@@ -192,7 +192,7 @@ def test_what_cannot_be_saved_is_refused_by_name(
 def test_arguments_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match="ClientModels.models='all'"):
         ClientModels("all")  # type: ignore[arg-type]
-    with pytest.raises(FederatedError, match="clients must be a list of ids, found a str"):
+    with pytest.raises(FederatedError, match="clients must be a list of ids, which are .* found a str"):
         ClientModels(clients="clinic")
     for i, name in ((3, "client_3"), ("3", "client_'3'"), ("a/b", "client_a%2Fb"), ("-1", "client_'-1'")):
         assert ClientModels.path(tmp_path, 1, i).stem == name

@@ -259,7 +259,7 @@ def test_a_reply_without_either_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         return add(self, replace(reply, send={"delta": reply.send["delta"]}), *args)
 
     monkeypatch.setattr(RoundTotals, "update", bare)
-    with pytest.raises(FederatedError, match=r"leaves out \['delta_c'\], and 'lr_sum' as well, .* Scaffold would"):
+    with pytest.raises(FederatedError, match=r"leaves out \['delta_c'\], and also 'lr_sum', which Scaffold needs"):
         outcome("sequential", Scaffold())
 
 

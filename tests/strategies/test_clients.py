@@ -109,7 +109,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None
     first, killed, third = in_processes(work, tmp_path, 3)
     assert killed.error == "killed"
     for rank, outcome in ((0, first), (2, third)):
-        assert re.search(rf"FederatedError: Process {rank} on \S+ misses process 1 \(pid \d+\) on", outcome.error)
+        assert re.search(rf"FederatedError: Process {rank} on \S+ has lost process 1 \(pid \d+\) on", outcome.error)
         assert "Process 0" not in outcome.error[20:]
 
 

@@ -67,7 +67,7 @@ def test_a_process_that_ends_because_of_another_is_not_named_as_missing(tmp_path
     first, second, third = met(work, tmp_path)
     assert not third.error
     for rank, outcome in enumerate((first, second)):
-        assert re.search(rf"FederatedError: Process {rank} on \S+ misses process 2 \(pid \d+\) on", outcome.error)
+        assert re.search(rf"FederatedError: Process {rank} on \S+ has lost process 2 \(pid \d+\) on", outcome.error)
 
 
 def test_an_exchange_that_fails_with_all_processes_alive_raises_its_own_error(tmp_path: Path) -> None:

@@ -88,7 +88,9 @@ def test_local_steps_end_a_run_after_the_round_in_which_they_are_reached(caplog:
     taken = [sum(steps.values()) for steps in seen.steps]
     assert sum(taken[:-1]) < 10 <= sum(taken) == run.fit_loop.steps_taken
     assert "`Trainer.fit` stopped: `max_steps=10` reached." in caplog.text
-    with pytest.warns(UserWarning, match=r"nothing to do: \d rounds are done and max_steps=10. Raise max_steps to go"):
+    with pytest.warns(
+        UserWarning, match=r"nothing to do: \d rounds are done and max_steps=10. Raise max_steps to continue"
+    ):
         run.fit(run.lightning_module, data())
 
 

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
-from lightning_fed.core.arguments import check_fraction, check_one_of, check_paths, check_seed, check_texts
+from lightning_fed.core.arguments import (
+    check_fraction,
+    check_one_of,
+    check_paths,
+    check_seed,
+    check_texts,
+    finite,
+    format_value,
+)
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
@@ -338,11 +346,12 @@ class ClientTable(StoredDataModule):
         """Raise for rules that contradict each other or the roles of columns."""
         rules = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
         for name, rule in rules.items():
-            where = f"ClientTable(missing={self.missing!r})"
-            is_number = isinstance(rule, int | float) and not isinstance(rule, bool) and math.isfinite(rule)
-            if not (is_number or rule in ("refuse", "client_mean", "indicator")):
+            where = f"ClientTable(missing={format_value(self.missing)})"
+            if not isinstance(name, str):
+                raise FederatedError(f"{where}: columns have texts as names, found {format_value(name)}.")
+            if not (math.isfinite(finite(rule)) or rule in ("refuse", "client_mean", "indicator")):
                 raise FederatedError(
-                    f"{where}: a rule is a number, 'client_mean', 'indicator' or 'refuse', found {rule!r}."
+                    f"{where}: a rule is a number, 'client_mean', 'indicator' or 'refuse', found {format_value(rule)}."
                 )
             if name in {*self.categories, *self.ordered} and rule not in ("refuse", "indicator"):
                 raise FederatedError(

@@ -31,6 +31,8 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 def test_the_app_of_a_configuration_is_what_flower_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "federated_app"]:  # of another test's app
+        monkeypatch.delitem(sys.modules, name)
     out = tmp_path / "app"
     words = ["deploy", "flower", "--config", QUICKSTART, "--out", str(out), "--run", "false"]
     main(words)
