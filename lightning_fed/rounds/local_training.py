@@ -204,11 +204,11 @@ class LocalTraining:
         nothing reads them earlier and no client may be dropped.
         """
         self.put_back_settings()
-        self._sets = sets_for_clients(self.trainer)
         self.result: ChunkResult | None = None
         self._ended = 0  # clients of the result whose hook has run
         self._before: Sequence[State] = []  # its clients' states before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
+        self._sets = self._uses_start_hook and sets_for_clients(self.trainer)
         self._uses_end_hook = any_uses_hook(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine

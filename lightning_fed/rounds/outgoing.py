@@ -33,7 +33,7 @@ class Outgoing:
         sending = sound
         if self.engine.algorithm.local_work:
             sending = [row for row in sound if result.reports[row].steps]
-        is_attacked = any(result.participants[row].index in self.attackers for row in sending)
+        is_attacked = bool(self.attackers) and any(result.participants[row].index in self.attackers for row in sending)
         if not sound or (self.compressor is None and not is_attacked):
             self._stage_all(result, before, states, sending)
             models = result.shared if result.sends_delta else None

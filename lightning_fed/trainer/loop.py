@@ -198,7 +198,8 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         assert self.run_state.rounds is not None
         self.epoch_progress.increment_ready()
-        self.run_state.show_rates()
+        if self.settings.local_schedule is not None:
+            self.run_state.show_rates()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
@@ -220,7 +221,8 @@ class FederatedLoop(_FitLoop):
         trainer._logger_connector.on_epoch_end()
         with steps_not_counted():
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        self.run_state.show_rates()
+        if self.settings.local_schedule is not None:
+            self.run_state.show_rates()
         call_round_hook(trainer, "on_round_end", report)
         self._validate()
         self.step_plateau_schedulers()

@@ -325,7 +325,7 @@ class RunState:
             )
 
     def show_rates(self) -> None:
-        """Show the rates that the next round begins with, if schedules step within rounds."""
+        """Show the rates that the next round begins with; a schedule by local step sets them."""
         assert self.prepared is not None
         self.prepared.begin_round(self.settings.first_step(self.server.round, self.server.longest_steps))
 
@@ -334,7 +334,8 @@ class RunState:
         assert self.rounds is not None
         assert self.server_model is not None
         assert self.clients is not None
-        self._teach_sampler(report)
+        if self.settings.sampler_learns:
+            self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
         self.rounds.leave()
@@ -343,8 +344,6 @@ class RunState:
     def _teach_sampler(self, report: RoundReport) -> None:
         """Let a sampler that learns read the reports; processes that split batches take those of the first one."""
         sampler: Any = self.settings.sampler
-        if not self.settings.sampler_learns:
-            return
         assert self.clients is not None
         (reports, *_) = self.clients.split.gather(dict(report.clients))
         sampler.update(report.round, reports)

@@ -99,7 +99,7 @@ class _IndexedBatches(ClientBatches):
         return self.settings.num_batches(self.size)
 
     def num_examples(self, num_batches: int) -> int:
-        return min(num_batches * self.settings.batch_size, self._epoch_size())
+        return min(num_batches * self.settings.batch_size, self.settings.epoch_size(self.size))
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         stream = self.settings.augment_stream(generator)
@@ -129,11 +129,8 @@ class _IndexedBatches(ClientBatches):
         order = torch.randperm(self.size, generator=generator)
         if not (shuffle and self.settings.shuffle):
             order = torch.arange(self.size)
-        size = self._epoch_size()
+        size = self.settings.epoch_size(self.size)
         return order if size == self.size else order[:size]
-
-    def _epoch_size(self) -> int:
-        return self.settings.epoch_size(self.size)
 
     @abstractmethod
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:

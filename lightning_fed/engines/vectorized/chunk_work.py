@@ -92,10 +92,9 @@ class ChunkWork:
         return self.rates[: self.optimizer.flat.num_shared]
 
     def begin_step(self) -> None:
-        """Go to the next step of all clients that still work, if a schedule sets its rates."""
+        """Go to the next step of all clients that still work, whose rates the schedule by local step sets."""
         schedule = self.optimizer.schedule
-        if schedule is None:
-            return
+        assert schedule is not None
         if len(self._rate_sums) > 1:
             schedule.advance()
         self.rates = self.optimizer.rates

@@ -78,7 +78,8 @@ class Schedule:
             batches_of_steps = batches.in_order(steps)
             for step in steps:
                 self._current_steps = step.at[0]
-                work.begin_step()
+                if work.optimizer.schedule is not None:
+                    work.begin_step()
                 self.trainer._signal_connector.check()
                 groups = next(batches_of_steps)
                 may_trace = bool(rows) or self.recurring.note(groups)

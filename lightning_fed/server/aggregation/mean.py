@@ -82,7 +82,7 @@ class Aggregation:
             rule: {index: raw_weight(weighs, p, p.steps) for index, p in self._members.items()}
             for rule, weighs in self._rules.items()
         }
-        self.is_estimate = any(p.share is not None for p in cohort)
+        self.is_estimate = bool(cohort) and cohort[0].share is not None  # all have one, or none
         self._totals = {rule: 1.0 if self.is_estimate else sum(raw.values()) for rule, raw in self._raw.items()}
         for total in self._totals.values():
             if self._members and total <= 0:
