@@ -74,6 +74,7 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
     assert sum(row.endswith(",yes") for row in choices) == 4
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
