@@ -56,9 +56,15 @@ CASES: dict[str, Any] = {
     ),
     "one process idle": partial(of, "FedAvg", aggregator=CoordinateMedian(), clients_per_round=1),
 }
-FEW = (  # every rule once, every kind of message once, and what goes through other code
-    *("FedAvg median", "Scaffold trimmed", "Mime geometric", "FedDane median", "ServerOnly trimmed", "weighted"),
-    *("clipping", "compressed", "quantized and robust", "one process idle", "pairwise and attacked"),
+FEW = (  # every rule once, and what goes through other code
+    *(
+        "FedAvg median",
+        "Scaffold trimmed",
+        "Mime geometric",
+        "clipping",
+        "quantized and robust",
+        "pairwise and attacked",
+    ),
 )
 EVERYBODY: dict[str, Any] = {"sampler": BernoulliSampler(1.0), "clients_per_round": None, "max_rounds": 2}
 RECORDS = partial(of, "Scaffold", client_privacy=ClientPrivacy(0.8, 0.3, 1e-3))
