@@ -33,8 +33,8 @@ class Attack(ArgumentsRepr):
     """
 
     def __init__(self, clients: float | Sequence[ClientId]) -> None:
-        is_list = isinstance(clients, Sequence) and not isinstance(clients, str | bytes)
-        is_list = is_list and all(type(client_id) in (int, str) for client_id in clients)
+        ids = clients if isinstance(clients, Sequence) and not isinstance(clients, str | bytes) else [None]
+        is_list = all(type(client_id) in (int, str) for client_id in ids)
         if not is_list and not (isinstance(clients, float) and 0 <= finite(clients) <= 1):
             raise FederatedError(
                 f"{type(self).__name__}(clients={format_value(clients)}): clients must be a share in [0.0, 1.0], or a"

@@ -179,6 +179,7 @@ def told_of_another(place: tuple[Any, ...], junk: Any) -> list[str]:
     return [f"{place}={junk}: {text}" for text in told if not re.search("checkpoint|changed.ckpt", text)]
 
 
+@pytest.mark.thorough
 def test_a_part_of_a_checkpoint_that_is_missing_or_changed_is_told_of_the_checkpoint() -> None:
     resume(2).save_checkpoint("whole.ckpt")
     faults = [told_of_another(place, JUNK[1 + n % (len(JUNK) - 1)]) for n, place in enumerate(PARTS)]

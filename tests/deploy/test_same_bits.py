@@ -24,7 +24,7 @@ from lightning_fed.server import (
 )
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import METHODS, SIZES, Wire, make_trainer, parameters, simulated
-from tests.helpers.selection import covering
+from tests.helpers.selection import covering, few
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 NAMES = {
@@ -138,7 +138,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", list(OPTIONS))
+FEW_OPTIONS = [name for name in OPTIONS if name not in ("by utility", "by update norms", "quantised and clipped")]
+
+
+@pytest.mark.parametrize("option", few(OPTIONS, FEW_OPTIONS))
 def test_options_of_the_rounds_work_over_sites(option: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "FedProx", **OPTIONS[option]), tmp_path)
 

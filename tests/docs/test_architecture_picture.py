@@ -22,6 +22,7 @@ def house(picture):
     return picture.rooms(picture.PACKAGE)
 
 
+@pytest.mark.thorough
 def test_all_arrows_of_the_house_point_down(picture, house):
     level, arrows = picture.floors(house), picture.arrows(house)
     assert {"core", "engines", "rounds", "server", "tracing", "trainer"} <= house.keys()

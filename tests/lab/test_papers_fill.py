@@ -24,6 +24,7 @@ def script() -> Any:
     return module
 
 
+@pytest.mark.thorough
 def test_only_what_no_place_has_is_run(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill, ran = script().fill, list[int]()
     original = CellRunner.run

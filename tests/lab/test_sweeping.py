@@ -33,6 +33,7 @@ def cells() -> set[str]:
     return {path.parent.name for path in Path("out/cells").glob("*/cell.json")}
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.CaptureFixture[str]) -> None:
     axes = {**AXES, "lr": {**AXES["lr"], "values": [0.1]}}

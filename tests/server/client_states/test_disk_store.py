@@ -262,6 +262,7 @@ def test_states_are_copied_where_there_are_no_links(tmp_path: Path, monkeypatch:
     assert values(again) == {0: 1.0}
 
 
+@pytest.mark.thorough
 @settings(phases=[Phase.generate])  # to find the smallest example would take minutes, since each goes to the disk
 @given(
     st.lists(st.dictionaries(st.integers(0, 9), st.integers(0, 999), max_size=5), min_size=1, max_size=12),
