@@ -18,5 +18,6 @@ OWN = {
     "reproduce": ("lightning_fed.lab.reproducing:reproduce", "Run an experiment of a paper."),
     "sweep": ("lightning_fed.lab.sweeping:sweep", "Run a grid over a configuration."),
     "compare": ("lightning_fed.lab.comparing:compare", "Compare runs side by side."),
+    "completion": ("lightning_fed.cli.completion:completion", "Print a script for completion in a shell."),
 }
 """The other commands: the function of each, imported when it runs, and what it does."""

@@ -281,6 +281,7 @@ def test_python_dash_m_shows_all_commands(monkeypatch: pytest.MonkeyPatch, capsy
         "reproduce",
         "sweep",
         "compare",
+        "completion",
     ]
 
 

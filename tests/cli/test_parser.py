@@ -114,8 +114,8 @@ def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest
         main([word])
     answer = capsys.readouterr().err
     assert (
-        "'fit', 'validate', 'test', 'predict', 'new', 'data', 'diagnose', 'deploy', 'reproduce', 'sweep', 'compare'"
-        in answer
+        "'fit', 'validate', 'test', 'predict', 'new', 'data', 'diagnose', 'deploy', 'reproduce', 'sweep', 'compare',"
+        " 'completion'" in answer
     )
     assert f"Did you mean {meant} instead of {word}?" in answer
 
