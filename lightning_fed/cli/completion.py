@@ -8,7 +8,6 @@ import argparse
 import importlib
 from collections.abc import Iterator
 from importlib.util import find_spec
-from inspect import isabstract
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
@@ -20,7 +19,6 @@ __all__ = ["completion", "make_parser"]
 
 _FILES = ("config", "ckpt_path", "grid", "add", "out", "runs", "data_root")
 _KNOWN = {"trainer.accelerator": ("auto", "cpu", "gpu"), "trainer.strategy": ("auto", "clients", "ddp")}
-_PACKAGES = ("lightning_fed", "lightning", "pytorch_lightning", "torch")
 
 
 def completion(args: list[str] | None = None) -> None:
@@ -84,18 +82,16 @@ def _copy(action: argparse.Action, parser: argparse.ArgumentParser, files: dict[
         copied.complete = files  # type: ignore[attr-defined] # which shtab reads
 
 
-def _choices(kind: Any, is_base: bool = True) -> Iterator[str]:
-    """Yield what a type can be: the values of a Literal or an Enum, and the names of the classes that are imported."""
+def _choices(kind: Any) -> Iterator[str]:
+    """Yield what an argument of a type can be: the values of a Literal, and the names of classes."""
+    from lightning_fed.cli.parser import class_names
+
     if kind is bool:
         yield from ("true", "false")
     elif get_origin(kind) is Literal:
         yield from map(str, get_args(kind))
-    elif not isinstance(kind, type):
+    elif isinstance(kind, type):
+        yield from class_names(kind)
+    else:
         for part in get_args(kind):
             yield from _choices(part)
-    elif kind.__module__.partition(".")[0] in _PACKAGES:
-        below = type.__subclasses__(kind)
-        if not (isabstract(kind) or kind.__name__.startswith("_") or (is_base and below)):
-            yield kind.__name__
-        for one in below:
-            yield from _choices(one, is_base=False)

@@ -17,10 +17,7 @@ __all__ = ["main"]
 
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
-    " `lightning-fed new NAME` writes a small project to start from,"
-    " `lightning-fed data --config FILE` draws how the data is dealt out; `lightning-fed diagnose --config FILE`"
-    " says why it does not converge; `lightning-fed deploy` runs it on real clients; `lightning-fed reproduce`,"
-    " `sweep` and `compare` run a paper's experiment, run your own grid, and put runs side by side."
+    " To start a project: `lightning-fed new NAME`. The options of a command: `lightning-fed COMMAND --help`."
 )
 
 

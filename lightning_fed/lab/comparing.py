@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
@@ -111,12 +112,21 @@ def _read_table(path: Path) -> dict[str, dict[int, float]]:
 
 
 def _named(folders: Sequence[str]) -> dict[str, str]:
-    """Return the folders by name: the path, without the part that all have in common."""
+    """Return the folders by name: the path, without the part that all have in common, and the method if it is known."""
     if len(set(folders)) < len(folders):
         raise FederatedError("compare: a run is named twice.")
     whole = {folder: Path(os.path.abspath(folder)) for folder in folders}
     common = Path(os.path.commonpath([path.parent for path in whole.values()]))
-    return {str(path.relative_to(common)): folder for folder, path in whole.items()}
+    return {f"{path.relative_to(common)}{_method(path)}": folder for folder, path in whole.items()}
+
+
+def _method(folder: Path) -> str:
+    """Return a run's method as an addition to its name: `version_0` alone says nothing."""
+    try:
+        settings = yaml.safe_load((folder / "hparams.yaml").read_text(encoding="utf-8"))
+        return f", {settings['method']}"
+    except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
+        return ""  # another logger's, or hyper-parameters that are not plain
 
 
 def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> tuple[list[str], list[list[str]]]:
