@@ -105,7 +105,8 @@ def _only_cause(message: str) -> str:
 
 def _cause(found: re.Match[str]) -> str:
     causes, value = found.groups()
-    return causes if value in causes or value.startswith(("{", "NestedArg")) else f"{causes}. Got value: {value}"
+    is_shown = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", causes) or value.startswith(("{", "NestedArg"))
+    return causes if is_shown else f"{causes}. Got value: {value}"
 
 
 def _unreadable(words: list[str]) -> list[str]:
