@@ -56,6 +56,9 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         if args is None:  # Lightning warns about arguments other than the process's
             sys.argv[1:] = words
         run(args if args is None else words, words[0] if isinstance(words, list) else "")
+    except KeyboardInterrupt:
+        print("lightning-fed: interrupted.", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         refusal = refusal_in(error) if isinstance(error, ValueError) else None
         if refusal is not None:

@@ -327,6 +327,19 @@ def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["version_0"]
 
 
+def test_an_interrupted_command_ends_without_a_trace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_fed.lab.diagnosis.command.diagnose", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["diagnose", "--config", QUICKSTART])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "lightning-fed: interrupted.\n"
+
+
 RESUMED = """
 from lightning_fed.cli.main import main
 for args in ([], ["--ckpt_path", "lightning_logs/version_0/checkpoints/last.ckpt", "--trainer.max_rounds", "2"]):
