@@ -190,12 +190,14 @@ def make_parser() -> ArgumentParser:
     """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed compare",
-        description="Put a metric against rounds, gradients, bytes and simulated seconds, from the logs of any runs.",
+        description="Print a table of runs, and draw a metric over rounds, gradients, bytes and simulated seconds.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="The folder of a TensorBoard or CSV log.")
-    parser.add_argument("--metric", type=str, default="val_acc", help="The metric.")
-    parser.add_argument("--mode", type=Literal["max", "min"], help="Whether it is good where it is high or low.")
-    parser.add_argument("--target", type=float, help="The value to reach.")
+    parser.add_argument("--metric", type=str, default="val_acc", help="The metric, by its name in the log.")
+    parser.add_argument("--mode", type=Literal["max", "min"], help="max if high values are good, min if low ones are.")
+    parser.add_argument(
+        "--target", type=float, help="A value of the metric. The table then has the cost of reaching it."
+    )
     parser.add_argument("--out", type=str, default="compared", help="The folder of the results.")
     return parser
