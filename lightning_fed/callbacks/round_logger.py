@@ -104,10 +104,14 @@ class RoundLogger(FederatedCallback):
 
 
 def _settings(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what tells runs apart: the method with its parameters, and how much work who does on what."""
+    """Return what tells runs apart. The method is called algorithm: TensorBoard shows the first five names alone."""
     settings, partition = trainer.fit_loop.settings, getattr(trainer.datamodule, "partition", None)
     values = {name: getattr(settings, name) for name in _SHOWN}
-    return {"method": repr(settings.algorithm), **values, "partition": None if partition is None else repr(partition)}
+    return {
+        "algorithm": repr(settings.algorithm),
+        **values,
+        "partition": None if partition is None else repr(partition),
+    }
 
 
 def _forget(writer: Any, step: int) -> None:

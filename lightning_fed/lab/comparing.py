@@ -124,7 +124,7 @@ def _method(folder: Path) -> str:
     """Return a run's method as an addition to its name: `version_0` alone says nothing."""
     try:
         settings = yaml.safe_load((folder / "hparams.yaml").read_text(encoding="utf-8"))
-        return f", {settings['method']}"
+        return f", {settings['algorithm']}"
     except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         return ""  # another logger's, or hyper-parameters that are not plain
 
