@@ -38,6 +38,7 @@ _NEEDED = (
     " `lightning-fed new NAME` writes a file to start from."
 )
 _CODE = re.compile(r"``([^`]+)``")
+_OF_STAGE = re.compile(r"\b(?:fit|validate|test|predict)\.(data|model)\b(?=,|$)", re.MULTILINE)
 _FEW = 30  # options that a hint lists
 _OPTIONAL = re.compile(
     r"\s+(?:- )?Does not validate against any of the Union subtypes"
@@ -66,7 +67,8 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end."""
-        super().error("\n".join([_only_cause(message), *self._hints(message)]), ex)
+        cause = _OF_STAGE.sub(r"--\1", _only_cause(message))
+        super().error("\n".join([cause, *self._hints(message)]), ex)
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):

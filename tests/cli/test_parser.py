@@ -110,6 +110,7 @@ def test_fit_alone_names_what_to_give_it(capsys: pytest.CaptureFixture[str]) -> 
     answer = capsys.readouterr().err
     assert "--config FILE" in answer
     assert "--model MLPClassifier --data Digits" in answer
+    assert "required: --data, --model" in answer
 
 
 @pytest.mark.parametrize(
