@@ -67,7 +67,7 @@ def _parsers() -> dict[str, ArgumentParser]:
     return {**made._subcommand_parsers, **{name: module.make_parser() for name, module in modules.items()}}
 
 
-def _copy(action: argparse.Action, parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
+def _copy(action: argparse.Action, parser: argparse.ArgumentParser, files: Any) -> None:
     """Add an option with its choices, or with the completion of paths."""
     help_text = (action.help or "").replace("%", "%%").partition("\n")[0]
     if action.nargs == 0 or isinstance(action, argparse._HelpAction):

@@ -153,7 +153,7 @@ def class_names(kind: type, is_base: bool = True) -> Iterator[str]:
         ['FedNova']
     """
     if kind.__module__.partition(".")[0] in _PACKAGES:
-        below = type.__subclasses__(kind)
+        below: list[type] = type.__subclasses__(kind)
         if not (isabstract(kind) or kind.__name__.startswith("_") or (is_base and below)):
             yield kind.__name__
         for one in below:
