@@ -98,8 +98,13 @@ def take_plain_step(optimizer: Optimizer, has_decay: bool) -> bool:
     optimizer.__dict__["_opt_called"] = True  # as the ``step`` does that a scheduler has put there
     with torch.no_grad():
         for group in groups:
-            if params := [p for p in group["params"] if p.grad is not None]:
-                torch._foreach_add_(params, [p.grad for p in params], alpha=-group["lr"])
+            moving, grads = list[Tensor](), list[Tensor]()
+            for p in group["params"]:
+                if (grad := p.grad) is not None:
+                    moving.append(p)
+                    grads.append(grad)
+            if moving:
+                torch._foreach_add_(moving, grads, alpha=-group["lr"])
     return True
 
 
