@@ -26,7 +26,7 @@ STEP_COUNTS = ("step", "mu_product")
 """The statistics that only depend on the number of steps: one number for any shape of the parameter."""
 
 _CPU = torch.device("cpu")
-_SGD_STEP = torch.optim.SGD.step  # the first optimizer of a class wraps its step, with "hooked" as a mark
+_SGD_STEP: Any = torch.optim.SGD.step  # the first optimizer of a class wraps its step, with "hooked" as a mark
 _SGD_STEP = _SGD_STEP.__wrapped__ if hasattr(_SGD_STEP, "hooked") else _SGD_STEP
 _SGD_OPTIONS = itemgetter("momentum", "maximize", "differentiable", "fused")
 _UNSUPPORTED = {
