@@ -120,9 +120,14 @@ class PreparedModule:
 
     def _step_schedules(self, step: int) -> None:
         """Step the schedules by local step after step t, through the module's hook."""
-        for config in self.trainer.lr_scheduler_configs:
-            if (step + 1) % config.frequency == 0:
-                call._call_lightning_module_hook(self.trainer, "lr_scheduler_step", config.scheduler, None)
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        epoch_loop.schedule_step = step + 1
+        try:
+            for config in self.trainer.lr_scheduler_configs:
+                if (step + 1) % config.frequency == 0:
+                    call._call_lightning_module_hook(self.trainer, "lr_scheduler_step", config.scheduler, None)
+        finally:
+            epoch_loop.schedule_step = None
 
     def begin_round(self, step: int) -> None:
         """Show the rates that a round begins with, given the run's step of its schedules by local step."""
