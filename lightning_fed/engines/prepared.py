@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import call, rank_zero_warn
@@ -60,6 +61,15 @@ class PreparedModule:
             self._frozen = [p for p in lora_a(self.module).values() if p.requires_grad]
         for p in self._frozen:
             p.requires_grad_(False)
+        try:
+            self._lay_out(base)
+        except BaseException:  # the user's next fit of this module may train them
+            self._unfreeze()
+            raise
+
+    def _lay_out(self, base: Optimizer) -> None:
+        """Make one vector of the trained parameters, and wrap their optimizer."""
+        trainer, settings = self.trainer, self.settings
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
@@ -185,6 +195,9 @@ class PreparedModule:
         self.data.clear()
         for layer in self._made_dense:
             layer.sparse = True
+        self._unfreeze()
+
+    def _unfreeze(self) -> None:
         for p in self._frozen:
             p.requires_grad_(True)
 
