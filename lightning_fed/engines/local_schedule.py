@@ -26,8 +26,8 @@ class LocalSchedule:
 
     Step t is the one before which the schedules have stepped t times since the start, one by one as in a plain loop.
     The options are thus a function of t alone, with the same bits for every client, engine and process. Schedules and
-    optimizer states in checkpoints always have the state of the start, except for what ``get_last_lr`` returns, which is
-    the rate now; a run keeps the numbers of steps.
+    optimizer states in checkpoints always have the state of the start, but ``get_last_lr`` returns the current rates; a
+    run keeps the numbers of steps.
 
     Args:
         mode: The trainer's ``local_schedule``.

@@ -199,7 +199,7 @@ class ServerRound:
         self._reports = reports = {p.client_id: found[index] for index, p in self.members.items() if index in found}
         self._done = [i for i, report in reports.items() if report.steps > 0 or not algorithm.local_work]
         updates = {i: report.update_norm for i, report in reports.items() if report.steps}
-        if self.settings.local_schedule is not None:  # at a warm-up's rate of zero, clients of a step or two stand still
+        if self.settings.local_schedule is not None:  # clients of a step or two stand still at a rate of zero
             updates = {i: norm for i, norm in updates.items() if norm}
         outliers = faults.add_outliers(updates, "an update", self.server.x)
         for point in algorithm.full_grad_at:

@@ -237,12 +237,12 @@ class FederatedTrainer(pl.Trainer):
         """The number of completed rounds.
 
         Raises:
-            FederatedError: In ``lr_scheduler_step`` of a schedule by local step, which is computed for any step at once.
+            FederatedError: In ``lr_scheduler_step`` of a schedule by local step, which may be computed in any round.
         """
         if self.fit_loop.epoch_loop.schedule_step is not None:
             raise FederatedError(
-                "lr_scheduler_step reads current_epoch, the number of rounds, for a schedule with interval='step', which"
-                " is a function of its own steps alone. Read global_step, which is their number there, or set"
+                "lr_scheduler_step reads current_epoch, the number of rounds, for a schedule with interval='step': its"
+                " rates must depend on its own steps alone. Read global_step, which is their number there, or set"
                 " interval='epoch'."
             )
         return super().current_epoch

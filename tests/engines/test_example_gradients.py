@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
 
 from lightning_fed import ClientError, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Scaffold
-from lightning_fed.callbacks import ClientAccuracy
+from lightning_fed.callbacks import ClientAccuracy, ClientModels
 from lightning_fed.core.seeds import KeyedStream, Purpose, generator
 from lightning_fed.data.batches.poisson import PoissonBatches
 from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPrivacy, SignFlipAttack
@@ -250,6 +251,52 @@ class Infinite(Ordinary):
         return super().training_step(batch, batch_idx) * float("inf")
 
 
+class Remembers(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.losses.append(super().training_step(batch, batch_idx))
+        return self.losses[-1]
+
+
+class Measures(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_loss = MeanMetric(nan_strategy="disable")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean_loss.update(loss.detach())
+        return loss
+
+
+class Masked(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(torch.zeros_like)
+
+
+class Mixes(Ordinary):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [0.7 * batch[0] + 0.3 * batch[0].roll(1, 0), batch[1]]
+
+
+def mixup(batch: Any, stream: torch.Generator) -> Any:
+    order = torch.randperm(len(batch[0]), generator=stream)
+    return [0.5 * (batch[0] + batch[0][order]), batch[1]]
+
+
+def jitter(batch: Any, stream: torch.Generator) -> Any:
+    return [batch[0] + 0.1 * torch.randn(batch[0].shape, generator=stream), batch[1]]
+
+
+def by_label(rows: list[Any]) -> Any:
+    rows = sorted(rows, key=lambda row: (int(row[1]), float(row[0][0])))
+    return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+
+
 class OwnLoader(FederatedDataModule):
     def client_dataloader(self, client_id: Any, generator: Any) -> Any:
         return DataLoader(self.client_dataset(client_id), batch_size=4)
@@ -272,6 +319,14 @@ REFUSED: list[tuple[Any, str]] = [
     (with_(callbacks=[ClientAccuracy()]), "the callback ClientAccuracy"),
     (with_(Normed), r"body.1 \(BatchNorm1d\).*GroupNorm"),
     (with_(Counts), "training_step changes the buffer 'steps'"),
+    (with_(Remembers), "training_step changes the attribute 'losses', which client_privacy does not cover"),
+    (
+        with_(Measures, client_privacy=ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1)),
+        "training_step changes the metric 'mean_loss'",
+    ),
+    (with_(Masked), "the hook of the parameter 'head.weight'"),
+    (with_(Mixes), "examples depend on each other.*without mixup"),
+    (with_(datamodule=lambda: data(augment=mixup)), "examples depend on each other.*without mixup"),
     (with_(Skips), "must return a loss for every example"),
     (with_(Reads), r"cannot be computed at once .*Pass ClientPrivacy\(examples_at_once=1\)"),
     (with_(Hooked), "cannot be combined with Hooked.on_after_backward"),
@@ -288,6 +343,17 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_noise_would_not_cover_is_refused(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
+
+
+def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None:
+    fit(
+        client_privacy=ON,
+        max_rounds=1,
+        datamodule=data(augment=jitter),
+        callbacks=[ClientModels("local", folder=tmp_path)],
+    )
+    fit(client_privacy=ON, max_rounds=1, datamodule=data(collate_fn=by_label))  # in another order
+    assert list(tmp_path.glob("**/*.safetensors"))  # clients' models have noise
 
 
 def test_modules_that_read_values_run_one_example_after_another() -> None:
