@@ -111,6 +111,21 @@ class RunState:
             raise FederatedError("The clients of this run are trained on their sites.")
         return self.clients.engine
 
+    def client_epsilons(self) -> dict[ClientId, float]:
+        """Return the record-level privacy spent by each client, also right after a checkpoint was loaded."""
+        if self.settings.client_privacy is None:
+            return {}
+        self.check_is_here("The privacy that clients have spent")
+        ids: Sequence[ClientId] = ()
+        ledger: PrivacyLedger | None = None
+        if (saved := self._checkpoint) is not None and "ledger" in saved:
+            ids = range(saved["clients"]) if isinstance(saved["clients"], int) else saved["clients"]
+            ledger = PrivacyLedger(self.settings.client_privacy, int, int)
+            ledger.load(saved["ledger"])
+        elif saved is None and self._server is not None:
+            ids, ledger = self._server.ids, self._server.ledger
+        return {} if ledger is None else {ids[index]: epsilon for index, epsilon in ledger.epsilons().items()}
+
     def check_is_here(self, what: str) -> None:
         """Refuse to return a state that ended with the processes that held it."""
         if self._rounds_elsewhere:

@@ -167,6 +167,9 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_privacy(at_once: int | Non
     again.fit(other := seeded(), data(), ckpt_path=tmp_path / "a.ckpt")
     assert torch.equal(parameters(model), parameters(other))
     assert again.fit_loop.client_epsilons == whole.fit_loop.client_epsilons != first.fit_loop.client_epsilons
+    done = trainer(client_privacy=privacy, max_rounds=2)
+    done.fit(seeded(), data(), ckpt_path=tmp_path / "a.ckpt")  # has nothing to do
+    assert done.fit_loop.client_epsilons == first.fit_loop.client_epsilons
     first.max_rounds = 3
     first.fit(first.lightning_module, data())  # a second fit goes on
     assert first.fit_loop.client_epsilons == whole.fit_loop.client_epsilons
