@@ -228,10 +228,13 @@ def check_separate_examples(plans: LocalPlans) -> None:
         plan = next((plan for plan in islice(plans.some(), _TRIED) if plan.participant.size > 1), None)
     except ClientError:
         return  # reported when the client trains
-    batches: Any = None if plan is None else plan.batches
-    while batches is not None and not isinstance(batches, (TensorBatches, LoaderBatches)):
+    if plan is None:
+        return
+    batches: Any = plan.batches
+    while not isinstance(batches, (TensorBatches, LoaderBatches)):
         batches = batches.batches
-    if plan is None or not _changes_batches(trainer, settings := replace(batches.settings, num_workers=0)):
+    settings = replace(batches.settings, num_workers=0)
+    if not _changes_batches(trainer, settings):
         return
     if isinstance(batches, LoaderBatches):
         batches = LoaderBatches(batches.dataset, settings)

@@ -265,9 +265,12 @@ class RunState:
                 f"client_privacy has delta={privacy.delta:g}, which is not below 1/n = {1 / largest:.3g} of the largest"
                 " client: such a guarantee says little about one example."
             )
-        limit = self.trainer.limit_train_batches
-        num_batches = self.trainer.datamodule.batch_settings.num_batches
-        return PrivacyLedger(privacy, num_batches, lambda batches: limited(batches, limit))
+        trainer = self.trainer  # hooks may change both settings between rounds
+        return PrivacyLedger(
+            privacy,
+            lambda size: int(trainer.datamodule.batch_settings.num_batches(size)),
+            lambda batches: limited(batches, trainer.limit_train_batches),
+        )
 
     # ------------------------------------------------------------------ start and end of a fit
 

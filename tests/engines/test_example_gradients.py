@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
-from lightning_fed import ClientError, FederatedDataModule, FederatedError
+from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Scaffold
 from lightning_fed.callbacks import ClientAccuracy, ClientModels
 from lightning_fed.core.seeds import KeyedStream, Purpose, generator
@@ -176,6 +176,24 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_privacy(at_once: int | Non
     for change in (None, ClientPrivacy(0.9, 0.3, 1e-3)):
         with pytest.raises(FederatedError, match="client_privacy is ClientPrivacy"):
             fit(client_privacy=change, max_rounds=3, ckpt_path=tmp_path / "a.ckpt")
+
+
+class Smaller(FederatedCallback):
+    """Changes the batches in the second round."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        if round == 1:
+            trainer.datamodule.batch_size = 8
+            trainer.limit_train_batches = 1
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_batches_that_a_hook_has_changed_are_accounted_for(sampling: Any) -> None:
+    privacy = ClientPrivacy(0.8, 0.3, 1e-3, sampling)
+    t = run("sequential", client_privacy=privacy, callbacks=[Smaller()], local_epochs=None, local_steps=4,
+            clients_per_round=1.0, **QUICK)  # fmt: skip
+    spent = t.fit_loop.client_epsilons[2]  # of 21 examples: 4 steps with q = 1/6, and 4 with q = 1/3
+    assert spent == privacy.epsilon({6: 4, 3: 4} if sampling == "poisson" else {1: 1 + 4})
 
 
 @pytest.mark.thorough
