@@ -433,3 +433,9 @@ def test_a_checkpoint_without_the_count_of_steps_is_refused(tmp_path: Path) -> N
         run("total", ckpt_path=tmp_path / "old.ckpt")
     with pytest.warns(UserWarning, match="was written with local_schedule='total'"):
         run("restart", ckpt_path=tmp_path / "old.ckpt")
+
+
+def test_clients_that_have_not_counted_their_steps_do_not_continue_them(tmp_path: Path) -> None:
+    run("total", max_rounds=2, callbacks=[Rates(tmp_path)])
+    with pytest.raises(FederatedError, match="local_schedule='total', so its clients have not counted the steps"):
+        run("continue", ckpt_path=tmp_path / "2.ckpt")
