@@ -136,7 +136,7 @@ class RoundPlans:
             length = batches.num_batches() if batches.size else 0
             if self._samples:
                 assert isinstance(batches, TensorBatches | LoaderBatches)
-                batches = PoissonBatches(batches, self._seed)
+                batches = PoissonBatches(batches, self._seed, self.round, self.population.index_of(client_id))
             if self._attackers and self.population.index_of(client_id) in self._attackers:
                 assert self._attack is not None
                 batches = ChangedBatches(batches, self._attack.batch)

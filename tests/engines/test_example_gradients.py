@@ -69,7 +69,7 @@ def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
         for i in range(6):
             batches: Any = source.client_batches(i)
             if privacy.sampling == "poisson":
-                batches = PoissonBatches(batches, seed)
+                batches = PoissonBatches(batches, seed, number, i)
             noise = KeyedStream(seed, Purpose.CLIENT_NOISE, number, i)
             with torch.no_grad():
                 for p, value in zip(params, x, strict=True):
