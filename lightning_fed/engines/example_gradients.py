@@ -13,7 +13,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
-from lightning_fed.core.seeds import KeyedStream, Purpose
+from lightning_fed.core.seeds import KeyedStream, Purpose, preserved_random_state
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
 from lightning_fed.engines.vectorized.batches import flatten
@@ -72,6 +72,8 @@ class ExampleGradients:
             size = self._size_of(leaves)
             losses = []
             with self._checked(), self._unlogged(), torch.no_grad():
+                if self._batches == 1:
+                    self._check_loss([leaf[:1] for leaf in leaves], spec, batch_idx)
                 for grads, own in self._each(leaves, spec, batch_idx, size):
                     self._add_clipped(sums, grads)
                     losses.append(own)
@@ -83,6 +85,21 @@ class ExampleGradients:
                 total.add_(gaussian_noise(total.numel(), std, self._noise).to(total).view(total.shape))
             p.grad = total.div_(count)
         return loss
+
+    def _check_loss(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> None:
+        """Raise if the loss of an example has no gradient, which ``torch.func`` takes for zeros."""
+        try:
+            with preserved_random_state(self.flat.y.device):
+                self._step.own_gradient(self.flat.params, leaves, spec, batch_idx)
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                raise FederatedError(
+                    f"{type(self._module).__name__}.training_step returns a loss that depends on no trained parameter:"
+                    f" with client_privacy={self.privacy!r} there would be noise alone. Return it with its graph, not"
+                    " detached."
+                ) from error
+        except OnlySequentialError:
+            return  # reported next
 
     def _size_of(self, leaves: Sequence[Any]) -> int:
         """Return the number of examples in a batch, its tensors' common length."""

@@ -293,6 +293,11 @@ class Measures(Ordinary):
         return loss
 
 
+class Detached(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
 class Masked(Ordinary):
     def __init__(self) -> None:
         super().__init__()
@@ -345,6 +350,7 @@ REFUSED: list[tuple[Any, str]] = [
         with_(Measures, client_privacy=ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1)),
         "training_step changes the metric 'mean_loss'",
     ),
+    (with_(Detached), "returns a loss that depends on no trained parameter.*noise alone"),
     (with_(Masked), "the hook of the parameter 'head.weight'"),
     (with_(Mixes), "examples depend on each other.*without mixup"),
     (with_(datamodule=lambda: data(augment=mixup)), "examples depend on each other.*without mixup"),
