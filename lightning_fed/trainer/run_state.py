@@ -120,7 +120,7 @@ class RunState:
         ledger: PrivacyLedger | None = None
         if (saved := self._checkpoint) is not None and "ledger" in saved:
             ids = range(saved["clients"]) if isinstance(saved["clients"], int) else saved["clients"]
-            ledger = PrivacyLedger(self.settings.client_privacy, int, int)
+            ledger = PrivacyLedger(self.settings.client_privacy, lambda *_: 0, lambda *_: 0)
             ledger.load(saved["ledger"])
         elif saved is None and self._server is not None:
             ids, ledger = self._server.ids, self._server.ledger
