@@ -201,6 +201,8 @@ class ServerRound:
         if faults.max_ratio is None:
             return True
         updates = {i: report.update_norm for i, report in reports.items() if report.steps}
+        if self.settings.local_schedule is not None:  # clients of a step or two stand still at a rate of zero
+            updates = {i: norm for i, norm in updates.items() if norm}
         outliers = faults.add_outliers(updates, "an update", self.server.x)
         for point in algorithm.full_grad_at:
             norms = self._totals.norms_at(point)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fed.callbacks import Inexactness, Measure, SplitPicture
+from lightning_fed.callbacks import ClientModels, Inexactness, Measure, SplitPicture
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import PassThroughProfiler
 from lightning_fed.core.errors import FederatedError
@@ -46,7 +46,8 @@ def check_private_clients(trainer: Any, privacy: ClientPrivacy) -> None:
             " times. Leave it unset."
         )
     for callback in trainer.callbacks:
-        if isinstance(callback, (Measure, Inexactness, SplitPicture)):
+        # clients' own models have noise
+        if isinstance(callback, (Measure, Inexactness, SplitPicture)) and not isinstance(callback, ClientModels):
             raise FederatedError(
                 f"{what} the callback {type(callback).__name__}: it measures or shows clients' data without noise."
                 " Remove it."

@@ -199,7 +199,8 @@ class Settings:
         """
         mine = self.transport()
         for name in sorted({*saved, *mine}):
-            if (there := saved.get(name, "None")) != (here := mine.get(name, "None")):
+            unset = repr("separate") if name == "lora" else "None"
+            if (there := saved.get(name, unset)) != (here := mine.get(name, unset)):
                 why = (
                     f": the privacy spent so far is accounted for with its probability. {origin.remedy('the sampler')}"
                     if name == "sampler"

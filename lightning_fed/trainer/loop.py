@@ -427,10 +427,12 @@ class FederatedLoop(_FitLoop):
 
     @property
     def client_epsilons(self) -> dict[ClientId, float]:
-        """The record-level privacy spent by each client that has taken part; empty without ``client_privacy``."""
-        if not self.run_state.has_server or (ledger := self.state.ledger) is None:
-            return {}
-        return {self.state.ids[index]: epsilon for index, epsilon in ledger.epsilons().items()}
+        """The record-level privacy spent by each client that has taken part; empty without ``client_privacy``.
+
+        Raises:
+            FederatedError: If the state of the run has ended with the processes that held it.
+        """
+        return self.run_state.client_epsilons()
 
     @property
     def is_asynchronous(self) -> bool:

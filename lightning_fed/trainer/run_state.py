@@ -111,6 +111,21 @@ class RunState:
             raise FederatedError("The clients of this run are trained on their sites.")
         return self.clients.engine
 
+    def client_epsilons(self) -> dict[ClientId, float]:
+        """Return the record-level privacy spent by each client, also right after a checkpoint was loaded."""
+        if self.settings.client_privacy is None:
+            return {}
+        self.check_is_here("The privacy that clients have spent")
+        ids: Sequence[ClientId] = ()
+        ledger: PrivacyLedger | None = None
+        if (saved := self._checkpoint) is not None and "ledger" in saved:
+            ids = range(saved["clients"]) if isinstance(saved["clients"], int) else saved["clients"]
+            ledger = PrivacyLedger(self.settings.client_privacy, lambda *_: 0, lambda *_: 0)
+            ledger.load(saved["ledger"])
+        elif saved is None and self._server is not None:
+            ids, ledger = self._server.ids, self._server.ledger
+        return {} if ledger is None else {ids[index]: epsilon for index, epsilon in ledger.epsilons().items()}
+
     def check_is_here(self, what: str) -> None:
         """Refuse to return a state that ended with the processes that held it."""
         if self._rounds_elsewhere:
@@ -248,9 +263,12 @@ class RunState:
                 f"client_privacy has delta={privacy.delta:g}, which is not below 1/n = {1 / largest:.3g} of the largest"
                 " client: such a guarantee says little about one example."
             )
-        limit = self.trainer.limit_train_batches
-        num_batches = self.trainer.datamodule.batch_settings.num_batches
-        return PrivacyLedger(privacy, num_batches, lambda batches: limited(batches, limit))
+        trainer = self.trainer  # hooks may change both settings between rounds
+        return PrivacyLedger(
+            privacy,
+            lambda size: int(trainer.datamodule.batch_settings.num_batches(size)),
+            lambda batches: limited(batches, trainer.limit_train_batches),
+        )
 
     # ------------------------------------------------------------------ start and end of a fit
 

@@ -74,6 +74,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._loss_weights: list[int] = []
         self._split = BatchSplit()
         self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
+        self.schedule_step: int | None = None  # while a schedule by local step takes a step
 
     def teardown(self) -> None:
         """End a fit."""
@@ -82,8 +83,11 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     @property
     def global_step(self) -> int:
-        """The number of completed rounds: the step axis of loggers and checkpoints."""
-        return int(self.trainer.fit_loop.round)
+        """The number of completed rounds: the step axis of loggers and checkpoints.
+
+        In ``lr_scheduler_step`` of a schedule by local step, the steps that the schedule has counted.
+        """
+        return int(self.trainer.fit_loop.round) if self.schedule_step is None else self.schedule_step
 
     @property
     def _batches_that_stepped(self) -> int:
