@@ -125,7 +125,7 @@ def optimal_probabilities(norms: Tensor, m: int) -> Tensor:
     n, positive = len(norms), int((norms > 0).sum())
     if positive <= m:
         rest = (m - positive) / max(1, n - positive)
-        return torch.where(norms > 0, 1.0, rest).to(norms.dtype)
+        return torch.full_like(norms, rest).masked_fill_(norms > 0, 1.0)  # torch.where of two numbers is float32
     order = norms.argsort(stable=True)
     ascending = norms[order]
     sums, count = ascending.cumsum(0), m - n + torch.arange(1, n + 1)

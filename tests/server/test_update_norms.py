@@ -56,6 +56,7 @@ def test_probabilities_are_the_papers_and_have_the_least_variance(norms: list[fl
 def test_what_the_equation_leaves_open() -> None:
     found = optimal_probabilities(torch.tensor([0.0, 3.0, 0.0, 0.0, 5.0], dtype=torch.float64), 3)
     assert found.tolist() == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3, 1])
+    assert float(found.sum()) == pytest.approx(3, rel=1e-15)
     assert optimal_probabilities(torch.zeros(4, dtype=torch.float64), 2).tolist() == [0.5] * 4
     zero = optimal_probabilities(torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64), 2)
     assert zero.tolist() == pytest.approx([0, 2 / 3, 2 / 3, 2 / 3])
