@@ -195,6 +195,25 @@ def test_a_candidate_whose_loss_cannot_be_computed_stops_the_run_or_is_dropped_b
         assert "these examples are bad" in report.failed[3]
 
 
+def with_nan(*places: int) -> FederatedDataModule:
+    parts = clients(SIZES)
+    for place in places:
+        parts[place].tensors[0][0] = float("nan")
+    return FederatedDataModule(parts, batch_size=4)
+
+
+@pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["sequential"]))
+def test_a_candidate_whose_loss_is_not_finite_has_failed(engine: str) -> None:
+    options: dict[str, Any] = {"datamodule": partial(with_nan, 3), "sampler": PowerOfChoiceSampler(2, 6)}
+    with pytest.raises(ClientError, match="Client 3 has the loss nan at the server model of round 0.*look at its data"):
+        ran("fresh losses", engine, **options)
+    _, record = ran("fresh losses", engine, on_client_error="drop", **options)
+    assert all(len(report.cohort) == 2 and 3 in report.failed for report in record.rounds)
+    options["datamodule"] = partial(with_nan, 0, 1, 2, 3)
+    with pytest.raises(ClientError, match="4 of 6 clients failed in round 0, more than max_failed_share=0.5 allows"):
+        ran("fresh losses", engine, on_client_error="drop", **options)
+
+
 def test_the_step_is_the_sum_of_changes_by_share_over_probability() -> None:
     _, record = ran("update norms", max_rounds=3)
     torch.manual_seed(3)
