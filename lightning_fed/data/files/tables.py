@@ -533,6 +533,13 @@ class ClientTable(StoredDataModule):
         rows_of: dict[ClientId, list[int]] = {}
         for row, name in enumerate(table.keys[self.client]):
             rows_of.setdefault(check_client_id(name), []).append(row)
+        spelled: dict[str, ClientId] = {}
+        for name in rows_of:
+            if (other := spelled.setdefault(str(name).strip(), name)) != name:
+                raise FederatedError(
+                    f"{table.path}, {table.line(rows_of[name][0])}: column {self.client!r} holds {name!r}, and elsewhere"
+                    f" {other!r}: clients must differ by more than spaces around their ids. Write one of them."
+                )
         words = [] if self.split is None else table.keys[self.split]
         if unexpected := sorted(set(map(str, words)) - set(_PARTS)):
             raise FederatedError(
