@@ -134,9 +134,20 @@ class ClientModels(Measure):
         ids = loop.population.ids
         if (unknown := [client_id for client_id in self.clients or () if client_id not in ids]) != []:
             raise FederatedError(f"{name}(clients=...): there is no client {unknown[0]!r}; ids are such as {ids[0]!r}.")
-        self.folder = self._chosen_folder
-        if self.folder is None:  # the one of this trainer, also if the callback has been in another one
-            self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "client_models"
+        self.folder = self._folder_of(trainer)
+        others = [c for c in getattr(trainer, "callbacks", []) if isinstance(c, ClientModels) and c is not self]
+        if any(other._folder_of(trainer).absolute() == self.folder.absolute() for other in others):
+            raise FederatedError(
+                f"Two {name} write into {self.folder}, and would replace each other's files. Give each its own folder."
+            )
+        for part in self.folder.glob("round_*/.client_*.part") if trainer.is_global_zero else ():  # of a killed run
+            part.unlink(missing_ok=True)
+
+    def _folder_of(self, trainer: pl.Trainer) -> Path:
+        """Return the folder in a run of this trainer; the callback may have been in another one."""
+        if self._chosen_folder is not None:
+            return self._chosen_folder
+        return Path(trainer.log_dir or trainer.default_root_dir) / "client_models"
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Save a client's local model, if it is due."""
@@ -149,17 +160,18 @@ class ClientModels(Measure):
         if not self.is_due(loop.round):
             return
         chosen = list(round_report.clients) if self.clients is None else self.clients
+        assert self.folder is not None
+        if trainer.is_global_zero:  # files of an earlier run, or of clients that have failed since
+            of_round = self.path(self.folder, loop.round, 0).parent
+            there = chosen if self.models == "personal" else [i for i in chosen if i in round_report.clients]
+            kept = {self.path(self.folder, loop.round, client_id) for client_id in there}
+            for file in set(of_round.glob("client_*.safetensors")) - kept:
+                file.unlink(missing_ok=True)
         if self.models == "personal":
             for client_id in chosen:
                 if loop.run_state.ranks.owns(loop.population.index_of(client_id)):
                     with loop.showing_client_model(client_id):
                         self._save(trainer, pl_module, client_id, loop.round)
-        elif trainer.is_global_zero:
-            assert self.folder is not None
-            kept = {self.path(self.folder, loop.round, i) for i in chosen if i in round_report.clients}
-            of_round = self.path(self.folder, loop.round, 0).parent
-            for file in set(of_round.glob("client_*.safetensors")) - kept:
-                file.unlink(missing_ok=True)
 
     def _save(self, trainer: pl.Trainer, module: pl.LightningModule, client_id: ClientId, round: int) -> None:
         if self.clients is not None and client_id not in self.clients:

@@ -131,6 +131,26 @@ def test_no_file_is_left_of_a_chosen_client_that_did_not_complete_the_round(tmp_
     assert files(tmp_path) == []
 
 
+def test_files_of_an_earlier_run_and_of_a_killed_one_are_removed(tmp_path: Path) -> None:
+    for name in ("client_77.safetensors", ".client_3.safetensors.123.part"):
+        left = ClientModels.path(tmp_path, 1, 0).with_name(name)
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"of an earlier run")
+    run(tmp_path, "personal", personal=["head.*"], max_rounds=1, saver={"clients": [0, 3]})
+    assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in (0, 3)]
+
+
+def test_two_in_one_folder_are_refused(tmp_path: Path) -> None:
+    pair = [ClientModels(), ClientModels("personal")]
+    options: dict[str, Any] = {"personal": ["head.*"], "default_root_dir": tmp_path, "max_rounds": 1}
+    with pytest.raises(FederatedError, match=r"Two ClientModels write into .*client_models, and would replace"):
+        trainer(callbacks=pair, **options).fit(seeded(Plain), data())
+    assert files(tmp_path) == []
+    pair[1] = ClientModels("personal", folder=tmp_path / "own")
+    trainer(callbacks=pair, **options).fit(seeded(Plain), data())
+    assert len(files(tmp_path / "own")) == len(files(tmp_path / "client_models")) == 3
+
+
 def test_each_trainer_has_its_own_folder(tmp_path: Path) -> None:
     saver = ClientModels()
     for name in ("one", "other"):

@@ -537,8 +537,8 @@ class ClientTable(StoredDataModule):
         for name in rows_of:
             if (other := spelled.setdefault(str(name).strip(), name)) != name:
                 raise FederatedError(
-                    f"{table.path}, {table.line(rows_of[name][0])}: column {self.client!r} holds {name!r}, and elsewhere"
-                    f" {other!r}: clients must differ by more than spaces around their ids. Write one of them."
+                    f"{table.path}, {table.line(rows_of[name][0])}: column {self.client!r} holds {name!r}, and"
+                    f" elsewhere {other!r}: clients must differ by more than spaces around their ids. Write one."
                 )
         words = [] if self.split is None else table.keys[self.split]
         if unexpected := sorted(set(map(str, words)) - set(_PARTS)):
