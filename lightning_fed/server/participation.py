@@ -10,7 +10,7 @@ from typing import overload
 import numpy as np
 import torch
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, Weighting
 
 __all__ = ["Participant", "Participation", "Population", "no_weight", "raw_weight", "unbiased"]
@@ -81,13 +81,25 @@ class Population(Sequence[ClientId]):
         if client_id in self._sizes:
             return self._sizes[client_id]
         self.index_of(client_id)  # raises if the id is unknown
-        return self._size_of(client_id)
+        return self._read_size(client_id)
+
+    def _read_size(self, client_id: ClientId) -> int:
+        """Return the size of a client that is built on demand; raise an error with its name if that fails."""
+        try:
+            return self._size_of(client_id)
+        except FederatedError:
+            raise
+        except Exception as error:
+            raise ClientError(
+                f"Client {client_id!r} failed when its number of examples was read: {type(error).__name__}: {error}",
+                client_id,
+            ) from error
 
     @property
     def sizes(self) -> list[int]:
         """The sizes n_i of all clients, in order. For clients built on demand, the first access gets all sizes."""
         if not self._sizes:
-            self._sizes = {client_id: self._size_of(client_id) for client_id in self.ids}
+            self._sizes = {client_id: self._read_size(client_id) for client_id in self.ids}
         return [self._sizes[client_id] for client_id in self.eligible]
 
     @cached_property

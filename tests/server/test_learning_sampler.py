@@ -214,6 +214,27 @@ def test_a_candidate_whose_loss_is_not_finite_has_failed(engine: str) -> None:
         ran("fresh losses", engine, on_client_error="drop", **options)
 
 
+class OnDemand(FederatedDataModule):
+    """Builds clients on demand, and one of them cannot be built."""
+
+    client_ids = range(len(SIZES))
+
+    def client_dataset(self, client_id: Any) -> Any:
+        if client_id == 3:
+            raise OSError("the disk is gone")
+        return clients(SIZES)[client_id]
+
+
+def test_a_candidate_that_cannot_be_built_has_failed() -> None:
+    sampler = PowerOfChoiceSampler(2, 6, weights=dict.fromkeys(range(len(SIZES)), 1.0))
+    options: dict[str, Any] = {"datamodule": partial(OnDemand, batch_size=4), "sampler": sampler, "max_rounds": 1}
+    with pytest.raises(ClientError, match="Client 3 failed when .*: OSError: the disk is gone"):
+        ran("fresh losses", **options)
+    _, record = ran("fresh losses", on_client_error="drop", **options)
+    assert len(record.rounds[0].cohort) == 2
+    assert "the disk is gone" in record.rounds[0].failed[3]
+
+
 def test_the_step_is_the_sum_of_changes_by_share_over_probability() -> None:
     _, record = ran("update norms", max_rounds=3)
     torch.manual_seed(3)
