@@ -194,13 +194,13 @@ class LabelFlipAttack(Attack):
                 f" classes from 0 to {self.num_classes - 1}."
             )
         flipped = self.num_classes - 1 - classes
-        found = flipped.to(labels.dtype)
-        if not torch.equal(found.long(), flipped):
+        result = flipped.to(labels.dtype)
+        if not torch.equal(result.long(), flipped):
             raise FederatedError(
                 f"{self!r} makes the label {int(flipped.max())}, which the labels' type {labels.dtype} cannot hold. Use"
                 " labels of torch.int64, or correct num_classes."
             )
-        return found
+        return result
 
 
 def attacked(attack: Attack, send: State, stream: torch.Generator) -> State:

@@ -38,10 +38,10 @@ class UpdateNormSampler(CountingSampler):
     taken part counts with the mean of the known norms, so that the first round draws by :math:`w_i`. The share
     :math:`\gamma` keeps every probability positive: an update that was zero once may be long later.
 
-    The weights of a round do not sum to one. A client that is built on demand and turns out to be empty counts with an
-    update of zero. This needs a method whose clients send the change of their models alone,
+    The weights of a round do not sum to one. This needs a method whose clients send the change of their models alone,
     such as FedAvg or FedProx; ``weighting`` "examples" or "uniform"; and no clients that are dropped. Running
-    statistics of normalization layers are averaged over the cohort as usual.
+    statistics of normalization layers are averaged over the cohort as usual. A client that is built on demand and turns
+    out to be empty counts as one whose update is zero.
 
     Args:
         clients_per_round: m, the expected size of the cohort, as a count or a share.
