@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -331,6 +332,32 @@ def test_what_was_learned_and_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         FederatedTrainer(**{**QUIET, "local_epochs": 1, **options})
+
+
+class Asks(Turns):
+    """Asks for losses, in some form."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.form = form
+
+    def needs_losses_of(self, seed: int, round: int, population: Sequence[Any]) -> Any:
+        return self.form
+
+    def __call__(self, seed: int, round: int, population: Sequence[Any], losses: Any = ()) -> list[Any]:
+        return list(losses)
+
+
+def test_ids_to_measure_come_in_any_sequence() -> None:
+    for form in (np.array([1, 4]), torch.tensor([1, 4]), (1, 4)):
+        assert cohorts(ran("a user's", sampler=Asks(form), max_rounds=1)[1]) == [(1, 4)]
+    with pytest.raises(FederatedError, match="sampler's needs_losses_of must return a list of client ids, found None"):
+        ran("a user's", sampler=Asks(None), max_rounds=1)
+
+
+def test_a_sampler_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(FederatedError, match="learns from reports, .* ended in TypeError: .*define __deepcopy__"):
+        FederatedTrainer(**QUIET, local_epochs=1, sampler=Turns({"open": (i for i in ())}))
 
 
 def test_a_state_that_checkpoints_cannot_hold_is_refused_in_the_first_round() -> None:

@@ -128,9 +128,16 @@ def test_a_share_of_zero_would_never_draw_some_clients_again(share: Any) -> None
 
 def test_probabilities_that_are_none_are_refused() -> None:
     member = Participant("a", 0, 4)
-    with pytest.raises(FederatedError, match="a number for each of the 5 clients, found 2"):
+    with pytest.raises(FederatedError, match="a number for each of the 5 clients, in their order, found the shape"):
         unbiased([member], torch.ones(2), POPULATION, "examples")
     with pytest.raises(FederatedError, match="drew client 'a' 1 times, and gives its probability as 0.0"):
         unbiased([member], torch.zeros(5), POPULATION, "examples")
     with pytest.raises(FederatedError, match="drew client 'a' 2 times"):
         unbiased([Participant("a", 0, 4, 2)], torch.ones(5), POPULATION, "examples")
+    for chances, found in (
+        (dict.fromkeys(IDS, 0.5), "a dict"),
+        (torch.ones(5, 1), r"the shape \[5, 1\]"),
+        (None, "a NoneType"),
+    ):
+        with pytest.raises(FederatedError, match=f"must return a number for each of the 5 clients, .* found {found}"):
+            unbiased([member], chances, POPULATION, "examples")
