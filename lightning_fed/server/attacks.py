@@ -215,5 +215,12 @@ def attacked(attack: Attack, send: State, stream: torch.Generator) -> State:
     keys = {name: (value.data_ptr(), value.shape) for name, value in send.items()}
     for name in sorted(send):
         if keys[name] not in changed:
-            changed[keys[name]] = attack.message(send[name], stream)
+            message: Any = attack.message(send[name], stream)
+            if not isinstance(message, Tensor) or message.shape != send[name].shape:
+                found = f"of shape {list(message.shape)}" if isinstance(message, Tensor) else f"as {kind_of(message)}"
+                raise FederatedError(
+                    f"{type(attack).__name__}.message returned a message {found}, in place of {name!r} of shape"
+                    f" {list(send[name].shape)}: it must be a tensor of the same shape."
+                )
+            changed[keys[name]] = message
     return {name: changed[key] for name, key in keys.items()}

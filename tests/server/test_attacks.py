@@ -109,6 +109,21 @@ def test_a_message_sent_under_two_names_is_changed_once() -> None:
     assert not torch.equal(sent["a"], sent["c"])
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [(None, "as a NoneType"), (torch.ones(2), r"of shape \[2\], in place of 'a'")],
+)
+def test_what_an_attack_returns_in_another_form_is_refused(returned: Any, message: str) -> None:
+    class Own(Attack):
+        def message(self, message: Tensor, stream: torch.Generator) -> Any:
+            return returned
+
+    with pytest.raises(
+        FederatedError, match=f"Own.message returned a message {message}.* of shape .3.: it must be a tensor"
+    ):
+        attacked(Own(0.5), {"a": torch.ones(3)}, torch.Generator())
+
+
 def test_a_part_of_another_message_keeps_its_shape() -> None:
     whole = torch.ones(4)
     sent = attacked(SignFlipAttack(0.5, 2.0), {"first": whole[:1], "whole": whole}, torch.Generator())
