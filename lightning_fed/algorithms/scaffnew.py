@@ -63,6 +63,8 @@ class Scaffnew(Algorithm):
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the model's change, and save the parts of the next h_i."""
-        scale = self.prob * run.num_steps / torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
+        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
+        is_still = lr_sum == 0  # all rates were zero: nobody has moved, and h_i stays
+        scale = torch.where(is_still, 0.0, self.prob * run.num_steps / torch.where(is_still, 1.0, lr_sum))
         kept = {"h_i": run.local["h_i"], "y_i": y.clone(), "scale": scale.expand_as(y).clone()}
         return Update({"delta": run.delta}, kept)

@@ -76,7 +76,7 @@ class ClientModels(Measure):
         self.clients = None if clients is None else list(clients)
         if folder is not None:
             check_paths(name, folder=folder)
-        self.folder = None if folder is None else Path(folder)
+        self.folder = self._chosen_folder = None if folder is None else Path(folder)
 
     @staticmethod
     def path(folder: str | os.PathLike[str], round: int, client_id: ClientId) -> Path:
@@ -89,7 +89,7 @@ class ClientModels(Measure):
         """
         name = str(client_id)
         if isinstance(client_id, str):  # "3" is another client than 3
-            name = f"'{name}'" if name.lstrip("-").isdecimal() else quote(name, safe=" '")
+            name = f"'{name}'" if name.lstrip("-").isdecimal() else quote(name, safe=" ")
         return Path(folder) / f"round_{round:06d}" / f"client_{name}.safetensors"
 
     @staticmethod
@@ -134,8 +134,20 @@ class ClientModels(Measure):
         ids = loop.population.ids
         if (unknown := [client_id for client_id in self.clients or () if client_id not in ids]) != []:
             raise FederatedError(f"{name}(clients=...): there is no client {unknown[0]!r}; ids are such as {ids[0]!r}.")
-        if self.folder is None:
-            self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "client_models"
+        self.folder = self._folder_of(trainer)
+        others = [c for c in getattr(trainer, "callbacks", []) if isinstance(c, ClientModels) and c is not self]
+        if any(other._folder_of(trainer).absolute() == self.folder.absolute() for other in others):
+            raise FederatedError(
+                f"Two {name} write into {self.folder}, and would replace each other's files. Give each its own folder."
+            )
+        for part in self.folder.glob("round_*/.client_*.part") if trainer.is_global_zero else ():  # of a killed run
+            part.unlink(missing_ok=True)
+
+    def _folder_of(self, trainer: pl.Trainer) -> Path:
+        """Return the folder in a run of this trainer; the callback may have been in another one."""
+        if self._chosen_folder is not None:
+            return self._chosen_folder
+        return Path(trainer.log_dir or trainer.default_root_dir) / "client_models"
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
         """Save a client's local model, if it is due."""
@@ -148,16 +160,18 @@ class ClientModels(Measure):
         if not self.is_due(loop.round):
             return
         chosen = list(round_report.clients) if self.clients is None else self.clients
+        assert self.folder is not None
+        if trainer.is_global_zero:  # files of an earlier run, or of clients that have failed since
+            of_round = self.path(self.folder, loop.round, 0).parent
+            there = chosen if self.models == "personal" else [i for i in chosen if i in round_report.clients]
+            kept = {self.path(self.folder, loop.round, client_id) for client_id in there}
+            for file in set(of_round.glob("client_*.safetensors")) - kept:
+                file.unlink(missing_ok=True)
         if self.models == "personal":
             for client_id in chosen:
                 if loop.run_state.ranks.owns(loop.population.index_of(client_id)):
                     with loop.showing_client_model(client_id):
                         self._save(trainer, pl_module, client_id, loop.round)
-        elif trainer.is_global_zero:
-            assert self.folder is not None
-            kept = {self.path(self.folder, loop.round, i) for i in chosen if i in round_report.clients}
-            for file in {file for path in kept for file in path.parent.glob("client_*.safetensors")} - kept:
-                file.unlink(missing_ok=True)
 
     def _save(self, trainer: pl.Trainer, module: pl.LightningModule, client_id: ClientId, round: int) -> None:
         if self.clients is not None and client_id not in self.clients:
@@ -175,7 +189,15 @@ class ClientModels(Measure):
             tensors[name] = value.detach().cpu().clone().contiguous()
         facts = json.dumps({"client": client_id, "round": round, "models": self.models})
         # one entry, since safetensors has no order of several
-        _write(self.path(self.folder, round, client_id), save(tensors, {"client_model": facts}))
+        try:
+            content = save(tensors, {"client_model": facts})
+        except KeyError as error:
+            names = [name for name, value in tensors.items() if value.dtype in error.args]
+            raise FederatedError(
+                f"{type(self).__name__} saves safetensors files, which have no type {error}; {type(module).__name__}"
+                f" has it in {names}. Use another type, or leave them out of the state_dict with persistent=False."
+            ) from error
+        _write(self.path(self.folder, round, client_id), content)
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -129,6 +129,12 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
                 f" {origin.remedy('the data and the partition')}"
             )
         rank_zero_warn(f"{change}. The run continues with {origin.this}'s.")
+    counted = saved.get("local_schedule", "None")
+    if mine.get("local_schedule") == repr("continue") != counted:
+        raise FederatedError(
+            f"{origin.name} {origin.ran} local_schedule={counted}, so its clients have not counted the steps that"
+            f" 'continue' goes on from. {origin.remedy('the local_schedule')}"
+        )
     if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer raises when its state is loaded
         listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
         rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
@@ -231,7 +237,8 @@ def start_server(
     elif earlier is not None:
         earlier.continue_in(server, prepared, ranks, notes)
         kept = earlier.server.clients
-    server.state = prepared.optimizer.placed(server.state)
+    if s.algorithm.uses_solver_state:
+        server.state = prepared.optimizer.placed(server.state)
     storage.open(server, kept, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):

@@ -93,9 +93,9 @@ def _read(path: Path, name: str, column: str) -> dict[ClientId, float]:
         raise FederatedError(f"There is no file {str(path)!r} with a {column} for every client, which {name} needs.")
     try:
         if path.suffix.lower() == ".json":
-            pairs = json.loads(path.read_text(), object_pairs_hook=list)
+            pairs = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=list)
         else:
-            with path.open(newline="") as file:
+            with path.open(encoding="utf-8-sig", newline="") as file:
                 pairs = [(row["client"], float(row[column])) for row in csv.DictReader(file)]
         weights: dict[ClientId, float] = {str(name): weight for name, weight in pairs}
     except (ValueError, KeyError, AttributeError, TypeError, csv.Error) as error:

@@ -13,11 +13,13 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
-from lightning_fed.core.seeds import KeyedStream, Purpose
+from lightning_fed.core.seeds import KeyedStream, Purpose, preserved_random_state
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
 from lightning_fed.engines.vectorized.batches import flatten
+from lightning_fed.engines.vectorized.changes import changed, marks, tensor_marks
 from lightning_fed.engines.vectorized.module_step import ModuleStep
+from lightning_fed.engines.vectorized.trial import hooked_parameter
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from lightning_fed.server.client_privacy import ClientPrivacy
 
@@ -37,6 +39,7 @@ class ExampleGradients:
         self._step = ModuleStep(trainer, flat)
         self._noise = KeyedStream()
         self._expected: float | None = None
+        self._batches, self._is_checked = 0, False  # in the fit; whether this client's side effects are
 
     def _check_hooks(self, trainer: pl.Trainer) -> None:
         """Raise for hooks between batch and step, which would see no backward pass."""
@@ -48,10 +51,17 @@ class ExampleGradients:
                 f"client_privacy={self.privacy!r} cannot be combined with {hooks[0]}: gradients of single examples do"
                 " not go through hooks between batch and step. Remove it."
             )
+        if (name := hooked_parameter(module)) is not None:
+            raise FederatedError(
+                f"client_privacy={self.privacy!r} cannot be combined with the hook of the parameter {name!r}: gradients"
+                " of single examples do not go through it. Remove it, or leave parameters that it masks out of the"
+                " optimizer."
+            )
 
     def begin_client(self, seed: int, round: int, index: int, expected_size: float | None) -> None:
         """Start a client's local work, given the expected size of its batches if that is what sums are divided by."""
         self._noise, self._expected = KeyedStream(seed, Purpose.CLIENT_NOISE, round, index), expected_size
+        self._is_checked = False
 
     def set(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Set the parameters' gradients; return the mean loss of a batch, None for one without examples (None)."""
@@ -61,7 +71,9 @@ class ExampleGradients:
             leaves, spec = flatten(batch)
             size = self._size_of(leaves)
             losses = []
-            with self._unlogged(), torch.no_grad():
+            with self._checked(), self._unlogged(), torch.no_grad():
+                if self._batches == 1:
+                    self._check_loss([leaf[:1] for leaf in leaves], spec, batch_idx)
                 for grads, own in self._each(leaves, spec, batch_idx, size):
                     self._add_clipped(sums, grads)
                     losses.append(own)
@@ -73,6 +85,21 @@ class ExampleGradients:
                 total.add_(gaussian_noise(total.numel(), std, self._noise).to(total).view(total.shape))
             p.grad = total.div_(count)
         return loss
+
+    def _check_loss(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> None:
+        """Raise if the loss of an example has no gradient, which ``torch.func`` takes for zeros."""
+        try:
+            with preserved_random_state(self.flat.y.device):
+                self._step.own_gradient(self.flat.params, leaves, spec, batch_idx)
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                raise FederatedError(
+                    f"{type(self._module).__name__}.training_step returns a loss that depends on no trained parameter:"
+                    f" with client_privacy={self.privacy!r} there would be noise alone. Return it with its graph, not"
+                    " detached."
+                ) from error
+        except OnlySequentialError:
+            return  # reported next
 
     def _size_of(self, leaves: Sequence[Any]) -> int:
         """Return the number of examples in a batch, its tensors' common length."""
@@ -138,6 +165,29 @@ class ExampleGradients:
         factors = (self.privacy.max_grad_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
         for total, g in zip(sums, grads, strict=True):
             total.add_(torch.einsum("m,m...->...", factors, g))
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Raise if ``training_step`` remembers examples, once for each client.
+
+        The first batch of a fit may fill caches.
+        """
+        self._batches += 1
+        if self._is_checked or self._batches == 1:
+            yield
+            return
+        self._is_checked, module = True, self._module
+        before = marks(module), tensor_marks(module, with_trained=False)
+        yield
+        kind, name = "attribute", changed(before[0], marks(module))
+        if name is None and (tensor := changed(before[1], tensor_marks(module, with_trained=False))) is not None:
+            kind, _, name = tensor.partition(".")
+        if name is not None:
+            raise FederatedError(
+                f"{type(module).__name__}.training_step changes the {kind} {name!r}, which client_privacy does not"
+                " cover: it remembers clients' examples without noise, and is changed for every example or for several"
+                " at once. Leave it unchanged in training_step."
+            )
 
     @contextmanager
     def _unlogged(self) -> Iterator[None]:

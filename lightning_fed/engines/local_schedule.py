@@ -26,7 +26,8 @@ class LocalSchedule:
 
     Step t is the one before which the schedules have stepped t times since the start, one by one as in a plain loop.
     The options are thus a function of t alone, with the same bits for every client, engine and process. Schedules and
-    optimizer states in checkpoints always have the state of the start; a run keeps the numbers of steps.
+    optimizer states in checkpoints always have the state of the start, but ``get_last_lr`` returns the current rates; a
+    run keeps the numbers of steps.
 
     Args:
         mode: The trainer's ``local_schedule``.
@@ -134,7 +135,8 @@ class LocalSchedule:
                 raise
             raise FederatedError(
                 f"local_schedule={self.mode!r}: {self._named()} has no options for step {number + 1}, counted from 0:"
-                f" {type(error).__name__}: {error} Let it last for all steps that clients take: {_LENGTHS[self.mode]}."
+                f" {type(error).__name__}: {str(error).rstrip('.')}. Let it last for all steps that clients take:"
+                f" {_LENGTHS[self.mode]}."
             ) from error
         finally:
             self._load(self._start_states)
@@ -174,6 +176,10 @@ class LocalSchedule:
                     group[name].fill_(value)
                 else:
                     group[name] = value
+        rates = [options["lr"] for options in row]
+        for schedule in self._schedules:
+            if hasattr(schedule, "_last_lr"):
+                schedule._last_lr = list(rates)  # what get_last_lr returns
 
     def _states_now(self) -> list[Any]:
         return copy.deepcopy([schedule.state_dict() for schedule in self._schedules])

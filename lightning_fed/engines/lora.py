@@ -32,9 +32,16 @@ def lora_a(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the matrices A of all adapters by name.
 
     Raises:
-        FederatedError: If the module has no LoRA layer.
+        FederatedError: If the module has no LoRA layer, or the weight of one is not linear in B.
     """
     _, layers = _layers(module, "frozen_a")
+    for name, layer in layers:
+        if layer.lora_variant.keys() & set(layer.active_adapters):
+            raise FederatedError(
+                f"lora='frozen_a' makes the mean of merged weights exact where they are base + scaling * B @ A, and"
+                f" {name!r} has a variant of LoRA, such as DoRA, for which they are not. Use plain LoRA, or set"
+                " lora='separate'."
+            )
     parts = [part for _, layer in layers for part in (layer.lora_A, layer.lora_embedding_A)]
     found = {id(p) for part in parts for p in part.parameters()}
     return {name: p for name, p in module.named_parameters() if id(p) in found}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import call, rank_zero_warn
@@ -52,7 +53,8 @@ class PreparedModule:
         settings = self.settings
         self.trainer, self.algorithm, self.seed = trainer, settings.algorithm, settings.seed
         base = check_optimization(trainer, settings.algorithm)
-        check_schedules(trainer, settings.local_schedule)
+        if trainer.lr_scheduler_configs or settings.local_schedule is not None:
+            check_schedules(trainer, settings.local_schedule)
         check_method(settings.algorithm)
         self.module = trainer.lightning_module
         self._frozen: list[nn.Parameter] = []  # in this run alone
@@ -60,6 +62,15 @@ class PreparedModule:
             self._frozen = [p for p in lora_a(self.module).values() if p.requires_grad]
         for p in self._frozen:
             p.requires_grad_(False)
+        try:
+            self._lay_out(base)
+        except BaseException:  # the user's next fit of this module may train them
+            self._unfreeze()
+            raise
+
+    def _lay_out(self, base: Optimizer) -> None:
+        """Make one vector of the trained parameters, and wrap their optimizer."""
+        trainer, settings = self.trainer, self.settings
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
@@ -120,9 +131,14 @@ class PreparedModule:
 
     def _step_schedules(self, step: int) -> None:
         """Step the schedules by local step after step t, through the module's hook."""
-        for config in self.trainer.lr_scheduler_configs:
-            if (step + 1) % config.frequency == 0:
-                call._call_lightning_module_hook(self.trainer, "lr_scheduler_step", config.scheduler, None)
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        epoch_loop.schedule_step = step + 1
+        try:
+            for config in self.trainer.lr_scheduler_configs:
+                if (step + 1) % config.frequency == 0:
+                    call._call_lightning_module_hook(self.trainer, "lr_scheduler_step", config.scheduler, None)
+        finally:
+            epoch_loop.schedule_step = None
 
     def begin_round(self, step: int) -> None:
         """Show the rates that a round begins with, given the run's step of its schedules by local step."""
@@ -180,6 +196,9 @@ class PreparedModule:
         self.data.clear()
         for layer in self._made_dense:
             layer.sparse = True
+        self._unfreeze()
+
+    def _unfreeze(self) -> None:
         for p in self._frozen:
             p.requires_grad_(True)
 

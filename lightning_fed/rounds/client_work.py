@@ -26,7 +26,7 @@ from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, Setti
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import stop_at
-from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans, check_lone_examples
+from lightning_fed.rounds.local_plans import LocalPlans, RoundPlans, check_lone_examples, check_separate_examples
 from lightning_fed.rounds.local_training import ClientGradients, InnerSolve, LocalTraining, prepared_for_inner_solve
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.attacks import attacked
@@ -116,8 +116,12 @@ class ClientWork(ClientHalf):
             self.begin(round, members, reads_later)
 
     def check_batches(self, sizes: Iterable[tuple[ClientId, int]]) -> None:
-        """Raise for clients with a batch of one example that the module cannot train on; tries a step on one."""
+        """Raise for clients with batches that the module cannot train on, or that record-level privacy does not cover.
+
+        Tries one of each.
+        """
         check_lone_examples(self.plans, self.engine.flat, sizes)
+        check_separate_examples(self.plans)
 
     def savepoint(self) -> Callable[[], None]:
         """Return a function that undoes later logging of clients; see :meth:`Engine.savepoint`."""

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_fed.callbacks.base import any_uses_hook
@@ -15,7 +16,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden, rank_zero_warn
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
-from lightning_fed.core.seeds import preserved_random_state
+from lightning_fed.core.seeds import preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import (
     ChangedBatches,
@@ -25,15 +26,17 @@ from lightning_fed.data.batches.batches import (
     TensorBatches,
 )
 from lightning_fed.data.batches.poisson import PoissonBatches
+from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.engines.base import WorkPlan
-from lightning_fed.engines.batch_hooks import uses_batch_hook
+from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
 from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient
 from lightning_fed.engines.gradients import GradientPass, prepare_batch
+from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.changes import Snapshot
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings, cut
 
-__all__ = ["LocalPlans", "RoundPlans", "check_lone_examples", "limited", "num_examples"]
+__all__ = ["LocalPlans", "RoundPlans", "check_lone_examples", "check_separate_examples", "limited", "num_examples"]
 
 _TRIED = 10  # clients whose data may fail to build before the first round
 
@@ -133,7 +136,7 @@ class RoundPlans:
             length = batches.num_batches() if batches.size else 0
             if self._samples:
                 assert isinstance(batches, TensorBatches | LoaderBatches)
-                batches = PoissonBatches(batches, self._seed)
+                batches = PoissonBatches(batches, self._seed, self.round, self.population.index_of(client_id))
             if self._attackers and self.population.index_of(client_id) in self._attackers:
                 assert self._attack is not None
                 batches = ChangedBatches(batches, self._attack.batch)
@@ -211,6 +214,72 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
         layer = _failing_layer(plans.trainer, flat, plan)
         if layer is not None:
             raise _refusal(trainer, plan, layer, in_epochs, sum(counts[size] for size in lone))
+
+
+def check_separate_examples(plans: LocalPlans) -> None:
+    """Raise for batches in which an example depends on the others, as after mixup, under record-level privacy.
+
+    This makes a batch of some examples twice, from the same random numbers, with other examples in its second half.
+    """
+    trainer, privacy, device = plans.trainer, plans.settings.client_privacy, plans.trainer.strategy.root_device
+    if privacy is None:
+        return
+    try:
+        plan = next((plan for plan in islice(plans.some(), _TRIED) if plan.participant.size > 1), None)
+    except ClientError:
+        return  # reported when the client trains
+    if plan is None:
+        return
+    batches: Any = plan.batches
+    while not isinstance(batches, (TensorBatches, LoaderBatches)):
+        batches = batches.batches
+    settings = replace(batches.settings, num_workers=0)
+    if not _changes_batches(trainer, settings):
+        return
+    if isinstance(batches, LoaderBatches):
+        batches = LoaderBatches(batches.dataset, settings)
+    half = min(4, batches.size // 2)
+    found: list[list[Tensor]] = []
+    for others in (torch.arange(half, 2 * half), torch.arange(half)):
+        stream = torch.Generator().manual_seed(1)
+        try:
+            with preserved_random_state(device):
+                seed_global(1, device)
+                augmentation = settings.augment_stream(stream)
+                loaded = next(batches.load([torch.cat([torch.arange(half), others])], stream))
+                seed_global(2, device)  # loading the other examples may have drawn more numbers
+                batch, _ = next(settings.finish(iter([loaded]), augmentation))
+                leaves, _ = flatten(prepare_batch(trainer, batch))
+        except Exception:
+            return  # reported with the client's name when the client trains
+        found.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 2 * half])
+    if len(found[0]) != len(found[1]) or _are_separate(found[0], found[1], half):
+        return
+    raise FederatedError(
+        f"client_privacy={privacy!r} cannot be combined with batches in which examples depend on each other: with other"
+        f" examples in the second half of a batch of client {plan.participant.client_id!r}, those in the first half"
+        " differ. The clipped gradient of an example would then hold several. Let collate_fn, transform, augment and"
+        " the hooks around the transfer of batches change each example alone, without mixup."
+    )
+
+
+def _changes_batches(trainer: pl.Trainer, settings: BatchSettings) -> bool:
+    """Return whether anything of the user's sees a whole batch before ``training_step``."""
+    functions = settings.collate_fn, settings.augment, settings.transform
+    return any(function is not None for function in functions) or has_transfer_hooks(trainer)
+
+
+def _are_separate(one: Sequence[Tensor], other: Sequence[Tensor], half: int) -> bool:
+    """Return whether two batches have the same first half, or the rows of one that has no others are in the other."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.shape == b.shape]  # padding may differ
+    if all(torch.allclose(a[:half], b[:half], rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in pairs):
+        return True
+    rows = [{tuple(a[i].tobytes() for a in arrays) for i in range(2 * half)} for arrays in map(_arrays, (one, other))]
+    return rows[1] <= rows[0]  # in another order, as sorted by length
+
+
+def _arrays(leaves: Sequence[Tensor]) -> list[Any]:
+    return [leaf.detach().cpu().double().numpy() for leaf in leaves]
 
 
 def _may_set_modes(trainer: pl.Trainer) -> bool:

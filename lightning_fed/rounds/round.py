@@ -1,5 +1,6 @@
 """A round as a sequence of phases: tasks from the server and replies from clients, up to the server's step."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -58,15 +59,31 @@ class Rounds:
 
     def _losses(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> dict[ClientId, float]:
         """Return losses of clients that have examples and do not fail; each process measures a part of them."""
-        ranks, size = self.ranks, self.sampling.population.size
-        mine = [client_id for client_id in clients[ranks.rank :: ranks.size] if size(client_id) > 0]
+        ranks, faults = self.ranks, self._faults
         measure = losses_of  # sites are asked all at once
         if self.work.measure_on_sites is None:
             measure = partial(self._losses_here, losses_of)
         with self.work.split.in_step(), metrics_alone(self.trainer):
-            parts = ranks.exchange(lambda: (measure(mine), [()] * ranks.size))
+            mine = clients[ranks.rank :: ranks.size]
+            parts = ranks.exchange(lambda: (measure(list(filter(self._has_examples, mine))), [()] * ranks.size))
         found = {client_id: loss for part, _ in parts for client_id, loss in part.items()}
-        return {client_id: found[client_id] for client_id in clients if client_id in found}
+        for client_id, loss in sorted(found.items(), key=lambda item: str(item[0])):
+            if not math.isfinite(loss):  # of a client that could train, the parameters would not be finite either
+                where = f"Client {client_id!r} has the loss {loss:g} at the server model of round {self.server.round}"
+                remedy = "which the sampler asked for. Lower the learning rate, or look at its data."
+                faults.add(ClientError(f"{where}, {remedy}", client_id))
+        if faults.drops and ranks.size > 1:
+            faults.merge(ranks.gather(faults.causes))
+        faults.check(clients)
+        return {i: found[i] for i in clients if i in found and i not in faults.causes}
+
+    def _has_examples(self, client_id: ClientId) -> bool:
+        """Return whether a client has examples; a client whose data cannot be built has failed."""
+        try:
+            return self.sampling.population.size(client_id) > 0
+        except ClientError as error:
+            self._faults.add(error)
+            return False
 
     def _losses_here(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> Mapping[ClientId, float]:
         """Return losses of clients, one after the other, so that an error has its client."""

@@ -187,12 +187,20 @@ class LabelFlipAttack(Attack):
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
             found = labels.dtype if isinstance(labels, Tensor) else kind_of(labels)
             raise FederatedError(f"{self!r} flips classes, integers of a tensor; the labels of a batch are {found}.")
-        if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+        classes = labels.long()  # booleans have no subtraction, and unsigned types no minimum
+        if labels.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < self.num_classes:
             raise FederatedError(
-                f"{self!r} found the labels {int(labels.min())} to {int(labels.max())} in a batch: they must be classes"
-                f" from 0 to {self.num_classes - 1}."
+                f"{self!r} found the labels {int(classes.min())} to {int(classes.max())} in a batch: they must be"
+                f" classes from 0 to {self.num_classes - 1}."
             )
-        return self.num_classes - 1 - labels
+        flipped = self.num_classes - 1 - classes
+        result = flipped.to(labels.dtype)
+        if not torch.equal(result.long(), flipped):
+            raise FederatedError(
+                f"{self!r} makes the label {int(flipped.max())}, which the labels' type {labels.dtype} cannot hold. Use"
+                " labels of torch.int64, or correct num_classes."
+            )
+        return result
 
 
 def attacked(attack: Attack, send: State, stream: torch.Generator) -> State:
@@ -203,9 +211,16 @@ def attacked(attack: Attack, send: State, stream: torch.Generator) -> State:
         send: The client's messages by name.
         stream: The client's random generator for this round.
     """
-    changed: dict[int, Tensor] = {}
+    changed: dict[tuple[int, torch.Size], Tensor] = {}
+    keys = {name: (value.data_ptr(), value.shape) for name, value in send.items()}
     for name in sorted(send):
-        key = send[name].data_ptr()
-        if key not in changed:
-            changed[key] = attack.message(send[name], stream)
-    return {name: changed[value.data_ptr()] for name, value in send.items()}
+        if keys[name] not in changed:
+            message: Any = attack.message(send[name], stream)
+            if not isinstance(message, Tensor) or message.shape != send[name].shape:
+                found = f"of shape {list(message.shape)}" if isinstance(message, Tensor) else f"as {kind_of(message)}"
+                raise FederatedError(
+                    f"{type(attack).__name__}.message returned a message {found}, in place of {name!r} of shape"
+                    f" {list(send[name].shape)}: it must be a tensor of the same shape."
+                )
+            changed[keys[name]] = message
+    return {name: changed[key] for name, key in keys.items()}

@@ -85,6 +85,15 @@ class ClientPrivacy(ArgumentsRepr):
             examples_at_once = check_count(owner, "examples_at_once", examples_at_once)
         self.examples_at_once = examples_at_once
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute once: a client's privacy is that of sums with one noise."""
+        if name in vars(self):
+            raise FederatedError(
+                f"{self!r}.{name} cannot change: the privacy spent is accounted for with one noise. Make another"
+                " ClientPrivacy, and start a new run."
+            )
+        super().__setattr__(name, value)
+
     def epsilon(self, counts: Mapping[int, int]) -> float:
         r"""Return :math:`\varepsilon` after some noisy sums over samples of a data set.
 

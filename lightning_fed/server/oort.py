@@ -134,6 +134,10 @@ class OortSampler(CountingSampler):
                 tired.append(place)
             else:
                 explored.append(place)
+        if isinstance(self.clock, ClientClock) and self.clock.per_example:  # sizes are known, and some may be zero
+            sized: Any = population
+            sizes = sized.sizes
+            unexplored = [place for place in unexplored if sizes[place] > 0]
         exploit = min(len(explored), k - min(len(unexplored), int(self.exploration_in(round) * k + 0.5)))
         explore = min(len(unexplored), k - exploit)
         drawn = list[int]()

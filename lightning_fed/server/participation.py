@@ -5,12 +5,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.arguments import kind_of
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, Weighting
 
 __all__ = ["Participant", "Participation", "Population", "no_weight", "raw_weight", "unbiased"]
@@ -81,13 +82,25 @@ class Population(Sequence[ClientId]):
         if client_id in self._sizes:
             return self._sizes[client_id]
         self.index_of(client_id)  # raises if the id is unknown
-        return self._size_of(client_id)
+        return self._read_size(client_id)
+
+    def _read_size(self, client_id: ClientId) -> int:
+        """Return the size of a client that is built on demand; raise an error with its name if that fails."""
+        try:
+            return self._size_of(client_id)
+        except FederatedError:
+            raise
+        except Exception as error:
+            raise ClientError(
+                f"Client {client_id!r} failed when its number of examples was read: {type(error).__name__}: {error}",
+                client_id,
+            ) from error
 
     @property
     def sizes(self) -> list[int]:
         """The sizes n_i of all clients, in order. For clients built on demand, the first access gets all sizes."""
         if not self._sizes:
-            self._sizes = {client_id: self._size_of(client_id) for client_id in self.ids}
+            self._sizes = {client_id: self._read_size(client_id) for client_id in self.ids}
         return [self._sizes[client_id] for client_id in self.eligible]
 
     @cached_property
@@ -166,32 +179,37 @@ class Participant:
 
 
 def unbiased(
-    members: Sequence[Participant], chances: torch.Tensor, population: Population, weighting: Weighting
+    members: Sequence[Participant], chances: Any, population: Population, weighting: Weighting
 ) -> list[Participant]:
     """Return members with the share w_i / p_i of clients that were drawn independently.
 
     Args:
         members: The members of the cohort.
-        chances: The probabilities p_i [N] of the population's clients.
+        chances: The probabilities p_i [N] of the population's clients, in their order.
         population: The clients of the run.
         weighting: "examples" or "uniform", for w_i.
     """
-    if len(chances) != len(population):
+    try:
+        found = torch.as_tensor(chances, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.shape != (len(population),):
+        shape = kind_of(chances) if found is None else f"the shape {list(found.shape)}"
         raise FederatedError(
-            f"The sampler's probabilities() must return a number for each of the {len(population)} clients, found"
-            f" {len(chances)}."
+            f"The sampler's probabilities() must return a number for each of the {len(population)} clients, in their"
+            f" order, found {shape}."
         )
-    total, found = (sum(population.sizes) if weighting == "examples" else len(population)), []
+    total, weighted = (sum(population.sizes) if weighting == "examples" else len(population)), []
     for member in members:
-        p = float(chances[population.place_of(member.client_id)])
+        p = float(found[population.place_of(member.client_id)])
         if member.count > 1 or not 0 < p <= 1:
             raise FederatedError(
                 f"The sampler drew client {member.client_id!r} {member.count} times, and gives its probability as {p}:"
                 " a sampler with probabilities() draws a client at most once, and with a probability in (0, 1]."
             )
         weight = member.size if weighting == "examples" else 1
-        found.append(replace(member, share=weight / total / p))
-    return found
+        weighted.append(replace(member, share=weight / total / p))
+    return weighted
 
 
 def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:

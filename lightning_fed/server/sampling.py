@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -258,15 +258,20 @@ def draw(
     if isinstance(sampler, AvailabilitySampler) and not is_own:
         return sampler.cohort(seed, round, population, run_seed)
     if (needs := getattr(sampler, "needs_losses_of", None)) is not None:
-        asked = list(needs(seed, round, population))
+        asked = _ids(needs(seed, round, population), "The sampler's needs_losses_of", round)
         assert losses_of is not None or not asked
         losses = {} if losses_of is None or not asked else losses_of(asked)
         cohort = sampler(seed, round, population, losses)
     else:
         cohort = sampler(seed, round, population) if _takes_population(sampler) else sampler(seed, round)
-    if isinstance(cohort, str) or not hasattr(cohort, "__iter__"):
-        raise FederatedError(f"The sampler must return a list of client ids, found {cohort!r} in round {round}.")
-    return [i.item() if hasattr(i, "item") else i for i in cohort]
+    return _ids(cohort, "The sampler", round)
+
+
+def _ids(found: Any, who: str, round: int) -> list[ClientId]:
+    """Return client ids that a user's sampler has returned, those in arrays and tensors as Python numbers."""
+    if isinstance(found, str) or not hasattr(found, "__iter__"):
+        raise FederatedError(f"{who} must return a list of client ids, found {found!r} in round {round}.")
+    return [i.item() if hasattr(i, "item") else i for i in found]
 
 
 def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:

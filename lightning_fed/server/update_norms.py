@@ -40,7 +40,8 @@ class UpdateNormSampler(CountingSampler):
 
     The weights of a round do not sum to one. This needs a method whose clients send the change of their models alone,
     such as FedAvg or FedProx; ``weighting`` "examples" or "uniform"; and no clients that are dropped. Running
-    statistics of normalization layers are averaged over the cohort as usual.
+    statistics of normalization layers are averaged over the cohort as usual. A client that is built on demand and turns
+    out to be empty counts as one whose update is zero.
 
     Args:
         clients_per_round: m, the expected size of the cohort, as a count or a share.
@@ -125,7 +126,7 @@ def optimal_probabilities(norms: Tensor, m: int) -> Tensor:
     n, positive = len(norms), int((norms > 0).sum())
     if positive <= m:
         rest = (m - positive) / max(1, n - positive)
-        return torch.where(norms > 0, 1.0, rest).to(norms.dtype)
+        return torch.full_like(norms, rest).masked_fill_(norms > 0, 1.0)  # torch.where of two numbers is float32
     order = norms.argsort(stable=True)
     ascending = norms[order]
     sums, count = ascending.cumsum(0), m - n + torch.arange(1, n + 1)

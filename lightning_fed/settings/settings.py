@@ -199,7 +199,8 @@ class Settings:
         """
         mine = self.transport()
         for name in sorted({*saved, *mine}):
-            if (there := saved.get(name, "None")) != (here := mine.get(name, "None")):
+            unset = repr("separate") if name == "lora" else "None"
+            if (there := saved.get(name, unset)) != (here := mine.get(name, unset)):
                 why = (
                     f": the privacy spent so far is accounted for with its probability. {origin.remedy('the sampler')}"
                     if name == "sampler"
@@ -375,7 +376,13 @@ class Settings:
                 " Pass it as sampler, or a gradient_sampler that does not learn."
             )
         if is_learning:
-            own = copy.deepcopy(sampler)
+            try:
+                own = copy.deepcopy(sampler)
+            except Exception as error:
+                raise FederatedError(
+                    f"sampler={sampler!r} learns from reports, and so each run works on a copy of it; making one ended"
+                    f" in {type(error).__name__}: {error}. Keep what cannot be copied outside, or define __deepcopy__."
+                ) from error
             start = copy.deepcopy(own.state_dict())
             self._set(gradient_sampler=own if self.gradient_sampler is sampler else self.gradient_sampler, sampler=own)
         self._set(sampler_learns=is_learning, sampler_start=start)

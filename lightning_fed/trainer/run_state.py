@@ -21,7 +21,7 @@ from lightning_fed.rounds.cohort import CohortSampling, secret_seed
 from lightning_fed.rounds.local_plans import limited
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
-from lightning_fed.server.client_privacy import PrivacyLedger
+from lightning_fed.server.client_privacy import ClientPrivacy, PrivacyLedger
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -110,6 +110,21 @@ class RunState:
         if not isinstance(self.clients, ClientWork):
             raise FederatedError("The clients of this run are trained on their sites.")
         return self.clients.engine
+
+    def client_epsilons(self) -> dict[ClientId, float]:
+        """Return the record-level privacy spent by each client, also right after a checkpoint was loaded."""
+        if self.settings.client_privacy is None:
+            return {}
+        self.check_is_here("The privacy that clients have spent")
+        ids: Sequence[ClientId] = ()
+        ledger: PrivacyLedger | None = None
+        if (saved := self._checkpoint) is not None and "ledger" in saved:
+            ids = range(saved["clients"]) if isinstance(saved["clients"], int) else saved["clients"]
+            ledger = PrivacyLedger(self.settings.client_privacy, lambda *_: 0, lambda *_: 0)
+            ledger.load(saved["ledger"])
+        elif saved is None and self._server is not None:
+            ids, ledger = self._server.ids, self._server.ledger
+        return {} if ledger is None else {ids[index]: epsilon for index, epsilon in ledger.epsilons().items()}
 
     def check_is_here(self, what: str) -> None:
         """Refuse to return a state that ended with the processes that held it."""
@@ -238,11 +253,9 @@ class RunState:
         self.clients = work = prepare_clients(prepared, population, self.settings.engine, clients)
         return prepared, population, work
 
-    def _make_ledger(self) -> PrivacyLedger | None:
-        """Return the account of the privacy that clients spend on their examples, None without ``client_privacy``."""
-        privacy, population = self.settings.client_privacy, self.population
-        if privacy is None:
-            return None
+    def _make_ledger(self, privacy: ClientPrivacy) -> PrivacyLedger:
+        """Return the account of the privacy that clients spend on their examples."""
+        population = self.population
         assert population is not None
         largest = max(population.sizes, default=1) if population.sizes_are_known else 1
         if privacy.delta >= 1 / largest:
@@ -250,9 +263,12 @@ class RunState:
                 f"client_privacy has delta={privacy.delta:g}, which is not below 1/n = {1 / largest:.3g} of the largest"
                 " client: such a guarantee says little about one example."
             )
-        limit = self.trainer.limit_train_batches
-        num_batches = self.trainer.datamodule.batch_settings.num_batches
-        return PrivacyLedger(privacy, num_batches, lambda batches: limited(batches, limit))
+        trainer = self.trainer  # hooks may change both settings between rounds
+        return PrivacyLedger(
+            privacy,
+            lambda size: int(trainer.datamodule.batch_settings.num_batches(size)),
+            lambda batches: limited(batches, trainer.limit_train_batches),
+        )
 
     # ------------------------------------------------------------------ start and end of a fit
 
@@ -276,7 +292,7 @@ class RunState:
                 notes,
                 saved,
                 None if saved is not None else self._earlier,
-                self._make_ledger(),
+                None if settings.client_privacy is None else self._make_ledger(settings.client_privacy),
             )
         except BaseException:  # a server of an earlier fit must not be shown in this module
             prepared.release()

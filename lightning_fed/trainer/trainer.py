@@ -233,6 +233,21 @@ class FederatedTrainer(pl.Trainer):
         self.fit_loop.max_epochs = _rounds(value, None)
 
     @property
+    def current_epoch(self) -> int:
+        """The number of completed rounds.
+
+        Raises:
+            FederatedError: In ``lr_scheduler_step`` of a schedule by local step, which may be computed in any round.
+        """
+        if self.fit_loop.epoch_loop.schedule_step is not None:
+            raise FederatedError(
+                "lr_scheduler_step reads current_epoch, the number of rounds, for a schedule with interval='step': its"
+                " rates must depend on its own steps alone. Read global_step, which is their number there, or set"
+                " interval='epoch'."
+            )
+        return super().current_epoch
+
+    @property
     def estimated_stepping_batches(self) -> int | float:
         """How often schedules are stepped in the run; infinite without a limit.
 

@@ -6,6 +6,7 @@ import torch
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Scaffnew
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.rounds import Run
 from tests.helpers import Round, play, quadratic
 from tests.helpers.training import Net, clients, trainer
 
@@ -23,6 +24,13 @@ def test_h_is_renewed_with_the_next_x():
     for _ in range(2):  # the h_i add up to zero: after one step the mean would not show them
         ends = [ends[0] - 0.25 * (ends[0] - 2 - h[0]), ends[1] - 0.25 * (2 * ends[1] + 4 - h[1])]
     assert played.x[1].item() == pytest.approx(sum(ends) / 2, rel=1e-15)
+
+
+def test_h_stays_in_a_round_whose_rates_are_zero():
+    runs = [Run(X, X, {}, {}, {"h_i": X + 3.0}, {}, {}, 4.0, 4.0, 2, rate, lambda: X, True) for rate in (0.0, X)]
+    for run in runs:
+        kept = Scaffnew(prob=0.5).finish(X, run).keep
+        assert torch.equal(Scaffnew(prob=0.5).init_local(X, {}, kept)["h_i"], X + 3.0)
 
 
 @pytest.mark.parametrize(

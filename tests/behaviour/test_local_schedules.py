@@ -335,6 +335,59 @@ class SetsRate(FederatedCallback):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.7
 
 
+class Logs(Regression):
+    """Logs the rate of its step as modules do: what the schedule last returned, and what the optimizer has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("told", self.lr_schedulers().get_last_lr()[0])
+        self.log("used", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_module_reads_the_rate_of_its_step_from_its_schedule(engine: Any) -> None:
+    fitted = trainer(local_schedule="total", engine=engine, local_epochs=2, sampler=drawn, precision="64-true")
+    fitted.fit(Logs("cosine"), data())
+    told, used = (float(fitted.callback_metrics[name]) for name in ("told", "used"))
+    assert told == used < 0.19
+
+
+class Updates(Regression):
+    """Has a scheduler in the way of timm, which is told the number of steps."""
+
+    reads = "global_step"
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](getattr(self, self.reads))
+
+
+def test_a_schedule_that_reads_the_number_of_steps_has_that_of_its_own(tmp_path: Path) -> None:
+    def own(**options: Any) -> Tensor:
+        options = {"max_rounds": ROUNDS, "local_epochs": 2, "sampler": drawn, "precision": "64-true"} | options
+        path = options.pop("ckpt_path", None)
+        fitted = trainer(local_schedule="total", **options)
+        fitted.fit(Updates(), data(), ckpt_path=path)
+        return fitted.fit_loop.state.x
+
+    found = own(callbacks=[Rates(tmp_path)])
+    torch.testing.assert_close(found, run("total").fit_loop.state.x, rtol=1e-14, atol=0)
+    assert torch.equal(own(ckpt_path=tmp_path / "2.ckpt"), found)
+    Updates.reads = "current_epoch"
+    try:
+        with pytest.raises(FederatedError, match="lr_scheduler_step reads current_epoch.*Read global_step"):
+            own()
+    finally:
+        Updates.reads = "global_step"
+
+
+def test_clients_that_stand_still_at_a_rate_of_zero_make_no_outliers_of_those_that_move() -> None:
+    SCHEDULES["late"] = partial(SGD, lr=0.2), lambda optimizer: LambdaLR(optimizer, lambda t: float(t > 2))
+    options = {"max_rounds": 1, "local_epochs": 1}  # only client 0 takes a fourth step
+    found = run("restart", "late", max_update_ratio=10.0, **options).fit_loop.state.x
+    assert torch.equal(found, run("restart", "late", max_update_ratio=None, **options).fit_loop.state.x)
+
+
 class Decays(Regression):
     """Its schedule moves the weight decay."""
 
@@ -380,3 +433,9 @@ def test_a_checkpoint_without_the_count_of_steps_is_refused(tmp_path: Path) -> N
         run("total", ckpt_path=tmp_path / "old.ckpt")
     with pytest.warns(UserWarning, match="was written with local_schedule='total'"):
         run("restart", ckpt_path=tmp_path / "old.ckpt")
+
+
+def test_clients_that_have_not_counted_their_steps_do_not_continue_them(tmp_path: Path) -> None:
+    run("total", max_rounds=2, callbacks=[Rates(tmp_path)])
+    with pytest.raises(FederatedError, match="local_schedule='total', so its clients have not counted the steps"):
+        run("continue", ckpt_path=tmp_path / "2.ckpt")

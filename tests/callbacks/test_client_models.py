@@ -120,6 +120,45 @@ def test_a_round_has_no_files_of_clients_that_did_not_complete_it(tmp_path: Path
     assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in (0, 1, 2, 4, 5)]
 
 
+def test_no_file_is_left_of_a_chosen_client_that_did_not_complete_the_round(tmp_path: Path) -> None:
+    left = ClientModels.path(tmp_path, 1, 3)
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of an earlier run")
+    sets = clients()
+    sets[3].tensors[0][:] = float("nan")
+    drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_rounds": 1, "saver": {"clients": [3]}}
+    run(tmp_path, datamodule=FederatedDataModule(clients=sets, batch_size=4), **drops)
+    assert files(tmp_path) == []
+
+
+def test_files_of_an_earlier_run_and_of_a_killed_one_are_removed(tmp_path: Path) -> None:
+    for name in ("client_77.safetensors", ".client_3.safetensors.123.part"):
+        left = ClientModels.path(tmp_path, 1, 0).with_name(name)
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"of an earlier run")
+    run(tmp_path, "personal", personal=["head.*"], max_rounds=1, saver={"clients": [0, 3]})
+    assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in (0, 3)]
+
+
+def test_two_in_one_folder_are_refused(tmp_path: Path) -> None:
+    pair = [ClientModels(), ClientModels("personal")]
+    options: dict[str, Any] = {"personal": ["head.*"], "default_root_dir": tmp_path, "max_rounds": 1}
+    with pytest.raises(FederatedError, match=r"Two ClientModels write into .*client_models, and would replace"):
+        trainer(callbacks=pair, **options).fit(seeded(Plain), data())
+    assert files(tmp_path) == []
+    pair[1] = ClientModels("personal", folder=tmp_path / "own")
+    trainer(callbacks=pair, **options).fit(seeded(Plain), data())
+    assert len(files(tmp_path / "own")) == len(files(tmp_path / "client_models")) == 3
+
+
+def test_each_trainer_has_its_own_folder(tmp_path: Path) -> None:
+    saver = ClientModels()
+    for name in ("one", "other"):
+        options = {"max_rounds": 1, "clients_per_round": 1, "limit_val_batches": 0, "callbacks": [saver]}
+        trainer(default_root_dir=tmp_path / name, **options).fit(seeded(Plain), data())
+        assert len(files(tmp_path / name / "client_models")) == 1
+
+
 def test_a_file_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, max_rounds=1, clients_per_round=1)
     (file,) = files(tmp_path)
@@ -170,14 +209,23 @@ class Extra(Plain):
         pass
 
 
+class Complex(Plain):
+    """With a type that safetensors files do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+
+
 @pytest.mark.parametrize(
     ("algorithm", "make", "saver", "message"),
     [
         (FedAvg(), Plain, ClientModels("personal"), r"clients of FedAvg have no personal models. Pass personal=\["),
         (FedAvg(), Plain, ClientModels(clients=[1, 9]), "there is no client 9; ids are such as 0"),
         (FedAvg(), Extra, ClientModels(), "the state_dict of Extra has a dict at '_extra_state'"),
+        (FedAvg(), Complex, ClientModels(), r"have no type torch.complex128; Complex has it in \['phases'\]"),
     ],
-    ids=["personal", "unknown", "extra state"],
+    ids=["personal", "unknown", "extra state", "type"],
 )
 def test_what_cannot_be_saved_is_refused_by_name(
     algorithm: Algorithm, make: Any, saver: ClientModels, message: str, tmp_path: Path
@@ -194,7 +242,13 @@ def test_arguments_and_missing_files_are_named(tmp_path: Path) -> None:
         ClientModels("all")  # type: ignore[arg-type]
     with pytest.raises(FederatedError, match="clients must be a list of ids, which are .* found a str"):
         ClientModels(clients="clinic")
-    for i, name in ((3, "client_3"), ("3", "client_'3'"), ("a/b", "client_a%2Fb"), ("-1", "client_'-1'")):
+    for i, name in (
+        (3, "client_3"),
+        ("3", "client_'3'"),
+        ("a/b", "client_a%2Fb"),
+        ("-1", "client_'-1'"),
+        ("'3'", "client_%273%27"),
+    ):
         assert ClientModels.path(tmp_path, 1, i).stem == name
     run(tmp_path, max_rounds=1, clients_per_round=1.0, saver={"clients": [2, 4]})
     with pytest.raises(

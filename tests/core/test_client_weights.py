@@ -49,6 +49,13 @@ def test_a_csv_file_may_quote_names(tmp_path: Path) -> None:
     assert ClientWeights(path).of(["Smith, J."]).tolist() == [3.0]
 
 
+@pytest.mark.parametrize(("name", "text"), [("w.csv", "client,weight\né,2\n"), ("w.json", '{"é": 2}')])
+def test_files_are_utf_8_with_or_without_a_byte_order_mark(name: str, text: str, tmp_path: Path) -> None:
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / name).write_text(text, encoding=encoding)
+        assert ClientWeights(str(tmp_path / name)).of(["é"]).tolist() == [2]
+
+
 def test_examples_are_the_populations_sizes() -> None:
     sizes = {"a": 3, "b": 0, "c": 5}
     population = Population(list(sizes), sizes.__getitem__, list(sizes.values()))

@@ -12,11 +12,25 @@ from torch import Tensor, nn
 from lightning_fed.algorithms import FedDane, FedExP, FedProx, Mime, Scaffold
 from lightning_fed.core import devices
 from lightning_fed.metrics import gradient_dissimilarity
-from lightning_fed.server import CoordinateMedian, FedBuff, GeometricMedian, NormClipping, TrimmedMean
+from lightning_fed.server import (
+    Bulyan,
+    CoordinateMedian,
+    FedBuff,
+    GeometricMedian,
+    LabelFlipAttack,
+    MultiKrum,
+    NoiseAttack,
+    NormClipping,
+    OortSampler,
+    PowerOfChoiceSampler,
+    SignFlipAttack,
+    TrimmedMean,
+    UpdateNormSampler,
+)
 from lightning_fed.server.aggregation.mean import Aggregation
 from tests.devices.conftest import Place
 from tests.helpers.aggregation import add_one, cohort
-from tests.helpers.training import FEATURES, Net, data, fit, seeded
+from tests.helpers.training import CLASSES, FEATURES, Net, data, fit, seeded
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +68,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "trimmed mean": {"aggregator": TrimmedMean(0.2)},
     "geometric median": {"aggregator": GeometricMedian()},
     "clipped messages": {"aggregator": NormClipping(0.1)},
+    "Multi-Krum": {"aggregator": MultiKrum(1, num_selected=3), "clients_per_round": 6},
+    "Bulyan": {"aggregator": Bulyan(0), "clients_per_round": 6},
+    "attacked": {"algorithm": Scaffold("i"), "attack": NoiseAttack(0.4, 0.1), "clients_per_round": 6},
+    "attacked gradients": {"algorithm": Mime(), "attack": SignFlipAttack(0.4), "clients_per_round": 6},
+    "flipped labels": {"attack": LabelFlipAttack(0.4, CLASSES), "clients_per_round": 6},
+    "fresh losses": {"sampler": PowerOfChoiceSampler(2, 4)},
+    "utilities": {"sampler": OortSampler(3, exploration=0.4)},
+    "update norms": {"sampler": UpdateNormSampler(3), "max_rounds": 3},
     "asynchronous": {"asynchronous": FedBuff(2, 4), "clients_per_round": None},
 }
 

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
 
-from lightning_fed import ClientError, FederatedDataModule, FederatedError
+from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Scaffold
-from lightning_fed.callbacks import ClientAccuracy
+from lightning_fed.callbacks import ClientAccuracy, ClientModels
 from lightning_fed.core.seeds import KeyedStream, Purpose, generator
 from lightning_fed.data.batches.poisson import PoissonBatches
 from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPrivacy, SignFlipAttack
@@ -68,7 +69,7 @@ def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
         for i in range(6):
             batches: Any = source.client_batches(i)
             if privacy.sampling == "poisson":
-                batches = PoissonBatches(batches, seed)
+                batches = PoissonBatches(batches, seed, number, i)
             noise = KeyedStream(seed, Purpose.CLIENT_NOISE, number, i)
             with torch.no_grad():
                 for p, value in zip(params, x, strict=True):
@@ -166,12 +167,33 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_privacy(at_once: int | Non
     again.fit(other := seeded(), data(), ckpt_path=tmp_path / "a.ckpt")
     assert torch.equal(parameters(model), parameters(other))
     assert again.fit_loop.client_epsilons == whole.fit_loop.client_epsilons != first.fit_loop.client_epsilons
+    done = trainer(client_privacy=privacy, max_rounds=2)
+    done.fit(seeded(), data(), ckpt_path=tmp_path / "a.ckpt")  # has nothing to do
+    assert done.fit_loop.client_epsilons == first.fit_loop.client_epsilons
     first.max_rounds = 3
     first.fit(first.lightning_module, data())  # a second fit goes on
     assert first.fit_loop.client_epsilons == whole.fit_loop.client_epsilons
     for change in (None, ClientPrivacy(0.9, 0.3, 1e-3)):
         with pytest.raises(FederatedError, match="client_privacy is ClientPrivacy"):
             fit(client_privacy=change, max_rounds=3, ckpt_path=tmp_path / "a.ckpt")
+
+
+class Smaller(FederatedCallback):
+    """Changes the batches in the second round."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        if round == 1:
+            trainer.datamodule.batch_size = 8
+            trainer.limit_train_batches = 1
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_batches_that_a_hook_has_changed_are_accounted_for(sampling: Any) -> None:
+    privacy = ClientPrivacy(0.8, 0.3, 1e-3, sampling)
+    t = run("sequential", client_privacy=privacy, callbacks=[Smaller()], local_epochs=None, local_steps=4,
+            clients_per_round=1.0, **QUICK)  # fmt: skip
+    spent = t.fit_loop.client_epsilons[2]  # of 21 examples: 4 steps with q = 1/6, and 4 with q = 1/3
+    assert spent == privacy.epsilon({6: 4, 3: 4} if sampling == "poisson" else {1: 1 + 4})
 
 
 @pytest.mark.thorough
@@ -250,6 +272,57 @@ class Infinite(Ordinary):
         return super().training_step(batch, batch_idx) * float("inf")
 
 
+class Remembers(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.losses.append(super().training_step(batch, batch_idx))
+        return self.losses[-1]
+
+
+class Measures(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_loss = MeanMetric(nan_strategy="disable")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean_loss.update(loss.detach())
+        return loss
+
+
+class Detached(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Masked(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(torch.zeros_like)
+
+
+class Mixes(Ordinary):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [0.7 * batch[0] + 0.3 * batch[0].roll(1, 0), batch[1]]
+
+
+def mixup(batch: Any, stream: torch.Generator) -> Any:
+    order = torch.randperm(len(batch[0]), generator=stream)
+    return [0.5 * (batch[0] + batch[0][order]), batch[1]]
+
+
+def jitter(batch: Any, stream: torch.Generator) -> Any:
+    return [batch[0] + 0.1 * torch.randn(batch[0].shape, generator=stream), batch[1]]
+
+
+def by_label(rows: list[Any]) -> Any:
+    rows = sorted(rows, key=lambda row: (int(row[1]), float(row[0][0])))
+    return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+
+
 class OwnLoader(FederatedDataModule):
     def client_dataloader(self, client_id: Any, generator: Any) -> Any:
         return DataLoader(self.client_dataset(client_id), batch_size=4)
@@ -272,6 +345,15 @@ REFUSED: list[tuple[Any, str]] = [
     (with_(callbacks=[ClientAccuracy()]), "the callback ClientAccuracy"),
     (with_(Normed), r"body.1 \(BatchNorm1d\).*GroupNorm"),
     (with_(Counts), "training_step changes the buffer 'steps'"),
+    (with_(Remembers), "training_step changes the attribute 'losses', which client_privacy does not cover"),
+    (
+        with_(Measures, client_privacy=ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1)),
+        "training_step changes the metric 'mean_loss'",
+    ),
+    (with_(Detached), "returns a loss that depends on no trained parameter.*noise alone"),
+    (with_(Masked), "the hook of the parameter 'head.weight'"),
+    (with_(Mixes), "examples depend on each other.*without mixup"),
+    (with_(datamodule=lambda: data(augment=mixup)), "examples depend on each other.*without mixup"),
     (with_(Skips), "must return a loss for every example"),
     (with_(Reads), r"cannot be computed at once .*Pass ClientPrivacy\(examples_at_once=1\)"),
     (with_(Hooked), "cannot be combined with Hooked.on_after_backward"),
@@ -288,6 +370,17 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_noise_would_not_cover_is_refused(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
+
+
+def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None:
+    fit(
+        client_privacy=ON,
+        max_rounds=1,
+        datamodule=data(augment=jitter),
+        callbacks=[ClientModels("local", folder=tmp_path)],
+    )
+    fit(client_privacy=ON, max_rounds=1, datamodule=data(collate_fn=by_label))  # in another order
+    assert list(tmp_path.glob("**/*.safetensors"))  # clients' models have noise
 
 
 def test_modules_that_read_values_run_one_example_after_another() -> None:

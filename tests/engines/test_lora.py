@@ -238,7 +238,7 @@ def test_a_checkpoint_without_its_base_weights_is_refused(tmp_path: Path) -> Non
     torch.save(saved, path)
     with pytest.raises(FederatedError, match=r"lora='exact' on other base weights than the model has"):
         exact_trainer(max_rounds=3).fit(adapted(), problem(), ckpt_path=path)
-    with pytest.raises(FederatedError, match=r"The checkpoint's lora is 'exact', this run's is None"):
+    with pytest.raises(FederatedError, match=r"The checkpoint's lora is 'exact', this run's is 'separate'"):
         exact_trainer(max_rounds=3, lora="separate").fit(adapted(), problem(), ckpt_path=path)
 
 
@@ -285,6 +285,18 @@ def test_layers_whose_mean_cannot_be_exact_are_refused(case: str) -> None:
     change(module)
     with pytest.raises(FederatedError, match=told):
         exact_trainer(**options).fit(module, problem())
+
+
+def test_a_variant_whose_weight_is_not_linear_in_b_has_no_exact_mean_with_a_frozen_a() -> None:
+    with pytest.raises(FederatedError, match=r"lora='frozen_a'.*'net\.base_model\.model\.one' has a variant of LoRA"):
+        exact_trainer(lora="frozen_a").fit(adapted(use_dora=True), problem())
+
+
+def test_a_refused_fit_leaves_no_matrix_frozen() -> None:
+    module = adapted()
+    with pytest.raises(FederatedError, match="fits no trained parameter"):
+        exact_trainer(lora="frozen_a", personal=["*lora_A*"]).fit(module, problem())
+    assert all(p.requires_grad for name, p in module.named_parameters() if "lora" in name)
 
 
 @pytest.mark.parametrize("lora", ["exact", "frozen_a"])

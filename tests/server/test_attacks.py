@@ -110,6 +110,28 @@ def test_a_message_sent_under_two_names_is_changed_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("returned", "message"),
+    [(None, "as a NoneType"), (torch.ones(2), r"of shape \[2\], in place of 'a'")],
+)
+def test_what_an_attack_returns_in_another_form_is_refused(returned: Any, message: str) -> None:
+    class Own(Attack):
+        def message(self, message: Tensor, stream: torch.Generator) -> Any:
+            return returned
+
+    with pytest.raises(
+        FederatedError, match=f"Own.message returned a message {message}.* of shape .3.: it must be a tensor"
+    ):
+        attacked(Own(0.5), {"a": torch.ones(3)}, torch.Generator())
+
+
+def test_a_part_of_another_message_keeps_its_shape() -> None:
+    whole = torch.ones(4)
+    sent = attacked(SignFlipAttack(0.5, 2.0), {"first": whole[:1], "whole": whole}, torch.Generator())
+    assert sent["first"].tolist() == [-2]
+    assert sent["whole"].tolist() == [-2] * 4
+
+
+@pytest.mark.parametrize(
     ("algorithm", "attack"),
     [
         (Scaffold(), SignFlipAttack(0.5, 2.0)),
@@ -196,6 +218,26 @@ def test_labels_are_found_in_pairs_and_mappings() -> None:
     found = attack.batch({"image": x, "label": y, "id": y})
     assert torch.equal(found["label"], flipped)
     assert torch.equal(found["id"], y)
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_classes", "flipped"),
+    [
+        (torch.tensor([True, False]), 2, torch.tensor([False, True])),
+        (torch.tensor([0, 9], dtype=torch.uint16), 10, torch.tensor([9, 0], dtype=torch.uint16)),
+        (torch.tensor([0, 200], dtype=torch.uint8), 256, torch.tensor([255, 55], dtype=torch.uint8)),
+    ],
+)
+def test_labels_keep_their_type(labels: Tensor, num_classes: int, flipped: Tensor) -> None:
+    found = LabelFlipAttack(0.5, num_classes).batch([labels, labels])[1]
+    assert found.dtype == labels.dtype
+    assert found.tolist() == flipped.tolist()
+
+
+def test_labels_that_their_type_cannot_hold_are_refused() -> None:
+    for num_classes, kind in ((300, torch.uint8), (3, torch.bool)):
+        with pytest.raises(FederatedError, match=f"makes the label {num_classes - 1}, which .* {kind} cannot hold"):
+            LabelFlipAttack(0.5, num_classes).batch([None, torch.tensor([0, 1], dtype=kind)])
 
 
 @pytest.mark.parametrize(

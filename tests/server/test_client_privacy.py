@@ -1,5 +1,6 @@
 """Record-level privacy: its settings, the methods it covers, and the privacy that clients spend."""
 
+import copy
 import math
 from typing import Any
 
@@ -106,6 +107,13 @@ def test_no_noise_is_no_privacy_and_no_work_costs_nothing() -> None:
     idle = ledger()
     idle.add(3, 16, 0)
     assert idle.epsilons() == {}
+
+
+def test_the_noise_of_a_run_cannot_change() -> None:
+    privacy = copy.deepcopy(PRIVATE)
+    with pytest.raises(FederatedError, match="noise_multiplier cannot change"):
+        privacy.noise_multiplier = 0.1
+    assert privacy.epsilon({1: 1}) == PRIVATE.epsilon({1: 1})
 
 
 def test_counts_survive_a_checkpoint() -> None:

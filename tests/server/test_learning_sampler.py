@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,6 +196,46 @@ def test_a_candidate_whose_loss_cannot_be_computed_stops_the_run_or_is_dropped_b
         assert "these examples are bad" in report.failed[3]
 
 
+def with_nan(*places: int) -> FederatedDataModule:
+    parts = clients(SIZES)
+    for place in places:
+        parts[place].tensors[0][0] = float("nan")
+    return FederatedDataModule(parts, batch_size=4)
+
+
+@pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["sequential"]))
+def test_a_candidate_whose_loss_is_not_finite_has_failed(engine: str) -> None:
+    options: dict[str, Any] = {"datamodule": partial(with_nan, 3), "sampler": PowerOfChoiceSampler(2, 6)}
+    with pytest.raises(ClientError, match="Client 3 has the loss nan at the server model of round 0.*look at its data"):
+        ran("fresh losses", engine, **options)
+    _, record = ran("fresh losses", engine, on_client_error="drop", **options)
+    assert all(len(report.cohort) == 2 and 3 in report.failed for report in record.rounds)
+    options["datamodule"] = partial(with_nan, 0, 1, 2, 3)
+    with pytest.raises(ClientError, match="4 of 6 clients failed in round 0, more than max_failed_share=0.5 allows"):
+        ran("fresh losses", engine, on_client_error="drop", **options)
+
+
+class OnDemand(FederatedDataModule):
+    """Builds clients on demand, and one of them cannot be built."""
+
+    client_ids = range(len(SIZES))
+
+    def client_dataset(self, client_id: Any) -> Any:
+        if client_id == 3:
+            raise OSError("the disk is gone")
+        return clients(SIZES)[client_id]
+
+
+def test_a_candidate_that_cannot_be_built_has_failed() -> None:
+    sampler = PowerOfChoiceSampler(2, 6, weights=dict.fromkeys(range(len(SIZES)), 1.0))
+    options: dict[str, Any] = {"datamodule": partial(OnDemand, batch_size=4), "sampler": sampler, "max_rounds": 1}
+    with pytest.raises(ClientError, match="Client 3 failed when .*: OSError: the disk is gone"):
+        ran("fresh losses", **options)
+    _, record = ran("fresh losses", on_client_error="drop", **options)
+    assert len(record.rounds[0].cohort) == 2
+    assert "the disk is gone" in record.rounds[0].failed[3]
+
+
 def test_the_step_is_the_sum_of_changes_by_share_over_probability() -> None:
     _, record = ran("update norms", max_rounds=3)
     torch.manual_seed(3)
@@ -291,6 +332,32 @@ def test_what_was_learned_and_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         FederatedTrainer(**{**QUIET, "local_epochs": 1, **options})
+
+
+class Asks(Turns):
+    """Asks for losses, in some form."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.form = form
+
+    def needs_losses_of(self, seed: int, round: int, population: Sequence[Any]) -> Any:
+        return self.form
+
+    def __call__(self, seed: int, round: int, population: Sequence[Any], losses: Any = ()) -> list[Any]:
+        return list(losses)
+
+
+def test_ids_to_measure_come_in_any_sequence() -> None:
+    for form in (np.array([1, 4]), torch.tensor([1, 4]), (1, 4)):
+        assert cohorts(ran("a user's", sampler=Asks(form), max_rounds=1)[1]) == [(1, 4)]
+    with pytest.raises(FederatedError, match="sampler's needs_losses_of must return a list of client ids, found None"):
+        ran("a user's", sampler=Asks(None), max_rounds=1)
+
+
+def test_a_sampler_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(FederatedError, match="learns from reports, .* ended in TypeError: .*define __deepcopy__"):
+        FederatedTrainer(**QUIET, local_epochs=1, sampler=Turns({"open": (i for i in ())}))
 
 
 def test_a_state_that_checkpoints_cannot_hold_is_refused_in_the_first_round() -> None:

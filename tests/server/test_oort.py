@@ -11,6 +11,7 @@ import pytest
 from lightning_fed import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.server import ClientClock, OortSampler
+from lightning_fed.server.participation import Population
 
 NAMES = [f"c{i}" for i in range(12)]
 SECONDS = {name: 1.0 + i for i, name in enumerate(NAMES)}
@@ -97,6 +98,9 @@ def test_rounds_are_those_of_the_algorithm() -> None:
     assert restarts > 5
 
 
+SLOW: Any = {"clock": ClientClock(2.0, per_example=True), "pacer_step": 1.0}
+
+
 def round_half_up(value: float) -> int:
     return math.floor(value + 0.5)
 
@@ -116,6 +120,14 @@ def test_those_that_have_not_taken_part_are_drawn_by_speed() -> None:
     found = Counter(sampler(0, r, list("abc"))[0] for r in range(rounds))
     for name, chance in {"a": 4 / 7, "b": 2 / 7, "c": 1 / 7}.items():
         assert abs(found[name] - chance * rounds) < 5 * math.sqrt(chance * (1 - chance) * rounds)
+
+
+def test_clients_that_turn_out_to_be_empty_are_not_the_fastest_ones() -> None:
+    sizes = [0, 4, 0, 6, 0]  # unknown until clients are built
+    population, sampler = Population(range(5), sizes.__getitem__), OortSampler(2, **SLOW)
+    assert [sampler(0, r, population) for r in range(3)] == [[1, 3]] * 3
+    sampler.update(0, {1: report(1, 1.0), 3: report(3, 1.0)})
+    assert sampler(0, 1, population) == [1, 3]
 
 
 def test_the_mean_loss_stands_in_for_squares_that_are_not_logged() -> None:

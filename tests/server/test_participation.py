@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.algorithms import FedAvg
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.server.participation import Participation, Population
 from lightning_fed.server.sampling import BernoulliSampler, RoundRobinSampler, UniformSampler
@@ -55,6 +55,19 @@ def test_it_is_the_sequence_of_those_that_can_take_part() -> None:
     assert 7 not in population
     assert population.empty == [7]
     assert asked.ids == []
+
+
+def test_a_client_whose_size_cannot_be_read_is_named() -> None:
+    def size_of(client_id: Any) -> int:
+        raise OSError("the disk is gone")
+
+    population = Population(["a", "b"], size_of)
+    for read in (lambda: population.size("a"), lambda: population.sizes):
+        with pytest.raises(
+            ClientError, match="Client 'a' failed when its number .* was read: OSError: the disk is gone"
+        ) as caught:
+            read()
+        assert caught.value.culprit == "a"
 
 
 def test_stored_indices_count_the_empty_ones_too() -> None:

@@ -56,6 +56,7 @@ def test_probabilities_are_the_papers_and_have_the_least_variance(norms: list[fl
 def test_what_the_equation_leaves_open() -> None:
     found = optimal_probabilities(torch.tensor([0.0, 3.0, 0.0, 0.0, 5.0], dtype=torch.float64), 3)
     assert found.tolist() == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3, 1])
+    assert float(found.sum()) == pytest.approx(3, rel=1e-15)
     assert optimal_probabilities(torch.zeros(4, dtype=torch.float64), 2).tolist() == [0.5] * 4
     zero = optimal_probabilities(torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64), 2)
     assert zero.tolist() == pytest.approx([0, 2 / 3, 2 / 3, 2 / 3])
@@ -127,9 +128,16 @@ def test_a_share_of_zero_would_never_draw_some_clients_again(share: Any) -> None
 
 def test_probabilities_that_are_none_are_refused() -> None:
     member = Participant("a", 0, 4)
-    with pytest.raises(FederatedError, match="a number for each of the 5 clients, found 2"):
+    with pytest.raises(FederatedError, match="a number for each of the 5 clients, in their order, found the shape"):
         unbiased([member], torch.ones(2), POPULATION, "examples")
     with pytest.raises(FederatedError, match="drew client 'a' 1 times, and gives its probability as 0.0"):
         unbiased([member], torch.zeros(5), POPULATION, "examples")
     with pytest.raises(FederatedError, match="drew client 'a' 2 times"):
         unbiased([Participant("a", 0, 4, 2)], torch.ones(5), POPULATION, "examples")
+    for chances, found in (
+        (dict.fromkeys(IDS, 0.5), "a dict"),
+        (torch.ones(5, 1), r"the shape \[5, 1\]"),
+        (None, "a NoneType"),
+    ):
+        with pytest.raises(FederatedError, match=f"must return a number for each of the 5 clients, .* found {found}"):
+            unbiased([member], chances, POPULATION, "examples")

@@ -15,11 +15,18 @@ __all__ = ["PoissonBatches"]
 class PoissonBatches(ClientBatches):
     """A client's examples in batches by Poisson sampling, as many per epoch as without.
 
-    Empty batches are yielded as None. The draws cannot be predicted without the run's seed.
+    Empty batches are yielded as None. The draws cannot be predicted without the run's seed. Those of other rounds and
+    clients are independent also where a generator of batches, which has 32 bits of seed, is the same.
+
+    Args:
+        batches: The client's batches without sampling.
+        seed: The run's seed.
+        round: The round, from 0.
+        client: The client's stored index.
     """
 
-    def __init__(self, batches: TensorBatches | LoaderBatches, seed: int) -> None:
-        self.batches, self.size, self._seed = batches, batches.size, seed
+    def __init__(self, batches: TensorBatches | LoaderBatches, seed: int, round: int, client: int) -> None:
+        self.batches, self.size, self._key = batches, batches.size, (seed, Purpose.POISSON, round, client)
         self.expected_size = batches.size / max(1, batches.num_batches())
 
     def num_batches(self) -> int:
@@ -35,7 +42,7 @@ class PoissonBatches(ClientBatches):
         settings = self.batches.settings
         stream = settings.augment_stream(generator)
         of_epoch = int(torch.randint(2**63 - 1, (), generator=generator))
-        bits = KeyedStream(self._seed, Purpose.POISSON, of_epoch)
+        bits = KeyedStream(*self._key, of_epoch)
         chosen = list(self._draws(bits))
         some = settings.finish(self.batches.load([rows for rows in chosen if len(rows)], generator), stream)
         for rows in chosen:

@@ -1,5 +1,6 @@
 """Clients from the rows of a CSV or Parquet file with a client column."""
 
+import csv
 import hashlib
 import math
 import re
@@ -36,6 +37,7 @@ __all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
 _MISSING_VALUE = "has no value. Fill it in, or drop the row."
+_LARGEST = float(np.finfo(np.float32).max)
 _BLOCK = 1 << 24  # bytes that pyarrow reads at once; a row must fit
 _TRUTHS = {"true": 1.0, "false": 0.0}
 _SWAPPED = str.maketrans(",.", ".,")
@@ -173,10 +175,13 @@ def read_columns(
         delimiter: What separates the fields of a CSV file.
         decimal: The decimal mark in a CSV file.
     """
-    from pyarrow import ArrowException, csv, parquet, string
+    from pyarrow import ArrowException, parquet, string
+    from pyarrow import csv as arrow_csv
 
     columns = Columns(path, delimiter, decimal)
     is_csv = path.suffix == ".csv"
+    if is_csv:
+        _check_quotes(path, delimiter)
     try:
         heading = (
             list(parquet.read_schema(path).names)
@@ -196,11 +201,11 @@ def read_columns(
         numbers = [*numeric, *(name for name in others if name not in row_indices)]
         names = [*keys, *numbers, *words]
         if is_csv:
-            table = csv.read_csv(
+            table = arrow_csv.read_csv(
                 path,
-                csv.ReadOptions(block_size=_BLOCK),
-                csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                csv.ConvertOptions(column_types=dict.fromkeys(names, string()), include_columns=names),
+                arrow_csv.ReadOptions(block_size=_BLOCK),
+                arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, string()), include_columns=names),
             )
         else:
             table = parquet.read_table(path, columns=names)
@@ -221,6 +226,25 @@ def read_columns(
     return columns
 
 
+def _check_quotes(path: Path, delimiter: str) -> None:
+    """Raise if a quote is not closed: a field with the rest of the file is valid to pyarrow."""
+    with path.open("rb") as file:
+        if sum(block.count(b'"') for block in iter(lambda: file.read(_BLOCK), b"")) % 2 == 0:
+            return
+    line = 0
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        rows = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            for _ in rows:
+                line = rows.line_num
+        except csv.Error as error:
+            if "expected after" not in str(error):  # text behind a closing quote
+                raise FederatedError(
+                    f"{path}: the row that begins in line {line + 1} has a quote that is not closed. Close it, or write"
+                    ' the whole file again; a quote inside a quoted text is written as "".'
+                ) from error
+
+
 def as_number(text: str) -> float | None:
     """Return a number with all digits of an integer, NaN for a missing one, or None for other texts."""
     if text.lower() in _MISSING:
@@ -231,7 +255,11 @@ def as_number(text: str) -> float | None:
         return None
     if "_" in text or math.isinf(number):  # Python accepts 1_000
         return None
-    return int(text) if text.lstrip("+-").isdecimal() else number
+    digits = text.lstrip("+-")
+    if not digits.isdecimal():
+        return number
+    integer = int(digits.lstrip("0") or "0")  # int() limits the number of digits, zeros in front included
+    return -integer if text.startswith("-") else integer
 
 
 Parts: TypeAlias = dict[ClientId, tuple[Tensor, Tensor]]
@@ -353,6 +381,8 @@ class ClientTable(StoredDataModule):
                 raise FederatedError(
                     f"{where}: a rule is a number, 'client_mean', 'indicator' or 'refuse', found {format_value(rule)}."
                 )
+            if abs(finite(rule)) > _LARGEST:
+                raise FederatedError(f"{where}: inputs are float32, which cannot represent {format_value(rule)}.")
             if name in {*self.categories, *self.ordered} and rule not in ("refuse", "indicator"):
                 raise FederatedError(
                     f"{where}: {name!r} holds words, and the rule for words is 'indicator' or 'refuse'."
@@ -367,8 +397,11 @@ class ClientTable(StoredDataModule):
         if both := sorted(self.categories.keys() & self.ordered.keys()):
             raise FederatedError(f"ClientTable: {both[0]!r} is in categories and in ordered. Leave it in one of them.")
         delimiter: Any = self.delimiter
-        if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
-            raise FederatedError(f"ClientTable(delimiter={delimiter!r}): delimiter must be one character, such as ';'.")
+        is_one = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii()
+        if not is_one or delimiter in '"\r\n\0':
+            raise FederatedError(
+                f"ClientTable(delimiter={delimiter!r}): delimiter must be one character of ASCII, such as ';'."
+            )
         if Path(self.path).suffix == ".parquet" and (self.decimal, self.delimiter) != (".", ","):
             raise FederatedError(
                 "ClientTable(decimal=..., delimiter=...): a Parquet file has neither. Leave them unset."
@@ -443,6 +476,11 @@ class ClientTable(StoredDataModule):
             if rule == "indicator":
                 parts.append(holes.astype(np.float32)[:, None])
                 self.feature_names.append(f"{name} missing")
+        if twice := sorted({name for name in self.feature_names if self.feature_names.count(name) > 1}):
+            raise FederatedError(
+                f"{table.path}: two inputs would be called {twice[0]!r}, one of them a column of that name. Rename the"
+                " column, or leave it out of features."
+            )
         return torch.from_numpy(np.concatenate(parts, axis=1))
 
     def _fill(self, path: Path, parts: Sequence[Parts]) -> None:
@@ -495,6 +533,13 @@ class ClientTable(StoredDataModule):
         rows_of: dict[ClientId, list[int]] = {}
         for row, name in enumerate(table.keys[self.client]):
             rows_of.setdefault(check_client_id(name), []).append(row)
+        spelled: dict[str, ClientId] = {}
+        for name in rows_of:
+            if (other := spelled.setdefault(str(name).strip(), name)) != name:
+                raise FederatedError(
+                    f"{table.path}, {table.line(rows_of[name][0])}: column {self.client!r} holds {name!r}, and"
+                    f" elsewhere {other!r}: clients must differ by more than spaces around their ids. Write one."
+                )
         words = [] if self.split is None else table.keys[self.split]
         if unexpected := sorted(set(map(str, words)) - set(_PARTS)):
             raise FederatedError(

@@ -33,10 +33,8 @@ _NO_CONTEXT = nullcontext()
 class ClientFetcher(_DataFetcher):
     """Feeds the batches of one local epoch of one client to the training loop."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.examples = 0
-        self._batches: Iterator[tuple[Any, int]] = iter(())
+    examples = 0  # in the last batch
+    _batches: Iterator[tuple[Any, int]] = iter(())
 
     def bind(self, batches: Iterator[tuple[Any, int]], length: int) -> None:
         """Set the next epoch's (batch, examples) pairs, ``length`` of them."""
@@ -76,6 +74,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._loss_weights: list[int] = []
         self._split = BatchSplit()
         self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
+        self.schedule_step: int | None = None  # while a schedule by local step takes a step
 
     def teardown(self) -> None:
         """End a fit."""
@@ -84,8 +83,11 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     @property
     def global_step(self) -> int:
-        """The number of completed rounds: the step axis of loggers and checkpoints."""
-        return int(self.trainer.fit_loop.round)
+        """The number of completed rounds: the step axis of loggers and checkpoints.
+
+        In ``lr_scheduler_step`` of a schedule by local step, the steps that the schedule has counted.
+        """
+        return int(self.trainer.fit_loop.round) if self.schedule_step is None else self.schedule_step
 
     @property
     def _batches_that_stepped(self) -> int:

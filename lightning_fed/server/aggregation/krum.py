@@ -1,7 +1,8 @@
 """Robust rules that compare the messages of a cohort pairwise: Krum, Multi-Krum and Bulyan."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from lightning_fed.core.types import Weighting
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.aggregation.robust import RobustAggregator
-from lightning_fed.server.participation import Participant
 from lightning_fed.server.sampling import Sampler
 
 __all__ = ["Bulyan", "Krum", "MultiKrum"]
@@ -43,21 +43,14 @@ class _PairwiseRule(RobustAggregator):
             self._check_size(drawn, f"clients_per_round={drawn}")
         return super().for_run(algorithm, weighting, sampler)
 
-    def of_round(
-        self,
-        reduces: Mapping[str, str],
-        weighting: Weighting,
-        cohort: Sequence[Participant],
-        population: int,
-        local_work: bool = True,
-    ) -> Aggregation:
+    def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return an object that collects a cohort's messages; raise before the work of a cohort that is too small."""
-        there = [member for member in cohort if member.steps > 0 or not local_work]
-        counts_once = "population" in reduces.values()  # in a sum over clients, a client drawn twice is there once
-        if there:
+        aggregation = super().of_round(*arguments, **named)
+        if there := aggregation.members:  # in a sum over clients, a client drawn twice is there once
+            counts_once = "population" in aggregation.reduces.values()
             size = len(there) if counts_once else sum(member.count for member in there)
             self._check_size(size, f"a round with {size} clients")
-        return super().of_round(reduces, weighting, cohort, population, local_work)
+        return aggregation
 
     def _check_size(self, size: int, found: str) -> None:
         if size < self.least_clients:

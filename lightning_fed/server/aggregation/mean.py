@@ -1,6 +1,6 @@
 """Weighted means of client messages, summed in float64."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +92,11 @@ class Aggregation:
         self.models_weight = 0.0
         self._sums: State = {}
         self.models: Tensor | None = None
+
+    @property
+    def members(self) -> Collection[Participant]:
+        """The participants whose messages are expected."""
+        return self._members.values()
 
     def weights(self, indices: Iterable[int], rule: str) -> list[float]:
         """Return clients' weights under a rule, zero for clients left out; they sum to one over the planned steps."""

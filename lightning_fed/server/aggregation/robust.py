@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import check_count, check_number
+from lightning_fed.core.arguments import check_count, check_number, kind_of
 from lightning_fed.core.devices import accumulation, narrowed, widened
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
@@ -171,7 +171,14 @@ class CollectedAggregation(Aggregation):
         whole = torch.zeros(shape.numel(), **accumulation(x.device))
         own = whole if ranks is None else whole.tensor_split(ranks.size)[ranks.rank]
         assert isinstance(self._rule, RobustAggregator)
-        own.copy_(self._rule.combine(columns, weights.to(columns.device), self._sum))
+        found: Any = self._rule.combine(columns, weights.to(columns.device), self._sum)
+        if not isinstance(found, Tensor) or found.shape != own.shape:
+            what = f"the shape {list(found.shape)}" if isinstance(found, Tensor) else kind_of(found)
+            raise FederatedError(
+                f"{type(self._rule).__name__}.combine must return one number for each of the {len(own)} columns of"
+                f" {name!r}, as a tensor, found {what}."
+            )
+        own.copy_(found)
         self._sum(whole)
         scale = len(there) / self.population if self.reduces[name] == "population" else 1.0
         return narrowed(whole * scale, x).view(shape)

@@ -212,6 +212,8 @@ DAMAGED = [
     ("who,x,y", "has no rows"),
     ("", "has no column 'who'"),
     (b"who,x,y\n\xff,1,0\n", "is not utf-8-sig text"),
+    ("who,x,y\na,1,0\nb,1,0\na ,2,1\n", "line 4: column 'who' holds 'a ', and elsewhere 'a'"),
+    ('who,x,y\na,1,0\nb,2,"1\nb,3,0\nb,4,1\n', "row that begins in line 3 has a quote that is not closed"),
 ]
 
 
@@ -276,13 +278,36 @@ def test_a_split_without_training_rows_is_refused(tmp_path):
         ({"missing": {"x": 0}, "ordered": {"x": ["a"]}}, "'x' holds words, and the rule for words is 'indicator'"),
         ({"missing": {"who": 0}}, "'who' is the client column"),
         ({"decimal": ";"}, "decimal must be '.' or ','"),
+        ({"missing": 1e300}, r"missing=1e\+300\): inputs are float32, which cannot represent 1e\+300"),
+        ({"missing": {"x": -(10**39)}}, "inputs are float32"),
         ({"delimiter": ""}, "delimiter must be one character"),
+        ({"delimiter": "→"}, "delimiter must be one character of ASCII"),
+        ({"delimiter": "\0"}, "delimiter must be one character of ASCII"),
         ({"delimiter": ";", "path": "table.parquet"}, "a Parquet file has neither"),
     ],
 )
 def test_impossible_options_are_refused_at_once(options, message):
     with pytest.raises(FederatedError, match=message):
         ClientTable(**({"path": "table.csv", "client": "who", "target": "y"} | options))
+
+
+def test_a_quote_inside_a_text_is_no_open_one(tmp_path):
+    path = write(tmp_path, 'who,x,size,y\na,1,5",0\na,2,"5""",1\na,3,"6"th,1\n')
+    assert tensors(ClientTable(path, "who", "y", features=["x"], val_fraction=0), "a") == [[[1], [2], [3]], [0, 1, 1]]
+
+
+def test_zeros_in_front_do_not_count_as_digits(tmp_path):
+    path = write(tmp_path, f"who,x,y\na,{'0' * 5000}7,-{'0' * 5000}\na,-007,+1\n")
+    data = ClientTable(path, "who", "y", val_fraction=0)
+    assert tensors(data, "a") == [[[7], [-7]], [0, 1]]
+    assert data.classes == [0, 1]
+    assert [type(value) for value in data.classes] == [int, int]
+
+
+def test_two_inputs_of_one_name_are_refused(tmp_path):
+    path = write(tmp_path, "who,sex,sex=f,y\na,f,3,0\nb,m,4,1\n")
+    with pytest.raises(FederatedError, match="two inputs would be called 'sex=f'"):
+        ClientTable(path, "who", "y", categories={"sex": ["f", "m"]}).setup("fit")
 
 
 def test_a_missing_table_is_named(tmp_path):

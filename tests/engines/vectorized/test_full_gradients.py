@@ -16,7 +16,7 @@ from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import covering, few
-from tests.helpers.training import CLASSES, FEATURES, data
+from tests.helpers.training import CLASSES, FEATURES, clients, data
 
 SIZES = (14, 7, 11, 6, 10, 8)  # of batches of 4 the last ones have 2, 3 or 4 examples
 UNEVEN = partial(data, SIZES)
@@ -224,3 +224,14 @@ def test_a_last_batch_of_one_example_costs_no_second_pass(monkeypatch: pytest.Mo
         clients_per_round=2,
     )
     assert passes == {"traced": 0, "untraced": 7}
+
+
+def first_is_nan() -> FederatedDataModule:
+    parts = clients(SIZES)
+    parts[0].tensors[0][:] = float("nan")
+    return FederatedDataModule(parts, batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not finite")
+def test_a_client_of_nan_is_dropped_also_if_its_gradient_is_the_first_one() -> None:
+    both(datamodule=first_is_nan, clients_per_round=1.0, max_rounds=1, on_client_error="drop")

@@ -31,6 +31,7 @@ from lightning_fed.server import (
     CoordinateMedian,
     GeometricMedian,
     NormClipping,
+    RobustAggregator,
     TrimmedMean,
 )
 from lightning_fed.server.participation import Participant
@@ -187,6 +188,16 @@ def test_rules_go_through_more_columns_than_they_sort_at_once() -> None:
     for i in range(5):
         add_one(aggregation, i, 1, {"delta": messages[i]})
     assert torch.equal(aggregation.compute(messages[0])[0]["delta"], messages.median(dim=0).values)
+
+
+@pytest.mark.parametrize(("returned", "found"), [(None, "a NoneType"), (torch.ones(1), r"the shape \[1\]")])
+def test_what_a_users_rule_returns_in_another_form_is_refused(returned: Any, found: str) -> None:
+    class Own(RobustAggregator):
+        def combine(self, messages: Tensor, weights: Tensor, sum_: Any) -> Any:
+            return returned
+
+    with pytest.raises(FederatedError, match=f"Own.combine must return one number .* 3 columns of 'delta', .* {found}"):
+        combined(Own(), matrix([1, 2, 3], [1, 2, 3]))
 
 
 def test_held_messages_are_copies() -> None:
