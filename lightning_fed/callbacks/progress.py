@@ -113,7 +113,7 @@ class RoundLines(FederatedCallback):
     (``logging.getLogger(pl.__name__).setLevel(logging.WARNING)``), as with ``lightning-fed fit -q``.
 
     Args:
-        seconds: Print after a round that ends this many seconds after the last line, or after the first round.
+        seconds: Print after a round that ends this many seconds after the last line, or after the start.
         every_n_rounds: Print after every n rounds as well; by default after each tenth of ``max_rounds``.
 
     Raises:
@@ -129,7 +129,7 @@ class RoundLines(FederatedCallback):
         if every_n_rounds is not None:
             check_count("RoundLines", "every_n_rounds", every_n_rounds, least=1)
         self.every_n_rounds = every_n_rounds
-        self._last: tuple[int, float] | None = None  # the round and time of the last line, or of the first round
+        self._last: tuple[int, float] | None = None  # the round and time of the last line, or of the start
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
@@ -138,9 +138,8 @@ class RoundLines(FederatedCallback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print a line if one is due."""
         now, done, limit = time.monotonic(), trainer.fit_loop.round, trainer.max_epochs or 0
-        if self._last is None:
-            self._last = done, now
-            return
+        if self._last is None:  # after the first round, whose own time is known
+            self._last = done - 1, now - float(trainer.callback_metrics.get("round/seconds", 0.0))
         every, (last, then) = self.every_n_rounds or -(-limit // 10), self._last
         is_due = now - then >= self.seconds or (every > 0 and done % every == 0)
         bar = trainer.progress_bar_callback

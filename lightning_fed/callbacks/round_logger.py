@@ -57,7 +57,8 @@ class RoundLogger(FederatedCallback):
         """Show the settings in TensorBoard, which reads only the first hyper-parameters of a log: all go in here."""
         for board in boards(trainer) if trainer.loggers else ():
             given = [one.hparams_initial for one in (pl_module, trainer.datamodule) if one and one._log_hyperparams]
-            board.log_hyperparams({name: value for part in given for name, value in part.items()} | _settings(trainer))
+            named = {name: value for part in given for name, value in part.items() if name[:1] != "_"}
+            board.log_hyperparams(named | _settings(trainer))  # without the command line's notes on how to load
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Introduce a new run in TensorBoard; of an interrupted one, remove the rounds that now run again."""
@@ -105,10 +106,14 @@ class RoundLogger(FederatedCallback):
 
 
 def _settings(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what tells runs apart: the method with its parameters, and how much work who does on what."""
+    """Return what tells runs apart. The method is called algorithm: TensorBoard shows the first five names alone."""
     settings, partition = trainer.fit_loop.settings, getattr(trainer.datamodule, "partition", None)
     values = {name: getattr(settings, name) for name in _SHOWN}
-    return {"method": repr(settings.algorithm), **values, "partition": None if partition is None else repr(partition)}
+    return {
+        "algorithm": repr(settings.algorithm),
+        **values,
+        "partition": None if partition is None else repr(partition),
+    }
 
 
 def _forget(writer: Any, step: int) -> None:

@@ -102,7 +102,8 @@ def save_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | Non
             keeper.last_model_path = path
         trainer.save_checkpoint(path)
     if path is not None:
-        rank_zero_info(f"Stopped after {round} completed rounds, which {path} holds. Go on with ckpt_path='last'.")
+        resume = "To resume, run again with ckpt_path='last', on the command line --ckpt_path last."
+        rank_zero_info(f"Stopped after {round} completed rounds. {resume} The checkpoint is {path}.")
     else:
         why = "; no ModelCheckpoint saves more than weights, so no checkpoint holds them" if round else ""
         rank_zero_info(f"Stopped after {round} completed rounds{why}.")

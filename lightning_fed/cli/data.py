@@ -45,10 +45,12 @@ def make_parser() -> ArgumentParser:
     """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed data",
-        description="Print how much the clients of a configuration differ, and draw who has what.",
+        description="Print how much the clients of a configuration differ, and plot the split.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", "-c", action="config", help="A configuration of `lightning-fed fit`; they stack.")
+    parser.add_argument(
+        "--config", "-c", action="config", help="A configuration of `lightning-fed fit`. Give several to combine them."
+    )
     parser.add_argument("--out", type=str, default="split.png", help="Where to write the picture.")
     parser.add_argument("--max_clients", type=int, default=50, help="How many clients to draw at most.")
     parser.add_argument("--seed_everything", type=bool | int, default=False, help="As for `lightning-fed fit`.")

@@ -17,10 +17,7 @@ __all__ = ["main"]
 
 _ABOUT = (
     "Train an ordinary LightningModule across clients: `lightning-fed fit --config FILE`."
-    " `lightning-fed new NAME` writes a small project to start from,"
-    " `lightning-fed data --config FILE` draws how the data is dealt out; `lightning-fed diagnose --config FILE`"
-    " says why it does not converge; `lightning-fed deploy` runs it on real clients; `lightning-fed reproduce`,"
-    " `sweep` and `compare` run a paper's experiment, run your own grid, and put runs side by side."
+    " To start a project: `lightning-fed new NAME`. The options of a command: `lightning-fed COMMAND --help`."
 )
 
 
@@ -59,6 +56,9 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         if args is None:  # Lightning warns about arguments other than the process's
             sys.argv[1:] = words
         run(args if args is None else words, words[0] if isinstance(words, list) else "")
+    except KeyboardInterrupt:
+        print("lightning-fed: interrupted.", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         refusal = refusal_in(error) if isinstance(error, ValueError) else None
         if refusal is not None:

@@ -4,16 +4,20 @@ import importlib
 import re
 import sys
 from argparse import SUPPRESS, HelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from inspect import isabstract, signature
+from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+import yaml
 
 from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed.compat.package import advice_on_path, pl
 
-__all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "Parser", "arrange", "plain"]
+__all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "Parser", "arrange", "class_names", "plain"]
 
 importlib.import_module(f"{pl.__name__}.cli")  # which Lightning does not import unasked
 ArgsType = pl.cli.ArgsType
@@ -21,6 +25,7 @@ LightningArgumentParser = pl.cli.LightningArgumentParser
 LightningCLI = pl.cli.LightningCLI
 
 _PARTS: tuple[ModuleType, ...] = (algorithms, callbacks, data, models, server)
+_PACKAGES = ("lightning_fed", "lightning", "pytorch_lightning", "torch")
 _GROUP = r"Group '(\w+)' does not accept option '([\w.]+)'"
 _CLASS = r"<class '([\w.]+)\.(\w+)'>"
 _ROLE = re.compile(r":\w+(?::\w+)?:`~?(?:[\w.]*\.)?(\w+)`")
@@ -33,6 +38,13 @@ _NEEDED = (
     " `lightning-fed new NAME` writes a file to start from."
 )
 _CODE = re.compile(r"``([^`]+)``")
+_OF_STAGE = re.compile(r"\b(?:fit|validate|test|predict)\.(data|model)\b(?=,|$)", re.MULTILINE)
+_FEW = 30  # options that a hint lists
+_OPTIONAL = re.compile(
+    r"\s+(?:- )?Does not validate against any of the Union subtypes"
+    r"\n +Subtypes: [^\n]+, <class 'NoneType'>\]\n +Errors:"
+    r"((?:\n.*)*?)\n +- Expected a <class 'NoneType'>\n +Given value type: [^\n]+\n +Given value: ([^\n]+)"
+)
 
 
 class Parser(LightningArgumentParser):
@@ -55,7 +67,8 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end."""
-        super().error("\n".join([message, *self._hints(message)]), ex)
+        cause = _OF_STAGE.sub(r"--\1", _only_cause(message))
+        super().error("\n".join([cause, *self._hints(message)]), ex)
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):
@@ -67,18 +80,48 @@ class Parser(LightningArgumentParser):
         other = next(filter(None, map(advice_on_path, re.findall(r"[\w.]+\.\w+", message))), None)
         if other is not None:
             return [other]
-        return [
+        hints = [
+            *(_unreadable(sys.argv) if "Problems parsing config" in message else []),
             *_close(re.findall(r"invalid choice: '(\S+)' \(choose from", message), list(self._below())),
             *_close(re.findall(r"(?i:unrecognized) arguments:.*?(--[\w.+]+)", message), options),
             *_close(re.findall(r"(?:Option|Subcommand '\w+' does not accept option) '([\w.]+)'", message), keys),
             *_close([".".join(found) for found in re.findall(_GROUP, message)], keys),
             *_close_classes(message),
         ]
+        if not hints and re.search(r"Option '[\w.]+' is not accepted", message) and len(keys) < _FEW:
+            named = [key for key in keys if key.isidentifier() and key != "help"]  # of one class
+            return [f"There are the options {', '.join(named)}."] if named else []
+        return hints
 
     def _below(self) -> dict[str, Any]:
         """Return the parsers of the commands by name."""
         actions = self._subcommands_action
         return {} if actions is None else actions._name_parser_map
+
+
+def _only_cause(message: str) -> str:
+    """Return a message in which an optional value is refused for its own reasons, not also because it is not None."""
+    lines = _OPTIONAL.sub(_cause, message).splitlines()
+    return "\n".join(line for line, before in zip(lines, ["", *lines], strict=False) if line.strip() and line != before)
+
+
+def _cause(found: re.Match[str]) -> str:
+    causes, value = found.groups()
+    is_shown = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", causes) or value.startswith(("{", "NestedArg"))
+    return causes if is_shown else f"{causes}. Got value: {value}"
+
+
+def _unreadable(words: list[str]) -> list[str]:
+    """Return a hint for each configuration of a command line that is not YAML."""
+    hints = []
+    for path in {Path(file) for word, file in pairwise(words) if word in ("--config", "-c")}:
+        try:
+            yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError):
+            continue
+        except yaml.YAMLError:
+            hints.append(f"The file is {path}.")
+    return hints
 
 
 def _close_classes(message: str) -> list[str]:
@@ -91,14 +134,30 @@ def _close_classes(message: str) -> list[str]:
         for name, one in ours.items()
         if isinstance(one, type) and issubclass(one, bases) and one not in bases and not isabstract(one)
     ]
+    known = [*of_kind, *(name for kind in bases for name in class_names(kind))]
     hints = []
     for name in re.findall(r"Expected a dot import path string: (\S+)", message):
-        hints += _close([name], of_kind or list(ours)) or _all_of(of_kind)
+        hints += _close([name], known or list(ours)) or _all_of(sorted(set(known)))
     for module, name in re.findall(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         found = sys.modules.get(module)
         inside = list(getattr(found, "__all__", [name for name in dir(found) if not name.startswith("_")]))
         hints += _close([name], inside) or _all_of([one for one in of_kind if one in inside])
     return list(dict.fromkeys(hints))
+
+
+def class_names(kind: type, is_base: bool = True) -> Iterator[str]:
+    """Yield the names of the imported classes that an argument of a type can be: ours, Lightning's and PyTorch's.
+
+    Example:
+        >>> list(class_names(algorithms.FedNova))
+        ['FedNova']
+    """
+    if kind.__module__.partition(".")[0] in _PACKAGES:
+        below: list[type] = type.__subclasses__(kind)
+        if not (isabstract(kind) or kind.__name__.startswith("_") or (is_base and below)):
+            yield kind.__name__
+        for one in below:
+            yield from class_names(one, is_base=False)
 
 
 def _all_of(known: list[str]) -> list[str]:

@@ -40,7 +40,7 @@ def make_parser() -> ArgumentParser:
         type=int,
         help=f"The largest number of rounds; {_TRIED} by default, with --run false that of the configuration.",
     )
-    parser.add_argument("--run", type=bool, default=True, help="Whether to run the app, or to write it alone.")
+    parser.add_argument("--run", type=bool, default=True, help="false only writes the app.")
     return parser
 
 

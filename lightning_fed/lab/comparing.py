@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_fed.core.errors import FederatedError
@@ -111,12 +112,21 @@ def _read_table(path: Path) -> dict[str, dict[int, float]]:
 
 
 def _named(folders: Sequence[str]) -> dict[str, str]:
-    """Return the folders by name: the path, without the part that all have in common."""
+    """Return the folders by name: the path, without the part that all have in common, and the method if it is known."""
     if len(set(folders)) < len(folders):
         raise FederatedError("compare: a run is named twice.")
     whole = {folder: Path(os.path.abspath(folder)) for folder in folders}
     common = Path(os.path.commonpath([path.parent for path in whole.values()]))
-    return {str(path.relative_to(common)): folder for folder, path in whole.items()}
+    return {f"{path.relative_to(common)}{_method(path)}": folder for folder, path in whole.items()}
+
+
+def _method(folder: Path) -> str:
+    """Return a run's method as an addition to its name: `version_0` alone says nothing."""
+    try:
+        settings = yaml.safe_load((folder / "hparams.yaml").read_text(encoding="utf-8"))
+        return f", {settings['algorithm']}"
+    except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
+        return ""  # another logger's, or hyper-parameters that are not plain
 
 
 def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> tuple[list[str], list[list[str]]]:
@@ -180,12 +190,14 @@ def make_parser() -> ArgumentParser:
     """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed compare",
-        description="Put a metric against rounds, gradients, bytes and simulated seconds, from the logs of any runs.",
+        description="Print a table of runs, and draw a metric over rounds, gradients, bytes and simulated seconds.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="The folder of a TensorBoard or CSV log.")
-    parser.add_argument("--metric", type=str, default="val_acc", help="The metric.")
-    parser.add_argument("--mode", type=Literal["max", "min"], help="Whether it is good where it is high or low.")
-    parser.add_argument("--target", type=float, help="The value to reach.")
+    parser.add_argument("--metric", type=str, default="val_acc", help="The metric, by its name in the log.")
+    parser.add_argument("--mode", type=Literal["max", "min"], help="max if high values are good, min if low ones are.")
+    parser.add_argument(
+        "--target", type=float, help="A value of the metric. The table then has the cost of reaching it."
+    )
     parser.add_argument("--out", type=str, default="compared", help="The folder of the results.")
     return parser

@@ -42,7 +42,7 @@ def add_run_options(parser: ArgumentParser, out: str) -> None:
         out: Where results go by default, in words.
     """
     parser.add_argument("--seeds", type=Count(1), help="The number of seeds, in place of the file's.")
-    workers = "Worker processes; 0 runs in this one."
+    workers = "Worker processes; 0 runs in this process."
     parser.add_argument("--jobs", type=Count(0), default=default_jobs(), help=workers)
     parser.add_argument("--out", type=str, help=f"The folder of the results; {out} by default.")
     parser.add_argument("--data_root", type=str, help="The folder of data sets.")

@@ -135,19 +135,17 @@ def make_parser() -> ArgumentParser:
     """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed reproduce",
-        description="Run an experiment of a paper, draw its figures, and say which of its claims hold.",
+        description="Run an experiment of a paper, draw its figures, and check its claims.",
         allow_abbrev=False,
     )
     parser.add_argument("name", type=str, nargs="?", help="An experiment of --list, or the path of a YAML file.")
     parser.add_argument("--scale", type=str, default="full", help="full, or another one of the file's, such as part.")
     add_run_options(parser, "reproduced/NAME/SCALE")
-    parser.add_argument(
-        "--published", type=str, help="Run nothing: make the page of what was published in this folder."
-    )
+    parser.add_argument("--published", type=str, help="Run nothing: write the page of the results in this folder.")
     parser.add_argument("--add", type=str, help="A YAML file of methods to add; with --published, those alone are run.")
     parser.add_argument(
         "--figures", type=Literal["png", "pdf", "svg"], default="png", help="Draw figures in this format, too."
     )
     parser.add_argument("--tex", action="store_true", help="Write tables in LaTeX, too.")
-    parser.add_argument("--list", action="store_true", help="Show the experiments that there are.")
+    parser.add_argument("--list", action="store_true", help="List the experiments.")
     return parser

@@ -1,7 +1,8 @@
 """Run the cells of a grid that are not in its store yet, after everything about them has been checked."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ def probe_jobs(
     for job in jobs:
         kinds.setdefault(json.dumps(_without_numbers(job.config), sort_keys=True, default=str), []).append(job)
     logged, unknown_kinds = set[str](), 0
-    with Tqdm(total=len(kinds), desc="Checks", unit="kind", leave=False, disable=not kinds) as bar:
+    with _Bar(total=len(kinds), desc="Checks", unit="kind", leave=False, disable=not kinds) as bar:
         waiting = list(kinds.values())
         while waiting:  # a diverged probe cannot show the logged tags: take another rate
             tasks = {of[0].name: WorkerTask(of[0].name, with_root(of[0].config, data_root), {}) for of in waiting}
@@ -124,7 +125,7 @@ def run_jobs(jobs: Iterable[Job], store: Store, workers: TaskRunner, data_root: 
     ]
     store.forget_failures(by_key)
     failed = 0
-    with Tqdm(total=len(by_key), initial=len(by_key) - len(left), desc="Cells", unit="cell", disable=not tasks) as bar:
+    with _Bar(total=len(by_key), initial=len(by_key) - len(left), desc="Cells", unit="cell", disable=not tasks) as bar:
         for outcome in workers.run(tasks):
             if outcome.cause is not None:
                 failed += 1
@@ -133,6 +134,31 @@ def run_jobs(jobs: Iterable[Job], store: Store, workers: TaskRunner, data_root: 
                 bar.write(f"{outcome.task.name} failed: {outcome.cause}")
                 bar.set_postfix(failed=failed)
             bar.update()
+
+
+class _Bar(Tqdm):
+    """A bar on a terminal and in a notebook. Elsewhere it is a line every 30 s: a file would keep every update."""
+
+    def __init__(self, **options: Any) -> None:
+        if not _overwrites():
+            options |= {
+                "leave": True,
+                "mininterval": 30,
+                "bar_format": "{desc} {n_fmt}/{total_fmt}, {elapsed} so far{postfix}",
+            }
+        super().__init__(**options)
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        """Return what shows a status."""
+        if _overwrites():
+            show: Callable[[str], None] = Tqdm.status_printer(file)
+            return show
+        return lambda status: print(status, file=file, flush=True) if status else None
+
+
+def _overwrites() -> bool:
+    return sys.stderr.isatty() or hasattr(sys, "ps1")
 
 
 def _without_numbers(node: Any) -> Any:

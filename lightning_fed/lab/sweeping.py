@@ -213,7 +213,7 @@ def make_parser() -> ArgumentParser:
         type=str,
         action="append",
         required=True,
-        help="A configuration of `lightning-fed fit`; they stack.",
+        help="A configuration of `lightning-fed fit`. Give several to combine them.",
     )
     parser.add_argument("--grid", type=str, required=True, help="The grid, a YAML file.")
     add_run_options(parser, "swept")

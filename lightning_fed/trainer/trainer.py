@@ -340,6 +340,9 @@ class FederatedTrainer(pl.Trainer):
             if not isinstance(error, ClientError):  # which ends a run that was not refused
                 remove_refused_logs(self)
             raise
+        except SystemExit:  # Lightning's answer to an interrupt; a run without a whole round leaves nothing to look at
+            remove_refused_logs(self)
+            raise
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise

@@ -64,8 +64,14 @@ def test_a_line_is_printed_when_the_last_one_is_long_ago(
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     trainer(max_rounds=7, limit_val_batches=0, callbacks=lines).fit(seeded(), data())
     shown = capsys.readouterr().out.partition("\nFederated")[0]
-    line = r"round {}/7  client/loss \S+  10 s/round\n"
-    assert re.fullmatch(line.format(4) + line.format(7), shown)
+    line = r"round {}/7  client/loss \S+  {} s/round\n"  # the clock starts with the first round, of some milliseconds
+    assert re.fullmatch(line.format(4, "7.5") + line.format(7, "10"), shown)
+
+
+def test_the_first_round_has_its_line_where_each_round_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(max_rounds=2, limit_val_batches=0).fit(seeded(), data())
+    shown = capsys.readouterr().out.partition("\nFederated")[0]
+    assert re.findall(r"^round (\d)/2  client/loss \S+  \S+ s/round$", shown, re.MULTILINE) == ["1", "2"]
 
 
 def test_a_run_is_quiet_where_lightning_is(capsys: pytest.CaptureFixture[str]) -> None:

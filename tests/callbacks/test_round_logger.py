@@ -64,7 +64,7 @@ def test_tensorboard_tells_methods_apart_and_shows_losses_and_summary(tmp_path: 
         assert f"FedProx(mu={mu}" in card.tensor_proto.string_val[0].decode()
         plugin = events.SummaryMetadata("_hparams_/session_start_info").plugin_data
         started = HParamsPluginData.FromString(plugin.content).session_start_info.hparams
-        assert started["method"].string_value.startswith(f"FedProx(mu={mu}")
+        assert started["algorithm"].string_value.startswith(f"FedProx(mu={mu}")
         assert {"lr", "dropout", "clients_per_round", "local_epochs", "partition"} <= set(started)
 
 

@@ -281,6 +281,7 @@ def test_python_dash_m_shows_all_commands(monkeypatch: pytest.MonkeyPatch, capsy
         "reproduce",
         "sweep",
         "compare",
+        "completion",
     ]
 
 
@@ -324,6 +325,19 @@ def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
     with pytest.raises(SystemExit, match="more than max_rounds=0"):
         fit("--trainer.max_rounds", "0", "--ckpt_path", last(0))
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["version_0"]
+
+
+def test_an_interrupted_command_ends_without_a_trace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_fed.lab.diagnosis.command.diagnose", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["diagnose", "--config", QUICKSTART])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "lightning-fed: interrupted.\n"
 
 
 RESUMED = """

@@ -507,3 +507,16 @@ def test_the_quickstart_shows_what_a_run_prints(
 def test_a_command_that_does_not_exist_is_found(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check(command, capsys)
+
+
+def test_the_quickstart_quotes_errors_that_the_package_raises() -> None:
+    page = (ROOT / "docs/quickstart.md").read_text().partition("## Common errors")[2]
+    code = "".join(path.read_text() for path in (ROOT / "lightning_fed").rglob("*.py"))
+    quoted = [text.removesuffix(" ...") for text in re.findall(r"^- \*\*`([^`]+)`\*\*", page, re.MULTILINE)]
+    assert len(quoted) == 4
+    written = {  # as the code has it; the first one is PyTorch's
+        "operator torchvision::nms does not exist": "",
+        "a class of the package pytorch_lightning, while lightning_fed uses lightning": ", while lightning_fed uses {",
+        "The checkpoint's method is": "{origin.name}'s {what} is ",
+    }
+    assert not [text for text in quoted if written.get(text, text) not in code]

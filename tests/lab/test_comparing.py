@@ -28,7 +28,7 @@ def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[s
     head, plain, mime = csv.reader(Path("side/compare.csv").read_text().splitlines())
     assert head[2:4] == ["final val_acc", "best val_acc"]
     assert head[4:] == [f"{cost} to val_acc 0" for cost in ("rounds", "gradients", "bytes")]
-    assert [plain[0], plain[1], plain[4]] == ["plain", "4", "1"]
+    assert [plain[0], plain[1], plain[4]] == ["plain, FedAvg(pseudo_grad='raw')", "4", "1"]
     series = read_log(Path("mime"))
     assert int(mime[5]) == series["round/gradients"][1]
     assert int(mime[6]) == series["comm/bytes_up"][1] + series["comm/bytes_down"][1]

@@ -1,5 +1,6 @@
 """Every kind of cell is checked and tried for a round before the first one runs."""
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from lightning_fed import FederatedError, FederatedTrainer
 from lightning_fed.lab.configurations import Configurations
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import read_experiment
-from lightning_fed.lab.runner import make_jobs, probe_jobs
+from lightning_fed.lab.runner import _Bar, make_jobs, probe_jobs
 from lightning_fed.lab.workers import Outcome, WorkerTask
 from tests.helpers.lab import Write, run
 
@@ -83,3 +84,14 @@ def test_cells_that_differ_in_numbers_alone_are_tried_once(write: Write, tmp_pat
     assert probed == [
         f"lr {lr}, method {m}, seed {s}" for lr, s in ((0.1, 0), (0.1, 1), (0.2, 0)) for m in ("FedAvg", "SCAFFOLD")
     ]
+
+
+def test_where_there_is_no_terminal_the_progress_is_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with _Bar(total=2, desc="Cells", unit="cell", leave=False) as bar:
+        bar.update()
+        bar.set_postfix(failed=1)
+        bar.update()
+    shown = capsys.readouterr().err
+    assert "\r" not in shown
+    assert re.search(r"^Cells 0/2, 00:00 so far$", shown, re.MULTILINE)
+    assert re.search(r"^Cells 2/2, 00:0\d so far, failed=1$", shown, re.MULTILINE)

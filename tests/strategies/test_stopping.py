@@ -94,11 +94,17 @@ def test_a_signal_stops_at_the_next_local_step_and_saves_the_last_round(
     assert torch.equal(resumed.fit_loop.state.x, whole.fit_loop.state.x)
 
 
+def test_a_run_that_is_stopped_in_its_first_round_leaves_no_log_folder(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, keep=None, logger=TensorBoardLogger(tmp_path), callbacks=[At(send(signal.SIGINT), round=0)])
+    assert not list(tmp_path.rglob("version_*"))
+
+
 def test_what_a_checkpoint_holds_already_is_not_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SIGTERMException):
         run(tmp_path, keep={}, callbacks=[At(send(signal.SIGTERM))])
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
-    assert "Stopped after 3 completed rounds, which" in caplog.text
+    assert "Stopped after 3 completed rounds. To resume," in caplog.text
     with pytest.raises(SIGTERMException):  # nor when it is the one that the run came from
         run(tmp_path, keep={}, ckpt_path="last", callbacks=[At(send(signal.SIGTERM))])
     assert os.listdir(tmp_path) == ["step=3.ckpt"]

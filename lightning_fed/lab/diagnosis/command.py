@@ -104,12 +104,12 @@ def make_parser() -> ArgumentParser:
     """Return the parser of the command."""
     parser = ArgumentParser(
         prog="lightning-fed diagnose",
-        description="Why does it not converge, and which method and step size suit these clients?",
+        description="Find what limits a run, and which method and step size suit its clients.",
         epilog="On top of the configuration go options of `lightning-fed fit` for trainer, model, data, optimizer and"
         " lr_scheduler, such as --model.lr 0.1, and seed_everything.",
         allow_abbrev=False,
     )
-    configuration = "A configuration of `lightning-fed fit`; they stack."
+    configuration = "A configuration of `lightning-fed fit`. Give several to combine them."
     parser.add_argument("--config", "-c", type=str, action="append", required=True, help=configuration)
     checkpoint = 'Where to start: a path, "last" or "best" of the newest run; by default the model as it is made.'
     parser.add_argument("--ckpt_path", type=str, help=checkpoint)
