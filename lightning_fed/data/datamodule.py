@@ -324,6 +324,10 @@ class FederatedDataModule(pl.LightningDataModule):
             return size_of(self._map_style(client_id))
         return self._need_clients().size(client_id)
 
+    def _batches_in_epoch(self, client_id: ClientId, size: int) -> int:
+        """Return the batches in a local epoch of a client with a number of examples."""
+        return self.batch_settings.num_batches(size)
+
     def client_batches(self, client_id: ClientId) -> ClientBatches:
         """Return a client's training batches."""
         return self._make_batches_of()(client_id)

@@ -22,6 +22,7 @@ from lightning_fed.settings.settings import Settings
 __all__ = ["check_facts", "check_single", "facts_of", "optimizer_facts"]
 
 _LIBRARIES = ("version of Lightning", "version of PyTorch")
+_NOISE = ("noise_multiplier", "max_grad_norm", "sampling")  # delta and examples_at_once change no answer
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # options of optimizers that change speed alone
 _log = logging.getLogger("lightning_fed.deploy.site")
 
@@ -43,7 +44,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
             " Set accumulate_grad_batches=... for all rounds."
         )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
-    work, clip = settings.work(), trainer.gradient_clip_algorithm
+    work, clip, private = settings.work(), trainer.gradient_clip_algorithm, settings.client_privacy
     return {
         "version of lightning_fed": __version__,
         "version of Lightning": pl.__version__,
@@ -68,6 +69,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
         "compression": repr(settings.compression),
         "attack": work["attack"],
+        "client_privacy": str({name: getattr(private, name, None) for name in _NOISE}),
     }
 
 

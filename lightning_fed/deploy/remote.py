@@ -87,11 +87,6 @@ class RemoteClients(FederatedDataModule):
                 "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
                 " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
             )
-        if loop.settings.client_privacy is not None:
-            raise FederatedError(
-                f"client_privacy={loop.settings.client_privacy!r} is for simulations: its noise follows from the seed,"
-                " which the server of real clients knows. Leave it unset."
-            )
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)
@@ -123,6 +118,9 @@ class RemoteClients(FederatedDataModule):
     def client_size(self, client_id: ClientId) -> int:
         """Return a client's number of examples."""
         return self._known(client_id).size
+
+    def _batches_in_epoch(self, client_id: ClientId, size: int) -> int:
+        return self._known(client_id).batches
 
     def client_val_dataset(self, client_id: ClientId) -> Any:
         """Return an object with the length of a client's validation set, None if it has none."""

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from lightning_fed.callbacks.client_metrics import ClientAccuracy
 from lightning_fed.compat.package import pl
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.message import MEASURE, Message, is_count, quoted
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.server.aggregation.base import averaged_points
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["TaskChecks", "check_header", "check_registration"]
+__all__ = ["TaskChecks", "check_budget", "check_header", "check_registration"]
 
 _RUN = re.compile(r"[0-9a-f]{16}")
 _MOST = 2**31  # rounds, and attempts at one
@@ -46,6 +48,21 @@ def check_registration(message: Message) -> None:
     check_client_ids(f"{who}: its clients", message.header.get("clients"))
 
 
+def check_budget(max_epsilon: Any, delta: Any, privacy: ClientPrivacy | None) -> None:
+    """Raise for a budget of privacy that is not one, or that nothing is accounted for."""
+    for name, value in (("max_epsilon", max_epsilon), ("delta", delta)):
+        if value is None:
+            continue
+        check_number("FederatedSite", name, value, positive=True)
+        if privacy is None:
+            raise FederatedError(
+                f"FederatedSite({name}={value!r}): the trainer has no client_privacy, so nothing would bound what"
+                " answers reveal of an example. Set client_privacy=ClientPrivacy(...) for the server and all sites."
+            )
+    if delta is not None and delta >= 1:
+        raise FederatedError(f"FederatedSite(delta={delta!r}): delta must lie in (0, 1), such as 1e-5.")
+
+
 class TaskChecks:
     """Check tasks against the trainer of the site: its method, and the work that it plans for a round.
 
@@ -57,16 +74,18 @@ class TaskChecks:
         own: Any = trainer
         self._trainer, settings = own, own.fit_loop.settings
         assert isinstance(settings, Settings)
-        self._settings, self._algorithm, self._is_private = settings, settings.algorithm, settings.is_private
+        self._settings, self._algorithm = settings, settings.algorithm
+        self._is_private = settings.is_private or settings.client_privacy is not None
         self._measured = max((c.steps for c in own.callbacks if isinstance(c, ClientAccuracy)), default=0)
 
     def check_phase(self, message: Message) -> None:
         """Refuse phases that the method does not have, and measures under differential privacy."""
         phase = message.header["phase"]
         if self._is_private and phase == MEASURE:
+            name = "client_privacy" if self._settings.client_privacy else "DifferentialPrivacy"
             raise FederatedError(
-                f"The server asks for {phase!r}, and this site runs DifferentialPrivacy: nothing leaves it but clipped"
-                " messages. Leave out callbacks and options that measure clients."
+                f"The server asks for {phase!r}, and this site runs {name}: measures are neither"
+                " clipped nor noisy. Leave out callbacks and options that measure clients."
             )
         answered = {
             TRAIN: True,

@@ -132,7 +132,8 @@ class SiteWorker:
             made = called(makers["trainer"])(), called(makers["model"])(), called(makers["data"])(dict(node_config))
             from lightning_fed.deploy.site import FederatedSite
 
-            self._site = FederatedSite(*made, clients_of(node_config), self.state_dir)
+            budget = node_config.get("max-epsilon"), node_config.get("delta")
+            self._site = FederatedSite(*made, clients_of(node_config), self.state_dir, *budget)
         return self._site
 
     def _renew_log(self) -> None:

@@ -119,6 +119,14 @@ class ClientWork(ClientHalf):
         """Raise for clients with a batch of one example that the module cannot train on; tries a step on one."""
         check_lone_examples(self.plans, self.engine.flat, sizes)
 
+    def use_seed(self, seed: int) -> None:
+        """Draw what follows from a secret seed of this site, and let no example's gradient stop the work."""
+        self.plans.seed, self._round = seed, None
+        for engine in self.engines:
+            engine.seed = seed
+            if isinstance(engine, SequentialEngine) and engine.private is not None:
+                engine.private.skips_not_finite = True
+
     def savepoint(self) -> Callable[[], None]:
         """Return a function that undoes later logging of clients; see :meth:`Engine.savepoint`."""
         return self.engine.savepoint()

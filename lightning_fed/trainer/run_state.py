@@ -251,8 +251,12 @@ class RunState:
                 " client: such a guarantee says little about one example."
             )
         limit = self.trainer.limit_train_batches
-        num_batches = self.trainer.datamodule.batch_settings.num_batches
-        return PrivacyLedger(privacy, num_batches, lambda batches: limited(batches, limit))
+        data, ids = self.trainer.datamodule, population.ids
+        return PrivacyLedger(
+            privacy,
+            lambda index, size: data._batches_in_epoch(ids[index], size),
+            lambda batches: limited(batches, limit),
+        )
 
     # ------------------------------------------------------------------ start and end of a fit
 
