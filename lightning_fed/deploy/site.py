@@ -16,7 +16,18 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
-from lightning_fed.deploy.message import MEASURE, REGISTER, Message, address, check_message, task_in
+from lightning_fed.deploy.message import (
+    MEASURE,
+    REGISTER,
+    WORDS,
+    Message,
+    address,
+    check_columns,
+    check_message,
+    quoted,
+    task_in,
+    words_in,
+)
 from lightning_fed.deploy.replies import reply_to
 from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
 from lightning_fed.deploy.site_privacy import SitePrivacy
@@ -50,6 +61,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         max_epsilon: With ``client_privacy``, the largest epsilon that a client may spend in all runs: the site answers
             no task beyond it. It refuses a trainer without ``client_privacy``.
         delta: The delta of this epsilon, by default that of ``client_privacy``.
+        share_words: The columns whose words may leave the site, if the sites of a run agree on them.
 
     Raises:
         FederatedError: If the trainer, the folder or the ids cannot be used.
@@ -64,12 +76,14 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         state_dir: str | os.PathLike[str],
         max_epsilon: float | None = None,
         delta: float | None = None,
+        share_words: Sequence[str] = (),
     ) -> None:
         one = isinstance(client_id, (int, str))
         self.client_ids = list(check_client_ids(type(self).__name__, [client_id] if one else client_id))
         self._trainer, self._model, self._data = trainer, model, data
         loop: Any = trainer.fit_loop
         self._settings: Settings = loop.settings
+        self._shared = check_columns(type(self).__name__, "share_words", share_words)
         self._facts, self._checks = facts_of(trainer, model), TaskChecks(trainer)
         privacy = self._settings.client_privacy
         check_budget(max_epsilon, delta, privacy)
@@ -78,7 +92,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         if privacy is not None:
             self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
         self._clients: ClientsOutsideFit | None = None
-        self._among: list[ClientId] = []  # all clients of the run that these were made for
+        self._agreed: dict[str, Any] = {}  # the clients and words of the run that these were made for
         self._run = ""  # whose task was the last one
 
     def answer(self, task: Message) -> Message:
@@ -100,6 +114,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         header = reply.header
         if "failed" in header:
             what = f"failed: {header['failed']}"
+        elif header["phase"] == WORDS:
+            what = ", ".join(f"{len(words)} words of {name!r}" for name, words in header["words"].items())
         elif header["phase"] == REGISTER:
             what = f"{header['size']} examples, run {header['run']}"
         else:
@@ -122,6 +138,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             raise FederatedError(f"The site of {here} has received a task for client {client_id!r}.")
         if task.header["phase"] == REGISTER:
             return self._register(task)
+        if task.header["phase"] == WORDS:
+            return self._share(task)
         self._checks.check_phase(task)
         agreed = self._states.agreed(run)
         if agreed is None:
@@ -131,17 +149,29 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             )
         return self._work(task, self._made(agreed, run))
 
+    def _share(self, task: Message) -> Message:
+        """Return the words of the columns that the server asks for, if the site's operator lets them leave."""
+        asked: Any = task.header.get("columns")
+        columns = asked if isinstance(asked, list) else [asked]
+        if wrong := [name for name in columns if name not in self._shared]:
+            raise FederatedError(
+                f"The server asks for the words of column {quoted(wrong[0])}, and the site of client {task.client!r}"
+                f" lets those of {self._shared or 'none'} leave. Its operator may add columns to share_words."
+            )
+        with self._sealed():
+            return Message({**address(task), "words": dict(self._data.column_words(columns))})
+
     def _register(self, task: Message) -> Message:
         check_registration(task)
         header, client_id = task.header, task.client
         check_facts(self._facts, header["facts"], client_id)
-        clients = list(header["clients"])
+        clients, words = list(header["clients"]), words_in(task, "The server's registration request")
         for own in self.client_ids:
             if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
-        made = self._made(clients, header["run"])
+        made = self._made({"clients": clients, "words": words}, header["run"])
         check_facts(made.optimizer_facts, header["optimizer"], client_id)
-        self._states.agree(header["run"], clients)
+        self._states.agree(header["run"], self._agreed)
         with self._sealed():
             batches = made.trainer.datamodule.client_batches(client_id)
             val = self._data.client_val_dataset(client_id)
@@ -154,14 +184,15 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             }
         return Message({**address(task), **facts})
 
-    def _made(self, among: list[ClientId], run: str) -> ClientsOutsideFit:
+    def _made(self, agreed: dict[str, Any], run: str) -> ClientsOutsideFit:
         """Return what answers for the clients in a run; they are made ready at the first task."""
-        if self._clients is not None and self._among != among:
+        if self._clients is not None and self._agreed != agreed:
             self._leave()
         if self._clients is None:
+            self._agreed, among = agreed, agreed["clients"]
             with self._sealed():
+                self._data.use_words(agreed["words"])
                 self._clients = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, among)
-            self._among = among
         elif self._run != run:
             self._clients.forget_round()  # of another run, which may have the same number
         self._run = run

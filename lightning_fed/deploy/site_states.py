@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -43,25 +45,25 @@ class SiteStates:
         """Let another process use the folder."""
         self._lock.release()
 
-    def agreed(self, run: str) -> list[ClientId] | None:
-        """Return the ids of all clients of a run, None before the first registration."""
+    def agreed(self, run: str) -> dict[str, Any] | None:
+        """Return the ids of all clients of a run and the words of columns, None before the first registration."""
         path = self.folder / run / _AGREED
         if not path.is_file():
             return None
         try:
-            found: list[ClientId] = json.loads(path.read_text(encoding="utf-8"))["clients"]
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return {"clients": found["clients"], "words": found.get("words", {})}
         except (ValueError, KeyError, TypeError) as error:
             raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start a new run.") from error
-        return found
 
-    def agree(self, run: str, clients: list[ClientId]) -> None:
-        """Keep the ids of all clients of a run."""
-        if self.agreed(run) == clients:
+    def agree(self, run: str, agreed: Mapping[str, Any]) -> None:
+        """Keep the ids of all clients of a run and the words of columns."""
+        if self.agreed(run) == agreed:
             return
         folder = self.folder / run
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)  # whatever the umask
-        write_private(folder / _AGREED, json.dumps({"clients": clients}, indent=1).encode())
+        write_private(folder / _AGREED, json.dumps(agreed, indent=1).encode())
 
     def read(self, run: str, client: ClientId, index: int, version: int) -> State | None:
         """Return a version of a client's state by its stored index; None for a new client."""
