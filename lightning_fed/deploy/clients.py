@@ -65,6 +65,8 @@ class ClientsOutsideFit:
         self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
         self._personal = flat.personal.clone()  # of a new client
         self.start = flat.y.clone()  # x^0, if the module here began as the server's
+        self.base = State() if self.prepared.lora is None else self.prepared.lora.weights
+        self._base = {name: value.clone() for name, value in self.base.items()}  # at the start
         self._here = set(map(self.population.index_of, self.work.plans.clients))
 
     def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
@@ -104,6 +106,11 @@ class ClientsOutsideFit:
         method, num_parameters = type(algorithm).__name__, len(prepared.flat.params)
         expected = ExpectedState(method, like, kept, num_parameters, self.population.ids, self.device)
         return ClientStates(new, store, expected)
+
+    def use_base(self, base: State) -> None:
+        """Use other base weights of adapters, with ``lora="exact"``; none for those of the start."""
+        for name, own in self.base.items():
+            own.copy_(base.get(name, self._base[name]))
 
     def planned_steps(self, client_id: ClientId, round: int) -> int:
         """Return the local steps that the trainer plans for a client in a round."""
@@ -196,6 +203,7 @@ class ClientsOutsideFit:
             return
         if self._is_ready:
             call._call_lightning_module_hook(trainer, "on_train_end")
+            self.use_base({})
         trainer._teardown()
         if self._is_ready:
             call._call_lightning_module_hook(trainer, "on_fit_end")

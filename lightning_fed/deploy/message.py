@@ -52,7 +52,7 @@ MOST = 2**53
 
 _HEADER = "message"
 _MOST_WORDS, _LENGTH = 10_000, 200  # words of a column, and characters of one
-_PARTS = ("server", "cohort_grad", "buffers", "keep")
+_PARTS = ("server", "cohort_grad", "buffers", "base", "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +163,19 @@ def printable(text: str, most: int = 2000) -> str:
 # ---------------------------------------------------------------------- tasks
 
 
-def shared_part(task: Task, moved_buffers: set[str]) -> State:
+def shared_part(task: Task, moved_buffers: set[str], base: State | None = None) -> State:
     """Return the tensors of a task that are the same for all clients, as copies on the CPU.
 
-    Only buffers that have moved are sent: sites have the others from their module.
+    Only buffers that have moved are sent, and base weights of adapters: sites have the others from their module.
     """
     buffers = {name: value for name, value in task.buffers.items() if name in moved_buffers}
-    parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers}
+    parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers, "base": base or {}}
     named = {f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()}
     return {name: value.detach().cpu().clone() for name, value in {"x": task.x, **named}.items()}
 
 
-def task_in(message: Message, index: int, buffers: State, device: torch.device) -> tuple[Task, State]:
-    """Return the task in a message, and what the server still keeps for the client, if anything.
+def task_in(message: Message, index: int, buffers: State, device: torch.device) -> tuple[Task, State, State]:
+    """Return the task in a message, what the server still keeps for the client, and the base weights of adapters.
 
     The module's own buffers stand in for those that are not sent.
     """
@@ -195,7 +195,7 @@ def task_in(message: Message, index: int, buffers: State, device: torch.device) 
         mean_examples=math.nan if header.get("mean_examples") is None else header["mean_examples"],
         first_step=header.get("first_step", 0),
     )
-    return task, parts["keep"]
+    return task, parts["keep"], parts["base"]
 
 
 def parts_of(message: Message, device: torch.device) -> dict[str, State]:

@@ -90,11 +90,6 @@ class RemoteClients(FederatedDataModule):
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) has a simulated clock, and real clients"
                 " take real time. Leave it unset."
             )
-        if loop.settings.lora == "exact":
-            raise FederatedError(
-                "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
-                " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
-            )
         if self._make_val is not None:
             loop.epoch_loop.val_loop._restarting = True  # so that Lightning runs no sanity check before there are words
         module = trainer.lightning_module

@@ -206,8 +206,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         with self._sealed():
             planned = clients.planned_steps(client_id, header["round"])
         self._checks.check_numbers(message, planned)
-        task, sent = task_in(message, index, clients.buffers, clients.device)
-        self._checks.check_tensors(task, client_id, clients.start, clients.buffers)
+        task, sent, base = task_in(message, index, clients.buffers, clients.device)
+        self._checks.check_tensors(task, client_id, clients.start, clients.buffers, base, clients.base)
+        clients.use_base(base)
         version, store, plateaus = header["state"], MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
         kept = sent or (self._states.read(header["run"], client_id, index, version) if needs_state else None)

@@ -137,11 +137,19 @@ class TaskChecks:
         if not isinstance(found, list) or named != own:
             raise FederatedError(f"{who} has schedules that this site's module does not have: use the same module.")
 
-    def check_tensors(self, task: Task, client: ClientId, x: Tensor, buffers: State) -> None:
-        """Refuse parameters and buffers that are not the module's in shape and type."""
+    def check_tensors(
+        self, task: Task, client: ClientId, x: Tensor, buffers: State, base: State, own_base: State
+    ) -> None:
+        """Refuse parameters, buffers and base weights of adapters that are not the module's in shape and type."""
+        if base and base.keys() != own_base.keys():
+            raise FederatedError(
+                f"The task for client {client!r} has {len(base)} base weights of adapters, and this site's module has"
+                f" {len(own_base)} that change."
+            )
         for name, value, like in [
             ("x", task.x, x),
             *((f"buffer {name!r}", value, buffers.get(name)) for name, value in task.buffers.items()),
+            *((f"base weight {name}", value, own_base[name]) for name, value in base.items()),
         ]:
             if like is None or value.shape != like.shape or value.dtype != like.dtype:
                 wanted = "no such buffer" if like is None else f"{list(like.shape)} of {like.dtype}"

@@ -128,8 +128,3 @@ def test_a_plain_trainer_and_several_processes_are_refused(tmp_path: Path, monke
     with pytest.raises(FederatedError, match="are asked by a trainer of one process, found 2 processes"):
         wire.run()
     assert not wire.phases
-
-
-def test_base_weights_of_adapters_do_not_reach_sites(tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match=r"lora='exact' changes the base weights in every round, and remote sites"):
-        Wire(tmp_path, partial(make_trainer, "FedAvg", lora="exact")).run()
