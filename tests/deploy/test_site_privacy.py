@@ -245,7 +245,7 @@ def test_an_answer_that_would_show_changed_data_under_the_same_noise_is_refused(
     task, client = tasks[0], int(tasks[0].client)
     wire.kill()
     own = clients(SIZES)[client]
-    own.tensors[0][0] += 1.0
+    own.tensors[0].add_(1.0)
     changed = FederatedDataModule(clients={client: own}, batch_size=4)
     with FederatedSite(wire.make(), model(), changed, client, tmp_path / str(client)) as site:
         with pytest.raises(FederatedError, match="answered this task before, and computes another answer now"):

@@ -1,5 +1,6 @@
 """The ServerApp, without Flower's processes: checkpoints, timeouts, late nodes and refusals."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,10 @@ def test_sites_agree_on_words_through_flower(nodes: Any, tmp_path: Path, monkeyp
     from tests.deploy import words
 
     monkeypatch.setattr(server, "end_with", SitesHere.ends_with.add)  # this process is no ServerApp
+    monkeypatch.setattr(server, "_log", logging.getLogger("tests.words"))  # whose handlers the package's log gets
+    for name in ("handlers", "propagate", "level"):
+        package = logging.getLogger("lightning_fed.deploy")
+        monkeypatch.setattr(package, name, getattr(package, name))
     nodes.app, nodes.nodes = client_app(*words.NAMES, words.DATA), {}
     for number, client in enumerate(words.WARDS):
         path = tmp_path / f"{client}.csv"
