@@ -9,8 +9,9 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.tables import sorted_words
-from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted, words_in
+from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted
 from lightning_fed.deploy.registrations import Registrations
+from lightning_fed.deploy.reply_checks import words_in
 from lightning_fed.deploy.transport import Refusal, Transport
 
 __all__ = ["Exchange"]

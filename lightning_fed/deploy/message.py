@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,6 @@ __all__ = [
     "quoted",
     "shared_part",
     "task_in",
-    "words_in",
 ]
 
 FORMAT = 1
@@ -51,7 +50,6 @@ MOST = 2**53
 """The largest count: a float has every whole number up to here."""
 
 _HEADER = "message"
-_MOST_WORDS, _LENGTH = 10_000, 200  # words of a column, and characters of one
 _PARTS = ("server", "cohort_grad", "buffers", "base", "keep")
 
 
@@ -129,23 +127,6 @@ def check_columns(owner: str, name: str, columns: Any) -> list[str]:
     if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
         raise FederatedError(f"{owner}({name}={columns!r}): {name} must be a list of columns.")
     return list(columns)
-
-
-def words_in(message: Message, who: str, columns: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """Return the words of columns in a message, of any columns by default; anything else is refused for ``who``."""
-    found = message.header.get("words", {})
-    is_good = isinstance(found, Mapping) and (columns is None or sorted(found) == sorted(columns))
-    if not is_good or not all(map(_are_words, found.values())):
-        raise FederatedError(
-            f"{who} must hold lists of at most {_MOST_WORDS:,} distinct words of at most {_LENGTH} printable characters"
-            f" for {'some columns' if columns is None else list(columns)}, found {quoted(found)}."
-        )
-    return dict(found)
-
-
-def _are_words(found: Any) -> bool:
-    is_list = isinstance(found, list) and len(found) <= _MOST_WORDS and all(isinstance(word, str) for word in found)
-    return is_list and len(set(found)) == len(found) and all(0 < len(w) <= _LENGTH and w.isprintable() for w in found)
 
 
 def quoted(value: Any) -> str:

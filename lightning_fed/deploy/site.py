@@ -26,9 +26,9 @@ from lightning_fed.deploy.message import (
     check_message,
     quoted,
     task_in,
-    words_in,
 )
 from lightning_fed.deploy.replies import reply_to
+from lightning_fed.deploy.reply_checks import words_in
 from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
 from lightning_fed.deploy.site_privacy import SitePrivacy
 from lightning_fed.deploy.site_states import SiteStates

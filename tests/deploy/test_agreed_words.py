@@ -163,10 +163,8 @@ def test_a_late_site_with_another_word_and_one_without_room_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [None, [], {}, {"sex": ["f"]}, {"ward": "eye"}, {"ward": ["eye", "eye"]}, {"ward": ["a\nb"]}, {"ward": [""]},
-     {"ward": ["x" * 201]}, {"ward": [1]}, {"ward": [str(n) for n in range(10_001)]}, {"ward": ["eye"], "sex": []}],
-    ids=lambda words: repr(words)[:30],
+    "words", [None, [], {"sex": ["f"]}, {"ward": "eye"}, {"ward": ["a\nb"]}, {"ward": ["x" * 201]}, {"ward": [1]},
+              {"ward": [str(n) for n in range(1001)]}], ids=lambda words: repr(words)[:30],
 )  # fmt: skip
 def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_path: Path) -> None:
     sites = Sites(tmp_path)
@@ -176,21 +174,19 @@ def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_pat
         return replace(reply, header={**reply.header, "words": words}) if task.client == "south" else reply
 
     sites.comes = comes
-    with pytest.raises(FederatedError, match="The reply of client 'south' must hold lists of at most 10,000 distinct"):
+    with pytest.raises(FederatedError, match="The reply of client 'south' is not valid: its (words|ward) is"):
         sites.run()
-    hello: list[Message] = []
 
     def tells(task: Message) -> Message:
         if task.header["phase"] == "hello" and task.client == "south":
-            hello.append(task)
+            assert task.header["words"] == AGREED
             task = replace(task, header={**task.header, "words": words})
         return sites.answer(task)
 
     sites.comes = tells
-    if words not in ({}, {"sex": ["f"]}, {"ward": ["eye"], "sex": []}):
-        with pytest.raises(FederatedError, match="The server's registration request must hold lists of at most"):
+    if words != {"sex": ["f"]}:
+        with pytest.raises(FederatedError, match="The server's registration request is not valid: its (words|ward) is"):
             sites.run()
-        assert hello[0].header["words"] == AGREED
 
 
 def test_the_servers_validation_set_may_come_of_the_agreed_words(tmp_path: Path) -> None:
