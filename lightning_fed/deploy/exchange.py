@@ -156,7 +156,8 @@ class _Progress:
 
     def __init__(self, tasks: Mapping[ClientId, Message], missing: Mapping[ClientId, None]) -> None:
         header = next(iter(tasks.values())).header
-        self._phase = "hello" if header["phase"] == REGISTER else f"round {header['round']} {header['phase']}"
+        is_before = header["phase"] in (WORDS, REGISTER)
+        self._phase = header["phase"] if is_before else f"round {header['round']} {header['phase']}"
         self._asked, self._missing = len(tasks), missing
         self._ended = threading.Event()
         _log.info("%s: %d clients are asked: %s", self._phase, len(tasks), _named(list(tasks)))

@@ -2,25 +2,20 @@
 
 import hashlib
 import json
-import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import Message
+from lightning_fed.deploy.message import Message, digest
 from lightning_fed.deploy.site_states import append_private, write_private
 from lightning_fed.server.client_privacy import ClientPrivacy, epsilon_of
 
-__all__ = ["SitePrivacy", "seed_of"]
+__all__ = ["SitePrivacy", "digest_of", "seed_of"]
 
 _BYTES = 32  # of the secret, and of digests
-_log = logging.getLogger("lightning_fed.deploy.site")
 
 
 class SitePrivacy:
@@ -139,10 +134,7 @@ def seed_of(secret: bytes, task: str) -> int:
 
 def digest_of(message: Message) -> str:
     """Return a digest of a message: of all but how often its round was begun."""
-    tensors: dict[str, Any] = dict(sorted(message.tensors.items()))
-    names = [[name, str(value.dtype), list(value.shape)] for name, value in tensors.items()]
     header = {name: value for name, value in message.header.items() if name != "attempt"}
-    found = hashlib.blake2b(json.dumps([header, names], sort_keys=True).encode(), digest_size=_BYTES)
-    for value in tensors.values():
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    tensors = {name: digest(value) for name, value in message.tensors.items()}
+    whole = json.dumps([header, tensors], sort_keys=True).encode()
+    return hashlib.blake2b(whole, digest_size=_BYTES).hexdigest()
