@@ -162,6 +162,26 @@ def test_a_late_site_with_another_word_and_one_without_room_are_refused_by_name(
         write(tmp_path / "west.csv", ["west"])
 
 
+def test_a_late_site_with_another_word_takes_part_if_the_column_may_hold_unknown_ones(tmp_path: Path) -> None:
+    make = partial(MAKE, on_client_error="drop", max_failed_share=0.9, clients_per_round=3)
+    sites = Sites(tmp_path, ["west", "north", "south"], make)
+    for client in WARDS:
+        sites.options[client] = {"unknown": ["ward"], "room": 5}
+    write(tmp_path / "west.csv", ["west"], ["heart"])
+
+    def comes(task: Message) -> Message:
+        if task.client == "west" and not [r for r in sites.replies if r.header["phase"] == "train"]:
+            raise FederatedError("it is away")
+        return sites.answer(task)
+
+    sites.comes = comes
+    trainer = sites.make()
+    sites.run(trainer)
+    assert trainer.fit_loop.run_state.sites["words"] == AGREED
+    assert sites.open["west"]._data.feature_names[-1] == "ward unknown"
+    assert [reply.client for reply in sites.replies if reply.header["phase"] == "train"].count("west") > 0
+
+
 @pytest.mark.parametrize(
     "words", [None, [], {"sex": ["f"]}, {"ward": "eye"}, {"ward": ["a\nb"]}, {"ward": ["x" * 201]}, {"ward": [1]},
               {"ward": [str(n) for n in range(1001)]}], ids=lambda words: repr(words)[:30],

@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
@@ -49,7 +49,7 @@ _WITH_COMMA = re.compile(
 class Columns:
     """Columns of a table with n rows: unchanged, as numbers or positions in a vocabulary [n], or left out for a reason.
 
-    A missing number is NaN and a missing word -1, in columns that may have them.
+    A missing number is NaN, a missing word -1 and an unknown one -2, in columns that may have them.
     """
 
     path: Path
@@ -81,7 +81,9 @@ class Columns:
         if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
             raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
 
-    def add_words(self, name: str, column: Any, vocabulary: Sequence[str] | None, may_miss: bool) -> None:
+    def add_words(
+        self, name: str, column: Any, vocabulary: Sequence[str] | None, may_miss: bool, may_be_unknown: bool
+    ) -> None:
         """Add a pyarrow column of words as their positions in a vocabulary, by default that of its own words."""
         self._check_plain(name, column)
         encoded = column.combine_chunks().dictionary_encode()
@@ -93,7 +95,7 @@ class Columns:
         codes = [places.get(text, -1 if text.lower() in _MISSING else -2) for text in texts]
         of_rows = np.asarray(encoded.indices.fill_null(len(texts) - 1))  # a missing value is the empty text
         found = self.words[name] = np.array(codes, np.int64)[of_rows]
-        if (found == -2).any():
+        if (found == -2).any() and not may_be_unknown:
             row = int(np.argmax(found == -2))
             raise FederatedError(
                 f"{self.path}, {self.line(row)}: column {name!r} holds {texts[of_rows[row]]!r}, and its words are"
@@ -165,6 +167,7 @@ def read_columns(
     may_miss: Callable[[str], bool],
     delimiter: str,
     decimal: str,
+    unknown: Collection[str] = (),
 ) -> Columns:
     """Read columns from a ``.csv`` or ``.parquet`` file.
 
@@ -177,6 +180,7 @@ def read_columns(
         may_miss: Whether a column of numbers or words may have missing values.
         delimiter: What separates the fields of a CSV file.
         decimal: The decimal mark in a CSV file.
+        unknown: The columns of words that may have others than those of their vocabulary.
     """
     from pyarrow import ArrowException, csv, parquet, string
 
@@ -221,7 +225,7 @@ def read_columns(
         if name in numeric and name in columns.left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}.")
     for name, vocabulary in words.items():
-        columns.add_words(name, table.column(name), vocabulary, may_miss(name))
+        columns.add_words(name, table.column(name), vocabulary, may_miss(name), name in unknown)
     columns.heading = heading
     return columns
 
@@ -277,6 +281,7 @@ class ClientTable(StoredDataModule):
         categories: Columns of words with their vocabularies, such as ``{"sex": ["f", "m"]}``: an input of 1 or 0 per
             word. A number, such as ``{"ward": 20}``, is room for so many words instead: those of the file, sorted, or
             those that the sites of a run agree on. The inputs of the words that are not there are 0.
+        unknown: The columns of ``categories`` that may hold other words: another input is 1 for these.
         ordered: Columns of words in their order, such as ``{"smoker": ["no", "yes"]}``: one input, 0, 1, 2, ...
         missing: What stands for a missing value, by column, or one rule for all columns of numbers. A number.
             "client_mean": the mean of the client's own training rows; no client sees another's. "indicator": 0, and
@@ -316,6 +321,7 @@ class ClientTable(StoredDataModule):
         missing: str | float | Mapping[str, str | float] = "refuse",
         decimal: Literal[".", ","] = ".",
         delimiter: str = ",",
+        unknown: Sequence[str] = (),
     ) -> None:
         super().__init__(batch_size=batch_size)
         check_paths("ClientTable", path=path)
@@ -351,7 +357,7 @@ class ClientTable(StoredDataModule):
             raise FederatedError(f"ClientTable(classes=..., targets={targets!r}): values have no classes.")
         self.categories = _vocabularies("categories", categories)
         self.ordered = _vocabularies("ordered", ordered)
-        self._agreed: dict[str, list[str]] = {}
+        self.unknown, self._agreed = unknown, dict[str, list[str]]()
         self.missing = missing
         self.decimal = check_one_of("ClientTable", "decimal", decimal, (".", ","))
         self.delimiter = delimiter
@@ -379,6 +385,9 @@ class ClientTable(StoredDataModule):
                 raise FederatedError(f"ClientTable: {name!r} is the {roles[name]} column, and rules are for inputs.")
             if self.features is not None and name not in self.features:
                 raise FederatedError(f"ClientTable: {name!r} has a rule, and is not among features={self.features!r}.")
+        unknown: Any = self.unknown
+        if not isinstance(unknown, list | tuple) or not self.categories.keys() >= set(map(str, unknown)):
+            raise FederatedError(f"ClientTable(unknown={unknown!r}): unknown must be a list of columns of categories.")
         if both := sorted(self.categories.keys() & self.ordered.keys()):
             raise FederatedError(f"ClientTable: {both[0]!r} is in categories and in ordered. Leave it in one of them.")
         delimiter: Any = self.delimiter
@@ -402,8 +411,9 @@ class ClientTable(StoredDataModule):
         if not path.is_file():
             raise FederatedError(f"ClientTable: {path} is not a file. Correct path.")
         return read_columns(
-            path, keys, numeric, rest, words, lambda name: self._rule(name) != "refuse", self.delimiter, self.decimal
-        )
+            path, keys, numeric, rest, words, lambda name: self._rule(name) != "refuse", self.delimiter, self.decimal,
+            self.unknown,
+        )  # fmt: skip
 
     def _load(self) -> None:
         words = {
@@ -493,6 +503,9 @@ class ClientTable(StoredDataModule):
                 own = (found[:, None] == np.arange(size)).astype(np.float32)
                 self.feature_names += [f"{name}={word}" for word in vocabulary]
                 self.feature_names += [f"{name} without a word" for _ in range(len(vocabulary), size)]
+                if name in self.unknown:
+                    own = np.concatenate([own, (found[:, None] == -2).astype(np.float32)], axis=1)
+                    self.feature_names.append(f"{name} unknown")
             else:
                 fill = rule if isinstance(rule, int | float) else np.nan if rule == "client_mean" else 0.0
                 own = np.where(holes, fill, found).astype(np.float32)[:, None]

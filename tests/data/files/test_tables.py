@@ -270,6 +270,8 @@ def test_a_split_without_training_rows_is_refused(tmp_path):
         ({"categories": {"x": [False, True]}}, r"categories\['x'\] must be a list of words .*in quotes"),
         ({"categories": {"x": 0}}, r"categories\['x'\] must be an integer of at least 1"),
         ({"categories": {"x": True}}, r"categories\['x'\] must be an integer of at least 1"),
+        ({"unknown": ["x"]}, r"unknown=\['x'\]\): unknown must be a list of columns of categories"),
+        ({"unknown": "x", "categories": {"x": 3}}, "unknown must be a list of columns of categories"),
         ({"ordered": {"x": 3}}, r"ordered\['x'\] must be a list of words"),
         ({"categories": {"y": ["a"]}}, "'y' is the target column, and rules are for inputs"),
         ({"ordered": {"x": ["a"]}, "categories": {"x": ["a"]}}, "'x' is in categories and in ordered"),
@@ -486,6 +488,11 @@ def test_room_for_words_takes_those_of_the_file_or_those_that_are_agreed_on(tmp_
         data.use_words(words)
         with pytest.raises(FederatedError, match=message):
             data.setup("fit")
+    data = ClientTable(path, "who", "y", classes=["0", "1"], **rules, unknown=["ward"])
+    assert tensors(data, "a")[0] == [[*row[:3], 0, *row[3:]] for row in own]
+    data.use_words({"ward": ["eye"]})
+    assert tensors(data, "a")[0] == [[1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 1, 1, 0]]
+    assert data.feature_names[:5] == ["ward=eye", *["ward without a word"] * 2, "ward unknown", "ward missing"]
     with pytest.raises(FederatedError, match="the table has no room for them.*categories="):
         data.column_words(["y"])
     for call in (FederatedDataModule.column_words, FederatedDataModule.use_words):
