@@ -68,8 +68,10 @@ class RoundLogger(FederatedCallback):
                 _forget(board.experiment, loop.round + 1)
             else:
                 board.experiment.add_text("method", repr(loop.settings.algorithm), 0)
+        if not shown_on or loop.round:
+            return
         is_private = loop.epsilon is not None or loop.settings.client_privacy is not None
-        if shown_on and not loop.round and not is_private and is_cheap(trainer):
+        if not is_private and is_cheap(trainer):
             SplitPicture().on_train_start(trainer, pl_module)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:

@@ -231,7 +231,8 @@ def start_server(
     elif earlier is not None:
         earlier.continue_in(server, prepared, ranks, notes)
         kept = earlier.server.clients
-    server.state = prepared.optimizer.placed(server.state)
+    if s.algorithm.uses_solver_state:
+        server.state = prepared.optimizer.placed(server.state)
     storage.open(server, kept, s)
     if restored is not None:
         with restored_from(trainer.ckpt_path, "client states"):

@@ -8,15 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["STEP_COUNTS", "coupled_decay", "device_of", "is_plain_sgd", "refuse_unsupported", "without_coupled_decay"]
+__all__ = [
+    "STEP_COUNTS",
+    "coupled_decay",
+    "device_of",
+    "is_plain_sgd",
+    "refuse_unsupported",
+    "take_plain_step",
+    "without_coupled_decay",
+]
 
 STEP_COUNTS = ("step", "mu_product")
 """The statistics that only depend on the number of steps: one number for any shape of the parameter."""
 
 _CPU = torch.device("cpu")
+_SGD_STEP: Any = torch.optim.SGD.step  # the first optimizer of a class wraps its step, with "hooked" as a mark
+_SGD_STEP = _SGD_STEP.__wrapped__ if hasattr(_SGD_STEP, "hooked") else _SGD_STEP
+_SGD_OPTIONS = itemgetter("momentum", "maximize", "differentiable", "fused")
 _UNSUPPORTED = {
     "LBFGS": "it evaluates the closure several times a step, so that no correction of one gradient can be injected",
     "SparseAdam": "it needs sparse gradients, and corrections are dense",
@@ -57,6 +69,43 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
 def is_plain_sgd(optimizer: Optimizer) -> bool:
     """Return whether every step is exactly ``y <- y - lr * g``, apart from coupled weight decay."""
     return type(optimizer) is torch.optim.SGD and not any(map(itemgetter("momentum"), optimizer.param_groups))
+
+
+def take_plain_step(optimizer: Optimizer, has_decay: bool) -> bool:
+    """Take a step of plain SGD in one call, with the bits of ``optimizer.step()``.
+
+    Args:
+        optimizer: The optimizer.
+        has_decay: Whether gradients already contain the weight decay.
+
+    Returns:
+        False, and nothing is done, if the step is another one or has more to do: options, hooks, a replaced ``step``.
+    """
+    method, own = type(optimizer).step, optimizer.__dict__.get("step")
+    if type(optimizer) is not torch.optim.SGD or getattr(method, "__wrapped__", None) is not _SGD_STEP:
+        return False
+    if own is not None and (not hasattr(own, "_wrapped_by_lr_sched") or own.__wrapped__ is not method):
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return False
+    groups = optimizer.param_groups
+    for group in groups:
+        decays = group["weight_decay"] and not has_decay
+        if decays or any(_SGD_OPTIONS(group)) or type(group["lr"]) is not float:
+            return False
+    optimizer.__dict__["_opt_called"] = True  # as the ``step`` does that a scheduler has put there
+    with torch.no_grad():
+        for group in groups:
+            moving, grads = list[Tensor](), list[Tensor]()
+            for p in group["params"]:
+                if (grad := p.grad) is not None:
+                    moving.append(p)
+                    grads.append(grad)
+            if moving:
+                torch._foreach_add_(moving, grads, alpha=-group["lr"])
+    return True
 
 
 @contextmanager

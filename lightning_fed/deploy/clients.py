@@ -79,7 +79,8 @@ class ClientsOutsideFit:
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
         trainer._data_connector.attach_data(module, datamodule=datamodule)
         check_module(trainer)
-        check_private_module(trainer)
+        if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
+            check_private_module(trainer, privacy)
         time_by_rounds(trainer)
         trainer.strategy.connect(module)
         trainer._callback_connector._attach_model_callbacks()

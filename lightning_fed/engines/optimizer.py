@@ -13,7 +13,13 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Step
-from lightning_fed.core.torch_optimizers import coupled_decay, device_of, is_plain_sgd, without_coupled_decay
+from lightning_fed.core.torch_optimizers import (
+    coupled_decay,
+    device_of,
+    is_plain_sgd,
+    take_plain_step,
+    without_coupled_decay,
+)
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.local_schedule import LocalSchedule
 
@@ -243,8 +249,9 @@ class FederatedOptimizer(Optimizer):
                 self._track(work)
         if work.solver is not None:
             self._load_solver(work.solver)
-        with without_coupled_decay(base) if self.plan.injects else _NO_CONTEXT:
-            base.step()
+        if not take_plain_step(base, has_decay=self.plan.injects):
+            with without_coupled_decay(base) if self.plan.injects else _NO_CONTEXT:
+                base.step()
         if work.solver is not None:
             base.state.clear()
         work.num_steps += 1

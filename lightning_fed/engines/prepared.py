@@ -52,7 +52,8 @@ class PreparedModule:
         settings = self.settings
         self.trainer, self.algorithm, self.seed = trainer, settings.algorithm, settings.seed
         base = check_optimization(trainer, settings.algorithm)
-        check_schedules(trainer, settings.local_schedule)
+        if trainer.lr_scheduler_configs or settings.local_schedule is not None:
+            check_schedules(trainer, settings.local_schedule)
         check_method(settings.algorithm)
         self.module = trainer.lightning_module
         self._frozen: list[nn.Parameter] = []  # in this run alone

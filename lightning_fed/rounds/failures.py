@@ -63,7 +63,7 @@ class Faults:
 
     def have_hit(self, members: Iterable[Participant]) -> bool:
         """Return whether one of these clients failed."""
-        return bool(self.causes) and any(member.client_id in self.causes for member in members)
+        return any(member.client_id in self.causes for member in members)
 
     def add(self, error: ClientError) -> None:
         """Record a client that failed.

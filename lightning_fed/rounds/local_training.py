@@ -338,5 +338,7 @@ class LocalTraining:
                     if not plan.participant.steps:  # no later work would save it
                         states.stage(plan.participant.index, ClientState(state).joined())
         result = engine.run(inputs, plans, own, solvers)
+        if not failed:
+            return result
         faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
-        return replace(result, faults={**result.faults, **faults}) if faults else result
+        return replace(result, faults={**result.faults, **faults})

@@ -397,7 +397,8 @@ class Drift:
         self._reference: Tensor | None = None  # [P]; this process's mean after centering
         self._own: Tensor | None = None  # the weighted sum [P] of differences that the aggregation does not have
         self._memory: Tensor | None = None  # of differences: for large models, allocation is slower than the arithmetic
-        self._norms: list[tuple[Sequence[float], Tensor]] = []  # of differences, with their clients' weights
+        self._norms: list[Tensor] = []  # of differences
+        self._weights: list[Sequence[float]] = []  # of their clients
         self._squares = self.weight = 0.0
         self._is_merged = False
 
@@ -406,17 +407,16 @@ class Drift:
         if self._reference is None:
             self._reference = deltas[0].clone()
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
-        norms: list[Tensor] = []
         for start in range(0, len(deltas), several):
             some = deltas[start : start + several]
             if self._memory is None or len(self._memory) < len(some):
                 self._memory = torch.empty_like(some)
             differences = torch.sub(some, self._reference, out=self._memory[: len(some)])
-            norms.append(torch.linalg.vector_norm(differences, dim=1))
+            self._norms.append(torch.linalg.vector_norm(differences, dim=1))
             if not is_summed:
                 own = differences.new_tensor(weights[start : start + several]) @ differences
                 self._own = own if self._own is None else self._own.add_(own)
-        self._norms.append((weights, torch.cat(norms)))
+        self._weights.append(weights)
         self.weight += sum(weights)
 
     def _center(self, changes: Iterable[Tensor] | None, moves: bool) -> None:
@@ -426,8 +426,8 @@ class Drift:
             changes: The blocks of the aggregation's sum [P] of changes; None if it has none.
             moves: Whether that mean becomes the reference, which several processes need.
         """
-        numbers = iter(torch.cat([norms for _, norms in self._norms]).tolist() if self._norms else [])
-        for weights, _ in self._norms:
+        numbers = iter(torch.cat(self._norms).tolist() if self._norms else [])
+        for weights in self._weights:
             squares = 0.0
             for weight, norm in zip(weights, numbers, strict=False):
                 squares += weight * norm**2

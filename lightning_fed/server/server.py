@@ -165,7 +165,8 @@ class Server:
         if buffers is not self.buffers:
             self.take_buffers(buffers)
         self.clients.commit()
-        self.step.end_round()
+        if self.step.scheduler is not None:
+            self.step.end_round()
         self.round += 1
         options, self._options = self._options, None
         if options is not None:

@@ -94,10 +94,10 @@ class ServerStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def end_round(self) -> None:
-        """Step the scheduler, also after a round without clients."""
-        if self.scheduler is not None:
-            with steps_not_counted():
-                self.scheduler.step()
+        """Step the scheduler, which there is, also after a round without clients."""
+        assert self.scheduler is not None
+        with steps_not_counted():
+            self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``x``, the states of optimizer and scheduler, and their class names."""

@@ -9,17 +9,15 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import PassThroughProfiler
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.strategies import WithinClientStrategy
 
 __all__ = ["check_private_clients", "check_private_module"]
 
 
-def check_private_clients(trainer: Any) -> None:
+def check_private_clients(trainer: Any, privacy: ClientPrivacy) -> None:
     """Raise for settings of the trainer under which noise would not cover all that clients release."""
     loop = trainer.fit_loop
-    privacy = loop.settings.client_privacy
-    if privacy is None:
-        return
     what = f"client_privacy={privacy!r} cannot be combined with"
     if trainer.accumulate_grad_batches != 1:
         raise FederatedError(
@@ -55,11 +53,8 @@ def check_private_clients(trainer: Any) -> None:
             )
 
 
-def check_private_module(trainer: Any) -> None:
+def check_private_module(trainer: Any, privacy: ClientPrivacy) -> None:
     """Raise for a module or data without gradients of single examples."""
-    privacy = trainer.fit_loop.settings.client_privacy
-    if privacy is None:
-        return
     module, what = trainer.lightning_module, f"client_privacy={privacy!r} cannot be combined with"
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):

@@ -121,7 +121,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
         _check_second_gradients(trainer)
     if settings.is_private:
         _check_private(trainer)
-    check_private_clients(trainer)
+    if settings.client_privacy is not None:
+        check_private_clients(trainer, settings.client_privacy)
     for callback in trainer.callbacks:
         interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
         if interval is not None and trainer.world_size > 1:

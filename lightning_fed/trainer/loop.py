@@ -145,7 +145,8 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         check_trainer(trainer)
         check_module(trainer)
-        check_private_module(trainer)
+        if self.settings.client_privacy is not None:
+            check_private_module(trainer, self.settings.client_privacy)
         time_by_rounds(trainer)
         self.run_state.connect_clients()
         self.max_batches = 1  # set again for every local epoch
@@ -324,7 +325,8 @@ class FederatedLoop(_FitLoop):
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         report = server_round.close(metrics, time.perf_counter() - started)
         run.close_round(report)
-        warn_of(report.failed, self._warned)
+        if report.failed:
+            warn_of(report.failed, self._warned)
         return report
 
     def _process_status(self) -> dict[str, Any]:

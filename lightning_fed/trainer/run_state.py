@@ -21,7 +21,7 @@ from lightning_fed.rounds.cohort import CohortSampling, secret_seed
 from lightning_fed.rounds.local_plans import limited
 from lightning_fed.rounds.round import Rounds
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
-from lightning_fed.server.client_privacy import PrivacyLedger
+from lightning_fed.server.client_privacy import ClientPrivacy, PrivacyLedger
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -238,11 +238,9 @@ class RunState:
         self.clients = work = prepare_clients(prepared, population, self.settings.engine, clients)
         return prepared, population, work
 
-    def _make_ledger(self) -> PrivacyLedger | None:
-        """Return the account of the privacy that clients spend on their examples, None without ``client_privacy``."""
-        privacy, population = self.settings.client_privacy, self.population
-        if privacy is None:
-            return None
+    def _make_ledger(self, privacy: ClientPrivacy) -> PrivacyLedger:
+        """Return the account of the privacy that clients spend on their examples."""
+        population = self.population
         assert population is not None
         largest = max(population.sizes, default=1) if population.sizes_are_known else 1
         if privacy.delta >= 1 / largest:
@@ -280,7 +278,7 @@ class RunState:
                 notes,
                 saved,
                 None if saved is not None else self._earlier,
-                self._make_ledger(),
+                None if settings.client_privacy is None else self._make_ledger(settings.client_privacy),
             )
         except BaseException:  # a server of an earlier fit must not be shown in this module
             prepared.release()

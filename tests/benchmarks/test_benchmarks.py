@@ -493,6 +493,7 @@ def test_attacks_are_tried_under_every_rule_and_rules_are_timed(scripts, capsys)
     assert 0 <= attacks.accuracy(attacks.ATTACKS["label flip"], attacks.RULES["Bulyan"], rounds=1) <= 1
 
 
+@pytest.mark.thorough
 @needs_opacus
 def test_the_cost_of_private_records_is_measured(scripts):
     costs = scripts("record_privacy")

@@ -59,6 +59,7 @@ def test_gradients_are_those_of_the_loss(modules, cases):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.thorough
 def test_lightning_fed_is_exact_on_all_cases(modules, cases):
     adapter = modules("adapters.with_lightning_fed").adapter()
     flat = modules("cases").flat
@@ -217,6 +218,7 @@ def test_a_framework_that_is_not_installed_is_named(modules, tmp_path, capsys):
     assert "with the path of a Python interpreter" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_page_shows_the_runs_that_are_kept(modules, cases):
     tables = modules("tables")
     text = tables.page(list(cases.values()), tables.read(BENCHMARKS / "conformance" / "runs.jsonl"))

@@ -15,6 +15,7 @@ from tests.helpers.command_line import one_stage
 NAME = "project_of_a_user"
 
 
+@pytest.mark.thorough
 def test_a_new_project_trains_and_its_test_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

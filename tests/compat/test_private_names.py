@@ -50,6 +50,7 @@ def has(path: str, name: str) -> bool:
     return any(assigned.search(inspect.getsource(source)) for source in sources)
 
 
+@pytest.mark.thorough
 def test_private_names_are_in_the_installed_versions() -> None:
     gone = [f"{owner}.{name}" for owner, name in LISTED if not has(owner, name)]
     assert not gone, "lightning_fed/compat/private_names.yaml says what these are for, and what to put in their place"
@@ -128,6 +129,7 @@ def overridden() -> Iterator[tuple[str, str]]:
                         yield f"{module.name}.{cls.__name__}", name
 
 
+@pytest.mark.thorough
 def test_private_names_that_the_package_uses_are_listed() -> None:
     known = {name for _, name in LISTED} | {part for owner, _ in LISTED for part in owner.split(".")} | SHARED
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}

@@ -32,6 +32,7 @@ print(found, faults())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other rules")
 def test_memory_that_is_freed_and_needed_again_stays() -> None:
     printed = subprocess.run([sys.executable, "-c", _FAULTS], check=True, capture_output=True, text=True).stdout

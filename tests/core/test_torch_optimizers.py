@@ -1,14 +1,22 @@
 """What is known of the optimizers of ``torch.optim``."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.torch_optimizers import coupled_decay, is_plain_sgd, refuse_unsupported, without_coupled_decay
+from lightning_fed.core.torch_optimizers import (
+    coupled_decay,
+    is_plain_sgd,
+    refuse_unsupported,
+    take_plain_step,
+    without_coupled_decay,
+)
 
 
 def made(cls: Any, **options: Any) -> Optimizer:
@@ -41,6 +49,77 @@ def test_only_sgd_without_momentum_is_plain() -> None:
     assert is_plain_sgd(made(torch.optim.SGD, lr=0.1, weight_decay=0.1))
     for other in (made(torch.optim.SGD, lr=0.1, momentum=0.9), made(Mine, lr=0.1), made(torch.optim.Adam)):
         assert not is_plain_sgd(other)
+
+
+def with_gradients(**options: Any) -> torch.optim.SGD:
+    """SGD on three parameters in two groups, one of them without a gradient."""
+    stream = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=stream)) for shape in ((300, 40), (7,), (3, 5))]
+    for p in params[:2]:
+        p.grad = torch.randn(p.shape, generator=stream)
+    return torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], lr=0.1, **options)
+
+
+def values(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_a_plain_step_in_one_call_has_the_bits_of_the_step() -> None:
+    for options, has_decay in (({}, False), ({"foreach": True}, False), ({"weight_decay": 0.5}, True)):
+        one, other = with_gradients(**options), with_gradients(**{**options, "weight_decay": 0.0})
+        assert take_plain_step(one, has_decay=has_decay)
+        other.step()
+        for mine, its in zip(values(one), values(other), strict=True):
+            assert torch.equal(mine, its)
+    loss = one.param_groups[0]["params"][0].square().sum()
+    assert take_plain_step(one, has_decay=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # autograd knows of the step
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_decay": 0.1}, {"momentum": 0.9}, {"maximize": True}, {"fused": True}, {"lr": torch.tensor(0.1)}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_steps_are_left_to_the_optimizer(options: dict[str, Any]) -> None:
+    optimizer = with_gradients()
+    optimizer.param_groups[1].update(options)
+    before = values(optimizer)
+    assert not take_plain_step(optimizer, has_decay=False)
+    assert all(map(torch.equal, before, values(optimizer)))
+
+
+def test_steps_with_more_to_do_are_left_to_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    assert not take_plain_step(made(Mine, lr=0.1), has_decay=False)
+    for register in (Optimizer.register_step_pre_hook, Optimizer.register_step_post_hook):
+        optimizer = with_gradients()
+        handle = register(optimizer, lambda *_: None)
+        assert not take_plain_step(optimizer, has_decay=False)
+        handle.remove()
+        assert take_plain_step(optimizer, has_decay=False)
+    for register_for_all in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register_for_all(lambda *_: None)
+        assert not take_plain_step(optimizer, has_decay=False)
+        handle.remove()
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert take_plain_step(optimizer, has_decay=False)  # it only counts
+    step = optimizer.step
+    optimizer.step = functools.wraps(step)(lambda *args: step(*args))  # type: ignore[method-assign]
+    assert not take_plain_step(optimizer, has_decay=False)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *_: None)
+    assert not take_plain_step(with_gradients(), has_decay=False)
+
+
+def test_schedulers_learn_of_plain_steps(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = with_gradients()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert take_plain_step(optimizer, has_decay=False)
+    scheduler.step()
+    assert not recwarn.list
 
 
 def test_decay_is_coupled_where_it_is_added_to_the_gradient() -> None:

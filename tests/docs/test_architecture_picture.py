@@ -48,6 +48,7 @@ def test_imports_are_read_from_the_code(picture, tmp_path):
     assert picture.rooms(package) == {"core": set(), "data": {"core"}, "loop": {"data"}}
 
 
+@pytest.mark.thorough
 def test_the_picture_is_drawn_from_the_imports_of_today(picture, house):
     drawn = picture.draw(house)
     assert (DOCS / "images" / "architecture.svg").read_text() == drawn, "run python docs/architecture_picture.py"

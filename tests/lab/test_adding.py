@@ -28,6 +28,7 @@ def mine(folder: Path, methods: Any = MINE) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_only_the_added_method_runs_beside_what_is_published(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,8 +124,7 @@ def test_methods_with_client_states(method: tuple[str, dict[str, Any]], kind: st
     agree(algorithm, hp, Variant(decay_in_optimizer=True), seed=1, kind=kind, l2=0.2, equal_sizes=True)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize("option", ["i", "ii"])
+@pytest.mark.parametrize(("option", "engine"), covering(["i", "ii"], ["sequential", "vectorized"]))
 def test_first_gradients_are_kept_by_a_checkpoint(option: str, engine: str, tmp_path: Path) -> None:
     """They are taken in the first round alone; a resumed run has the parameters of one that was not stopped."""
     hp = {**DECAYED, "option": option, "initial": "gradient"}

@@ -89,6 +89,7 @@ def test_messages_are_the_texts_of_errors_warnings_log_lines_and_prints() -> Non
     assert (count, [name for name, _ in found]) == (5, ["negated-noun", "old-word", "what-clause"])
 
 
+@pytest.mark.thorough
 def test_messages_above_their_limit_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = load()
     monkeypatch.setattr(script, "pages", list)

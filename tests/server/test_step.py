@@ -99,7 +99,8 @@ def walk(step: ServerStep, rounds: int, models: bool = False, empty: tuple[int, 
     for r in range(rounds):
         if r not in empty:
             step.step(vector(1.0), step.x + 1.0 if models else None)
-        step.end_round()
+        if step.scheduler is not None:
+            step.end_round()
         out.append(float(step.x))
     return out
 

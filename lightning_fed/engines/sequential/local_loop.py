@@ -33,10 +33,8 @@ _NO_CONTEXT = nullcontext()
 class ClientFetcher(_DataFetcher):
     """Feeds the batches of one local epoch of one client to the training loop."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.examples = 0
-        self._batches: Iterator[tuple[Any, int]] = iter(())
+    examples = 0  # in the last batch
+    _batches: Iterator[tuple[Any, int]] = iter(())
 
     def bind(self, batches: Iterator[tuple[Any, int]], length: int) -> None:
         """Set the next epoch's (batch, examples) pairs, ``length`` of them."""

@@ -210,6 +210,8 @@ class MemoryClientStore(ClientStore):
 
     def commit(self) -> None:
         """Replace committed states with the staged ones."""
+        if not self._staged and not self._staged_rows:
+            return
         for indices, stacked in self._staged_rows:
             states = _on_host(stacked)
             if _is_small({name: value[0] for name, value in states.items()}):
