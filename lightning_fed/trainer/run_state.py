@@ -263,10 +263,10 @@ class RunState:
                 f"client_privacy has delta={privacy.delta:g}, which is not below 1/n = {1 / largest:.3g} of the largest"
                 " client: such a guarantee says little about one example."
             )
-        trainer = self.trainer  # hooks may change both settings between rounds
+        trainer, ids = self.trainer, population.ids  # hooks may change batches between rounds
         return PrivacyLedger(
             privacy,
-            lambda size: int(trainer.datamodule.batch_settings.num_batches(size)),
+            lambda index, size: trainer.datamodule._batches_in_epoch(ids[index], size),
             lambda batches: limited(batches, trainer.limit_train_batches),
         )
 
