@@ -96,7 +96,7 @@ def test_noise_and_batches_are_those_of_a_loop_that_knows_the_sites_secrets(samp
             i = int(task.client)
             seed = seed_of((tmp_path / str(i) / "privacy" / "secret").read_bytes(), digest_of(task))
             batches: Any = source.client_batches(i)
-            batches = PoissonBatches(batches, seed) if sampling == "poisson" else batches
+            batches = PoissonBatches(batches, seed, number, i) if sampling == "poisson" else batches
             noise = KeyedStream(seed, Purpose.CLIENT_NOISE, number, i)
             stream = generator(seed, Purpose.BATCHES, number, i)
             with torch.no_grad():

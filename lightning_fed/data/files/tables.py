@@ -535,7 +535,7 @@ class ClientTable(StoredDataModule):
                 size = room if isinstance(room, int) else len(vocabulary)
                 own = (found[:, None] == np.arange(size)).astype(np.float32)
                 self.feature_names += [f"{name}={word}" for word in vocabulary]
-                self.feature_names += [f"{name} without a word" for _ in range(len(vocabulary), size)]
+                self.feature_names += [f"{name} unused {place + 1}" for place in range(len(vocabulary), size)]
                 if name in self.unknown:
                     own = np.concatenate([own, (found[:, None] == -2).astype(np.float32)], axis=1)
                     self.feature_names.append(f"{name} unknown")

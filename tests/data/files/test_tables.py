@@ -498,7 +498,7 @@ def test_room_for_words_takes_those_of_the_file_or_those_that_are_agreed_on(tmp_
     assert data.column_words(["no", "ward"]) == {"no": ["9", "10"], "ward": ["Eye", "eye"]}
     own = [[0, 1, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]]
     assert tensors(data, "a")[0] == own
-    assert data.feature_names == ["ward=Eye", "ward=eye", "ward without a word", "ward missing", "no=9", "no=10"]
+    assert data.feature_names == ["ward=Eye", "ward=eye", "ward unused 3", "ward missing", "no=9", "no=10"]
     with pytest.raises(FederatedError, match=r"words of column 'ward' come from the rows.*agree_on=\['ward'\]"):
         data.describe_columns()
     data.use_words({"ward": ["Eye", "arm", "eye"], "no": ["9", "10"]})
@@ -517,7 +517,7 @@ def test_room_for_words_takes_those_of_the_file_or_those_that_are_agreed_on(tmp_
     assert tensors(data, "a")[0] == [[*row[:3], 0, *row[3:]] for row in own]
     data.use_words({"ward": ["eye"]})
     assert tensors(data, "a")[0] == [[1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 1, 1, 0]]
-    assert data.feature_names[:5] == ["ward=eye", *["ward without a word"] * 2, "ward unknown", "ward missing"]
+    assert data.feature_names[:5] == ["ward=eye", "ward unused 2", "ward unused 3", "ward unknown", "ward missing"]
     with pytest.raises(FederatedError, match="the table has no room for them.*categories="):
         data.column_words(["y"])
     for call in (FederatedDataModule.column_words, FederatedDataModule.use_words):
