@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from lightning_fed.deploy.message import Message
     from lightning_fed.deploy.remote import RemoteClients
     from lightning_fed.deploy.site import FederatedSite
-    from lightning_fed.deploy.transport import InProcess, Refusal, Transport, reply_from
+    from lightning_fed.deploy.transport import Absent, InProcess, Refusal, Transport, reply_from
 
-__all__ = ["FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport", "reply_from"]
+__all__ = ["Absent", "FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport", "reply_from"]
 
 _MODULE_OF = {
+    "Absent": "transport",
     "FederatedSite": "site",
     "InProcess": "transport",
     "Message": "message",

@@ -12,7 +12,7 @@ from lightning_fed.data.files.tables import sorted_words
 from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted
 from lightning_fed.deploy.registrations import Registrations
 from lightning_fed.deploy.reply_checks import words_in
-from lightning_fed.deploy.transport import Refusal, Transport
+from lightning_fed.deploy.transport import Absent, Refusal, Transport
 
 __all__ = ["Exchange"]
 
@@ -42,7 +42,8 @@ class Exchange:
     ) -> None:
         self.run, self.sites, self._of_run = run, sites, frozenset(sites.client_ids)
         self._transport, self._server_facts = transport, server_facts
-        self._signals, self._drops = trainer._signal_connector, trainer.fit_loop.settings.drops_failed
+        self._signals, settings = trainer._signal_connector, trainer.fit_loop.settings
+        self._drops, self._max_failed_share = settings.drops_failed, settings.max_failed_share
         self._logged: set[str] = set()
 
     def agree(self, columns: Sequence[str]) -> dict[str, list[str]]:
@@ -78,20 +79,25 @@ class Exchange:
         if not tasks:
             return
         missing, awaited = dict.fromkeys(tasks), set(tasks)  # without a valid reply; without any, or a refusal
-        refused: dict[ClientId, str] = {}
+        refused, absent = dict[ClientId, str](), set[ClientId]()
         registrations = {client_id: self._registration(client_id) for client_id in self.sites.pending()}
         replies = iter(self._transport.exchange(tasks, registrations))
         progress = _Progress(tasks, missing)
         try:
-            while awaited:
+            while awaited and not (awaited <= absent and self._can_lose(missing, tasks)):
                 with self._signals.at_once():
                     come = next(replies, None)
                 if come is None:
                     break
-                if isinstance(come, Refusal):
-                    refused[come.client] = printable(come.reason)
-                    awaited.discard(come.client)
-                    self._log(f"Client {come.client!r} does not answer: {refused[come.client]}")
+                if isinstance(come, (Refusal, Absent)):
+                    told = [come.client] if isinstance(come, Refusal) else [c for c in come.clients if c in awaited]
+                    if isinstance(come, Refusal):
+                        awaited.discard(come.client)
+                    else:
+                        absent = set(told)
+                    for client_id in told:
+                        refused[client_id] = printable(come.reason)
+                        self._log(f"Client {client_id!r} does not answer: {refused[client_id]}")
                     continue
                 if not isinstance(come, Message):
                     raise FederatedError(
@@ -120,6 +126,11 @@ class Exchange:
                 close()
         if missing and not self._drops:
             raise _unanswered(tasks, list(missing), refused)
+
+    def _can_lose(self, missing: Mapping[ClientId, None], tasks: Mapping[ClientId, Message]) -> bool:
+        """Return whether the run goes on without clients. The words are agreed on once, so all are waited for."""
+        is_allowed = self._drops and next(iter(tasks.values())).header["phase"] != WORDS
+        return is_allowed and len(missing) < len(tasks) and len(missing) <= self._max_failed_share * len(tasks)
 
     def _sender(self, message: Message, tasks: Mapping[ClientId, Message]) -> ClientId | None:
         """Return the client whose reply a message is; None for a late registration, which is added.

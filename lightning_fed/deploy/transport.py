@@ -1,6 +1,6 @@
 """What carries messages between a server and its sites; and a transport for sites in the server's process."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.message import Message, quoted
 from lightning_fed.deploy.site import FederatedSite
 
-__all__ = ["InProcess", "Refusal", "Transport", "contents_of", "replies_in", "reply_from"]
+__all__ = ["Absent", "InProcess", "Refusal", "Transport", "contents_of", "replies_in", "reply_from"]
 
 _MOST = 64 * 2**20  # bytes in one message of Flower or FLARE, which all on the way hold as a whole
 
@@ -24,6 +24,21 @@ class Refusal:
     """
 
     client: ClientId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Who has had no connection for long, but may come back; each one replaces the one before in its phase.
+
+    A fit that drops failed clients waits for nobody of them longer than for others, unless it would end without them.
+
+    Attributes:
+        clients: The clients, whether they were asked or not.
+        reason: In the words of the transport.
+    """
+
+    clients: Collection[ClientId]
     reason: str
 
 
@@ -81,7 +96,7 @@ class Transport(Protocol):
 
     def exchange(
         self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
-    ) -> Iterator[Message | Refusal]:
+    ) -> Iterator[Message | Refusal | Absent]:
         """Send messages to clients, and yield their replies, in any order.
 
         The iterator ends when all clients of ``tasks`` have replied, or at a deadline of the transport. Missing clients
@@ -94,7 +109,7 @@ class Transport(Protocol):
             registrations: The requests to clients that have not registered yet. Do not wait for their replies.
 
         Returns:
-            Yields replies, and :class:`Refusal` for clients that will not reply.
+            Yields replies, :class:`Refusal` for clients that will not reply, and :class:`Absent` for those not there.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import FederatedSite, Message, Refusal, RemoteClients
+from lightning_fed.deploy import Absent, FederatedSite, Message, Refusal, RemoteClients
 from tests.deploy.wire import EndedError, Rounds, parameters
 from tests.deploy.words import AGREED, MAKE, WARDS, make_val, model, table, write
 from tests.helpers.optional import needs_pyarrow
@@ -42,7 +42,7 @@ class Sites:
         self.replies.append(Message.from_bytes(self.open[client].answer(task).to_bytes()))
         return self.replies[-1]
 
-    def exchange(self, tasks: Any, registrations: Any) -> Iterator[Message | Refusal]:
+    def exchange(self, tasks: Any, registrations: Any) -> Iterator[Message | Refusal | Absent]:
         for client in sorted({**tasks, **registrations}, key=self.order.index):
             try:
                 yield self.comes({**registrations, **tasks}[client])
@@ -68,6 +68,17 @@ def simulated(folder: Path) -> Any:
     assert list(data.client_ids) == list(WARDS)
     assert data.feature_names == ["age", *(f"ward={word}" for word in AGREED["ward"]), "ward unused 6"]
     return parameters(module)
+
+
+def test_the_words_of_an_absent_client_are_waited_for(tmp_path: Path) -> None:
+    class Absents(Sites):
+        def exchange(self, tasks: Any, registrations: Any) -> Iterator[Message | Refusal | Absent]:
+            yield Absent(self.order[-1:], "its line is cut")
+            yield from super().exchange(tasks, registrations)
+
+    trainer = MAKE(on_client_error="drop", max_rounds=1)
+    Absents(tmp_path, order=["north", "west", "south"]).run(trainer)
+    assert trainer.fit_loop.run_state.sites["words"] == AGREED
 
 
 def test_sites_number_the_words_of_all_alike_whatever_the_order_and_after_ends_of_sites_and_server(

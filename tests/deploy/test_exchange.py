@@ -16,7 +16,7 @@ import torch
 from lightning_fed import FederatedCallback, FederatedTrainer
 from lightning_fed.compat.private import SIGTERMException
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.deploy import Message, Refusal, exchange
+from lightning_fed.deploy import Absent, Message, Refusal, exchange
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_trainer, parameters, simulated
 from tests.helpers.processes import wait_until
@@ -124,6 +124,33 @@ def test_clients_that_do_not_answer_leave_the_round_where_that_is_wanted(method:
     _, reports = wire.run()
     assert [list(report.cohort) for report in reports] == [[0, 2, 3], [0, 1, 2, 3]]
     assert "has sent no reply to" in reports[0].failed[1]
+
+
+def test_absent_clients_are_waited_for_only_where_the_round_needs_them(tmp_path: Path) -> None:
+    """Of three that are absent one comes back, and the round can do without the other two only once it has replied."""
+
+    class Absents(Wire):
+        def exchange(self, tasks: Mapping[Any, Message], registrations: Mapping[Any, Message]) -> Iterator[Any]:
+            if next(iter(tasks.values())).header["phase"] != "train":
+                yield from super().exchange(tasks, registrations)
+                return
+            replies = {client: self.answer(task) for client, task in tasks.items()}
+            yield Absent((0, 1, 2), "its line is cut")
+            for come in (replies[3], Absent((0, 1), "its line is cut"), replies[2]):
+                asked.append(come)
+                yield come
+            if not drops:
+                yield replies[0]
+                yield replies[1]
+                return
+            pytest.fail("the fit waits for clients that are absent")
+
+    for drops in (True, False):
+        asked = list[Any]()
+        make = partial(ALL, max_rounds=1, **({"on_client_error": "drop"} if drops else {}))
+        _, reports = Absents(tmp_path / str(drops), make).run()
+        assert len(asked) == 3
+        assert list(reports[0].cohort) == ([2, 3] if drops else [0, 1, 2, 3])
 
 
 def test_a_client_whose_reply_is_not_valid_is_not_waited_for_but_may_send_another(

@@ -2,6 +2,8 @@
 
 import logging
 import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ class RoundsController(Controller):
         batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
         phase_timeout: The seconds after which a phase is closed without the clients that have not answered.
         agree_on: As for :class:`lightning_fed.deploy.RemoteClients`. ``make_val`` then takes the words by column.
+        absent_after: With ``on_client_error="drop"``, a phase does not wait for clients of a site that FLARE has not
+            heard of for so many seconds.
     """
 
     def __init__(
@@ -59,14 +63,27 @@ class RoundsController(Controller):
         batch_size: int | None = None,
         phase_timeout: float = 3600.0,
         agree_on: Sequence[str] = (),
+        absent_after: float = 300.0,
     ) -> None:
         super().__init__()
-        if isinstance(phase_timeout, bool) or not isinstance(phase_timeout, (int, float)) or not phase_timeout > 0:
-            raise FederatedError(f"phase_timeout={phase_timeout!r} must be a positive number of seconds.")
+        for name, value in (("phase_timeout", phase_timeout), ("absent_after", absent_after)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise FederatedError(f"{name}={value!r} must be a positive number of seconds.")
         self.make_trainer, self.make_model, self.make_val = make_trainer, make_model, make_val
         self.client_ids, self.sites, self.checkpoint = client_ids, sites, checkpoint
         self.max_examples, self.batch_size, self.phase_timeout = max_examples, batch_size, phase_timeout
-        self.agree_on = agree_on
+        self.agree_on, self.absent_after = agree_on, absent_after
+        self._heard = defaultdict[str, float](time.monotonic)  # when a site was last heard of, or first asked for
+
+    def set_communicator(self, communicator: Any) -> None:
+        """Take the communicator, which FLARE tells whenever it hears of a site."""
+
+        def note(site: str, *rest: Any) -> None:
+            self._heard[site] = time.monotonic()
+            type(communicator).client_is_active(communicator, site, *rest)
+
+        super().set_communicator(communicator)
+        communicator.client_is_active = note
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Fit; FLARE calls this in a thread of the job's process."""
@@ -80,6 +97,8 @@ class RoundsController(Controller):
             sites,
             self.phase_timeout,
             lambda: bool(abort_signal.triggered),
+            lambda site: time.monotonic() - self._heard[site],
+            self.absent_after,
         )
         make_val = None if self.make_val is None else called(self.make_val)
         val = make_val() if make_val is not None and not self.agree_on else make_val

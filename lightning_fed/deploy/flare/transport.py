@@ -11,7 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.message import Message, printable
-from lightning_fed.deploy.transport import Refusal, contents_of, replies_in
+from lightning_fed.deploy.transport import Absent, Refusal, contents_of, replies_in
 
 __all__ = ["AbortedError", "FlareTransport"]
 
@@ -47,6 +47,8 @@ class FlareTransport:
         sites: The clients of each site, by its name, which its certificate proves.
         timeout: The seconds after which a phase ends without the clients that have not answered.
         is_aborted: Returns whether the job was aborted.
+        silent_for: Returns for how many seconds nothing was heard of a site.
+        absent_after: The seconds after which the clients of a silent site count as absent.
 
     Raises:
         FederatedError: If a client is on two sites.
@@ -59,7 +61,10 @@ class FlareTransport:
         sites: Mapping[str, Sequence[ClientId]],
         timeout: float,
         is_aborted: Callable[[], bool],
+        silent_for: Callable[[str], float] = lambda site: 0.0,
+        absent_after: float = 300.0,
     ) -> None:
+        self._silent_for, self._absent_after = silent_for, absent_after
         self._give, self._cancel, self._timeout, self._is_aborted = send, cancel, timeout, is_aborted
         self._site_of = {client: site for site, clients in sites.items() for client in clients}
         if len(self._site_of) < sum(map(len, sites.values())):
@@ -67,7 +72,7 @@ class FlareTransport:
 
     def exchange(
         self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
-    ) -> Iterator[Message | Refusal]:
+    ) -> Iterator[Message | Refusal | Absent]:
         """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
         missing, end = {**registrations, **tasks}, time.monotonic() + self._timeout
         sites = {self._site_of[client]: _Site() for client in missing}
@@ -79,6 +84,10 @@ class FlareTransport:
                 for name, site in sites.items():
                     if site.task is None and site.not_before <= time.monotonic():
                         self._send(name, site, missing, come)
+                silent = [
+                    client for client, site in self._site_of.items() if self._silent_for(site) > self._absent_after
+                ]
+                yield Absent(silent, f"its site was not connected for {self._absent_after:g} s")
                 for answer in self._replies_in(sites, come):
                     missing.pop(answer.client, None)
                     yield answer

@@ -18,8 +18,8 @@ from lightning_fed.deploy.site_worker import STARTED_BY, Maker, called, end_with
 
 __all__ = ["server_app"]
 
-DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0}
-"""A run's options in its configuration, in seconds: when a phase is closed, and when a silent node is asked again."""
+DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0, "absent-after": 300.0}
+"""A run's options in its configuration, in seconds, as :class:`FlowerTransport` explains them."""
 
 _OTHER = "`flwr list` shows it, and `flwr stop` ends it"
 _log = logging.getLogger("flwr")
@@ -40,8 +40,9 @@ def server_app(
 
     ``flwr run`` starts the run, or continues it from the checkpoint. Its configuration may set ``phase-timeout``, the
     seconds after which a phase ends without the clients that have not answered (3600). ``ask-again`` sets the seconds
-    after which the server checks the node of a task without a reply (60). The process ends with the Flower process that
-    started it, and so with the SuperLink.
+    after which the server checks the node of a task without a reply (60). With ``on_client_error="drop"``, a phase does
+    not wait for clients that have had no node for ``absent-after`` seconds (300). The process ends with the Flower
+    process that started it, and so with the SuperLink.
 
     Args:
         make_trainer: Makes the trainer, with the arguments of a simulation: a function, or ``"module:function"``; so
@@ -79,8 +80,8 @@ def server_app(
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
         make = None if make_val is None else called(make_val)
         val = make() if make is not None and not agree_on else make
-        phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
-        transport = FlowerTransport(grid, ids, phase_timeout, ask_again, owners)
+        phase_timeout, ask_again, absent_after = (seconds(context.run_config, name) for name in DEFAULTS)
+        transport = FlowerTransport(grid, ids, phase_timeout, ask_again, owners, absent_after)
         clients = RemoteClients(transport, ids, val, max_examples, batch_size, agree_on)
         fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute(), _log, _OTHER)
 

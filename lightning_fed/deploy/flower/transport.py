@@ -1,6 +1,7 @@
 """The transport through Flower: tasks reach the nodes of a run, and replies the server, whatever nodes come and go."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -16,7 +17,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
 from lightning_fed.deploy.message import Message
-from lightning_fed.deploy.transport import Refusal, contents_of, replies_in
+from lightning_fed.deploy.transport import Absent, Refusal, contents_of, replies_in
 
 __all__ = ["FlowerTransport"]
 
@@ -48,6 +49,7 @@ class FlowerTransport:
         timeout: The seconds after which a phase ends without the clients that have not answered.
         ask_again: The seconds without a reply to a task after which its node is asked whether it still works at it.
         owners: The file of a public key for each client that only the SuperNode with this key may have.
+        absent_after: The seconds without a node after which a client counts as absent.
 
     Raises:
         FederatedError: If two ids have the same text, or ``owners`` names another client or a file without a key.
@@ -60,8 +62,9 @@ class FlowerTransport:
         timeout: float,
         ask_again: float,
         owners: Mapping[ClientId, str | PathLike[str]] | None = None,
+        absent_after: float = 300.0,
     ) -> None:
-        self._grid, self._timeout, self._ask_again = grid, timeout, ask_again
+        self._grid, self._timeout, self._ask_again, self._absent_after = grid, timeout, ask_again, absent_after
         self._group = ""  # which Flower shows of messages
         self._by_text = {str(client): client for client in client_ids}
         if len(self._by_text) < len(client_ids):
@@ -70,6 +73,7 @@ class FlowerTransport:
             raise FederatedError(f"owners names client {unexpected[0]!r}, which is not one of client_ids.")
         self._owners = {client: (str(file), _key_in(client, file)) for client, file in (owners or {}).items()}
         self._node_of: dict[ClientId, int] = {}
+        self._without_since: dict[ClientId, float] = {}  # the first look at which a client had no node
         self._named: dict[int, list[ClientId]] = {}  # the clients of each node that has said who it is
         self._sent: dict[str, _Sent] = {}
         self._not_before: dict[int, float] = {}
@@ -78,14 +82,14 @@ class FlowerTransport:
 
     def exchange(
         self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
-    ) -> Iterator[Message | Refusal]:
+    ) -> Iterator[Message | Refusal | Absent]:
         """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
         header = next(iter(tasks.values())).header
         self._group = f"{header['phase']} {header['round']}"
         self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}  # no longer of earlier phases
         missing, end = {**tasks, **registrations}, time.monotonic() + self._timeout
         while missing.keys() & tasks.keys():
-            self._query_nodes()
+            yield Absent(self._query_nodes(), f"no node was connected for {self._absent_after:g} s")
             self._send(missing)
             # registrations first: after the last reply to a task the fit takes no more
             found = sorted(self._pull(), key=lambda come: come.client in tasks)
@@ -100,8 +104,8 @@ class FlowerTransport:
             if not found:
                 time.sleep(_PAUSE)
 
-    def _query_nodes(self) -> None:
-        """See which nodes are there, and ask new ones, and such that are long at a task, who they are."""
+    def _query_nodes(self) -> list[ClientId]:
+        """Ask nodes that are new, or long at a task, who they are; return which clients have had none for long."""
         keys, now = {node.node_id: node.public_key for node in self._grid.get_nodes()}, time.monotonic()
         self._sent = {key: sent for key, sent in self._sent.items() if sent.node in keys}
         self._assign(keys)
@@ -111,6 +115,11 @@ class FlowerTransport:
             wait = self._ask_again * 2 ** len(asked)  # a question may be lost, too; a node at work gets few of them
             if self._not_before.get(node, now) <= now and (not asked or now - max(asked) > wait):
                 self._push(node, RecordDict(), MessageType.QUERY, ())
+        without = [client for client in self._by_text.values() if client not in self._node_of]
+        self._without_since = {client: self._without_since.get(client, now) for client in without}
+        may_come = keys.keys() - self._named.keys() - self._said.keys()  # nodes that have not said who they are
+        limit = math.inf if may_come else self._absent_after
+        return [client for client, since in self._without_since.items() if now - since > limit]
 
     def _assign(self, keys: Mapping[int, bytes]) -> None:
         """Give each client to the first node that names it and may have it, until that node is gone."""

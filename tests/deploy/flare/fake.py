@@ -26,6 +26,7 @@ class Flare:
         spoils: Takes a site and its result, and returns what comes of it; None loses it.
         asked: The sites that were asked, with the phases and the clients.
         given_back: Tasks that were cancelled.
+        silent_for: For how long FLARE has not heard of a site.
     """
 
     def __init__(self, folder: Path, sites: Mapping[str, Sequence[int]] = SITES) -> None:
@@ -35,6 +36,7 @@ class Flare:
         self.asked: list[tuple[str, str, list[Any]]] = []
         self.given_back: list[Any] = []
         self.is_aborted = False
+        self.silent_for: Callable[[str], float] = lambda site: 0.0
 
     def site(self, name: str) -> FederatedSite:
         if name not in self.open:
@@ -58,7 +60,14 @@ class Flare:
         return len(self.asked)
 
     def transport(self, timeout: float = 60.0) -> FlareTransport:
-        return FlareTransport(self.send, self.given_back.append, self.sites, timeout, lambda: self.is_aborted)
+        return FlareTransport(
+            self.send,
+            self.given_back.append,
+            self.sites,
+            timeout,
+            lambda: self.is_aborted,
+            lambda site: self.silent_for(site),
+        )
 
     def run(self, timeout: float = 60.0, ckpt_path: Path | None = None, **options: Any) -> Any:
         trainer, module = make_trainer(METHOD, **options), model()

@@ -32,10 +32,31 @@ def controller() -> Any:
 MAKERS = ("tests.deploy.task:make_trainer", "tests.deploy.task:make_model")
 
 
+@pytest.mark.parametrize("name", ["phase_timeout", "absent_after"])
 @pytest.mark.parametrize("timeout", [0, -1.0, "5", True, float("nan")])
-def test_a_deadline_is_a_number_of_seconds(controller: Any, timeout: Any) -> None:
-    with pytest.raises(FederatedError, match="phase_timeout=.* must be a positive number of seconds"):
-        controller.RoundsController(*MAKERS, [1], "last.ckpt", phase_timeout=timeout)
+def test_a_deadline_is_a_number_of_seconds(controller: Any, timeout: Any, name: str) -> None:
+    with pytest.raises(FederatedError, match=f"{name}=.* must be a positive number of seconds"):
+        controller.RoundsController(*MAKERS, [1], "last.ckpt", **{name: timeout})
+
+
+def test_the_controller_notes_when_flare_hears_of_a_site(controller: Any, monkeypatch: Any) -> None:
+    from nvflare.apis.impl.wf_comm_server import WFCommServer
+
+    told = list[Any]()
+    monkeypatch.setattr(WFCommServer, "client_is_active", lambda self, *given: told.append(given))
+    clock, found = SimpleNamespace(now=100.0), list[Any]()
+    monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(controller, "fit", lambda trainer, module, clients, *rest: found.append(clients.transport))
+    monkeypatch.setenv("METHOD", "FedAvg")
+    made = controller.RoundsController(*MAKERS, ["north", "south"], "last.ckpt", absent_after=60)
+    made.set_communicator(WFCommServer())
+    made.control_flow(SimpleNamespace(triggered=False), None)
+    assert found[0]._silent_for("south") == 0.0
+    clock.now = 150.0
+    made.communicator.client_is_active("north", "getTask", None)
+    clock.now = 170.0
+    assert [found[0]._silent_for(site) for site in ("north", "south")] == [20.0, 70.0]
+    assert told == [("north", "getTask", None)]
 
 
 def test_every_client_has_a_site(controller: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import Message, Refusal, transport
+from lightning_fed.deploy import Absent, Message, Refusal, transport
 from lightning_fed.deploy.flare.arrays import packed
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
 from tests.deploy.flare.fake import Flare, expected
@@ -69,6 +69,30 @@ def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare)
     assert ("site-2", "train", [1]) in flare.asked[-3:], "it takes part again"
 
 
+def test_a_silent_site_is_waited_for_only_where_the_round_needs_it(
+    flare: Flare, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes back in the third round, registers, and takes part from the next one on."""
+    drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_failed_share": 0.3}
+    flare.spoils = lambda site, result: None if silence(site) else result
+
+    def silence(site: str) -> float:
+        return 301.0 * (site == "site-2" and len(flare.asked) < 10)
+
+    flare.silent_for = silence
+    flare.run(600.0, **drops)
+    assert [phases for site, phases, _ in flare.asked if site == "site-2"] == ["hello"] * 4 + ["train"] * 2
+    assert len(flare.given_back) == 3
+    assert caplog.messages.count("Client 1 does not answer: its site was not connected for 300 s") == 1
+    for silent, options in ((("site-2", "site-3"), drops), (("site-2",), {})):  # too many, and none may fail
+        flare.silent_for = lambda site, silent=silent: 301.0 * (site in silent)  # type: ignore[misc]
+        flare.spoils = lambda site, result, silent=silent: None if site in silent else result  # type: ignore[misc]
+        caplog.clear()
+        with pytest.raises(FederatedError, match="failed in round 0" if options else "have not answered to 'hello'"):
+            flare.run(0.5, **options)
+        assert "Client 1 does not answer: no reply arrived for 0.5 s" in caplog.messages
+
+
 def test_an_abort_ends_the_fit_where_it_waits(flare: Flare) -> None:
     def aborted(site: str, result: Any) -> None:
         flare.is_aborted = True
@@ -120,7 +144,8 @@ def test_a_late_result_of_a_lost_task_is_left(flare: Flare) -> None:
         return len(kept)
 
     made = FlareTransport(send, kept.remove, {"a": ["x"]}, 5.0, lambda: False)
-    assert list(made.exchange({"x": Message({"client": "x"})}, {})) == [Refusal("x", "answer 2")]
+    come = list(made.exchange({"x": Message({"client": "x"})}, {}))
+    assert [answer for answer in come if not isinstance(answer, Absent)] == [Refusal("x", "answer 2")]
 
 
 def test_a_client_of_two_sites_is_refused() -> None:

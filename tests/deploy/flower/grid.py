@@ -114,9 +114,10 @@ def run(
     timeout: float = 600.0,
     ask_again: float = 0.0,
     owners: Mapping[Any, Path] | None = None,
+    absent_after: float = 300.0,
     **trainer: Any,
 ) -> Any:
-    transport = FlowerTransport(grid, range(4), timeout, ask_again, owners)
+    transport = FlowerTransport(grid, range(4), timeout, ask_again, owners, absent_after)
     module, clients = model(), RemoteClients(transport, range(4))
     server.fit(make_trainer("Scaffold ii", **trainer), module, clients, checkpoint, logging.getLogger("flwr"), "")
     return module

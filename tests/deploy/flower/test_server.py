@@ -88,6 +88,7 @@ def test_why_a_site_refuses_reaches_the_server(nodes: Any, tmp_path: Path) -> No
 def test_options_of_the_run_are_checked() -> None:
     assert server.seconds({"phase-timeout": 5, "other": "x"}, "phase-timeout") == 5.0
     assert server.seconds({}, "ask-again") == 60.0
+    assert server.seconds({}, "absent-after") == 300.0
     for wrong in (0, -1.0, "5", True):
         with pytest.raises(FederatedError, match="ask-again = .* must be a positive number of seconds"):
             server.seconds({"ask-again": wrong}, "ask-again")
