@@ -292,6 +292,28 @@ class FederatedDataModule(pl.LightningDataModule):
         """
         return ()
 
+    def column_words(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """Return the words in some columns of the data that are here, before ``setup``, for sites to agree on.
+
+        Override it together with :meth:`use_words`. The words leave a site whose operator allows it.
+
+        Args:
+            columns: The names of the columns.
+        """
+        raise FederatedError(
+            f"The run agrees on the words of {list(columns)}, and {type(self).__name__} has no words to agree on."
+            " Override column_words and use_words, or leave agree_on unset for the run."
+        )
+
+    def use_words(self, words: Mapping[str, Sequence[str]]) -> None:
+        """Number the words of columns in the order that the sites of a run have agreed on, in the next ``setup``.
+
+        Args:
+            words: The words of all sites by column; empty for the words that are here.
+        """
+        if words:
+            self.column_words(list(words))
+
     @property
     def known_sizes(self) -> list[int] | None:
         """The clients' numbers of examples, in the order of ``client_ids``; None if clients would have to be built."""
@@ -323,6 +345,10 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._overrides("client_dataset"):
             return size_of(self._map_style(client_id))
         return self._need_clients().size(client_id)
+
+    def _batches_in_epoch(self, client_id: ClientId, size: int) -> int:
+        """Return the batches in a local epoch of a client with a number of examples."""
+        return self.batch_settings.num_batches(size)
 
     def client_batches(self, client_id: ClientId) -> ClientBatches:
         """Return a client's training batches."""

@@ -16,6 +16,7 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
+from lightning_fed.settings.client_privacy_checks import check_private_module
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
@@ -64,23 +65,21 @@ class ClientsOutsideFit:
         self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
         self._personal = flat.personal.clone()  # of a new client
         self.start = flat.y.clone()  # x^0, if the module here began as the server's
+        self.base = State() if self.prepared.lora is None else self.prepared.lora.weights
+        self._base = {name: value.clone() for name, value in self.base.items()}  # at the start
         self._here = set(map(self.population.index_of, self.work.plans.clients))
 
     def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
         """Do what Lightning does before a fit loop runs."""
         trainer = self.trainer
         check_trainer(trainer)
-        if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
-            raise FederatedError(
-                f"client_privacy={privacy!r} is for simulations: its noise follows from the seed, which the server of"
-                " real clients knows. Leave it unset."
-            )
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
         trainer.loggers = [DummyLogger()] if trainer.loggers else []  # the server's log; here they would make folders
         trainer.strategy._lightning_module = module
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
         trainer._data_connector.attach_data(module, datamodule=datamodule)
         check_module(trainer)
+        check_private_module(trainer)
         time_by_rounds(trainer)
         trainer.strategy.connect(module)
         trainer._callback_connector._attach_model_callbacks()
@@ -108,9 +107,19 @@ class ClientsOutsideFit:
         expected = ExpectedState(method, like, kept, num_parameters, self.population.ids, self.device)
         return ClientStates(new, store, expected)
 
+    def use_base(self, base: State) -> None:
+        """Use other base weights of adapters, with ``lora="exact"``; none for those of the start."""
+        for name, own in self.base.items():
+            own.copy_(base.get(name, self._base[name]))
+
     def planned_steps(self, client_id: ClientId, round: int) -> int:
         """Return the local steps that the trainer plans for a client in a round."""
         return sum(member.steps for member in self.work.participants({client_id: 1}, round))
+
+    def costs(self, task: Task, index: int) -> tuple[int, int, int]:
+        """Return the batches in an epoch of a client, the steps of its task, and the most of them in an epoch."""
+        (plan,) = self.work._work_of(task, [index])
+        return plan.batches.num_batches(), plan.participant.steps, max(plan.epochs, default=0)
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
@@ -194,6 +203,7 @@ class ClientsOutsideFit:
             return
         if self._is_ready:
             call._call_lightning_module_hook(trainer, "on_train_end")
+            self.use_base({})
         trainer._teardown()
         if self._is_ready:
             call._call_lightning_module_hook(trainer, "on_fit_end")

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import FORMAT, REGISTER, Message, check_message, printable, quoted
+from lightning_fed.data.files.tables import sorted_words
+from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted
 from lightning_fed.deploy.registrations import Registrations
+from lightning_fed.deploy.reply_checks import words_in
 from lightning_fed.deploy.transport import Refusal, Transport
 
 __all__ = ["Exchange"]
@@ -36,15 +38,26 @@ class Exchange:
         trainer: Any,
         sites: Registrations,
         run: str,
-        server_facts: Mapping[str, Mapping[str, str]],
+        server_facts: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.run, self.sites, self._of_run = run, sites, frozenset(sites.client_ids)
         self._transport, self._server_facts = transport, server_facts
         self._signals, self._drops = trainer._signal_connector, trainer.fit_loop.settings.drops_failed
         self._logged: set[str] = set()
 
-    def register(self) -> None:
-        """Ask all clients for the sizes of their data, which are then in :attr:`sites`."""
+    def agree(self, columns: Sequence[str]) -> dict[str, list[str]]:
+        """Return the words in some columns of all clients that answer, in one order."""
+        of_run = {"format": FORMAT, "run": self.run, "phase": WORDS, "round": 0, "attempt": 0, "columns": list(columns)}
+        found: dict[str, set[str]] = {name: set() for name in columns}
+        tasks = {client_id: Message({**of_run, "client": client_id}) for client_id in self.sites.client_ids}
+        for words in self.ask(tasks, lambda reply: words_in(reply, f"The reply of client {reply.client!r}", columns)):
+            for name, own in words.items():
+                found[name].update(own)
+        return {name: sorted_words(own) for name, own in found.items()}
+
+    def register(self, words: Mapping[str, Sequence[str]]) -> None:
+        """Ask all clients for the sizes of their data, which are then in :attr:`sites`; give them the agreed words."""
+        self._server_facts = {**self._server_facts, "words": words}
         tasks = {client_id: self._registration(client_id) for client_id in self.sites.client_ids}
         for _ in self.ask(tasks, lambda reply: self.sites.add(reply.client, reply.header)):
             pass
@@ -143,7 +156,8 @@ class _Progress:
 
     def __init__(self, tasks: Mapping[ClientId, Message], missing: Mapping[ClientId, None]) -> None:
         header = next(iter(tasks.values())).header
-        self._phase = "hello" if header["phase"] == REGISTER else f"round {header['round']} {header['phase']}"
+        is_before = header["phase"] in (WORDS, REGISTER)
+        self._phase = header["phase"] if is_before else f"round {header['round']} {header['phase']}"
         self._asked, self._missing = len(tasks), missing
         self._ended = threading.Event()
         _log.info("%s: %d clients are asked: %s", self._phase, len(tasks), _named(list(tasks)))

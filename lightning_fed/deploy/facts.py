@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fed._version import __version__
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy.message import printable
+from lightning_fed.deploy.message import digest, printable
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.lora import lora_a
 from lightning_fed.engines.prepared import personal_names
@@ -22,6 +22,7 @@ from lightning_fed.settings.settings import Settings
 __all__ = ["check_facts", "check_single", "facts_of", "optimizer_facts"]
 
 _LIBRARIES = ("version of Lightning", "version of PyTorch")
+_NOISE = ("noise_multiplier", "max_grad_norm", "sampling")  # delta and examples_at_once change no answer
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # options of optimizers that change speed alone
 _log = logging.getLogger("lightning_fed.deploy.site")
 
@@ -43,7 +44,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
             " Set accumulate_grad_batches=... for all rounds."
         )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
-    work, clip = settings.work(), trainer.gradient_clip_algorithm
+    work, clip, private = settings.work(), trainer.gradient_clip_algorithm, settings.client_privacy
     return {
         "version of lightning_fed": __version__,
         "version of Lightning": pl.__version__,
@@ -53,7 +54,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
         "average of LoRA": settings.lora,
         "frozen parameters": _checksum(_frozen(settings, module)),
-        "buffers at the start": _checksum(f"{name} {_digest(value)}" for name, value in module.named_buffers()),
+        "buffers at the start": _checksum(f"{name} {digest(value)}" for name, value in module.named_buffers()),
         "personal parameters": repr(list(settings.personal)),
         "parameters at the start that stay with the client": _checksum(_personal(settings, module)),
         "seed": str(settings.seed),
@@ -68,6 +69,7 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
         "compression": repr(settings.compression),
         "attack": work["attack"],
+        "client_privacy": str({name: getattr(private, name, None) for name in _NOISE}),
     }
 
 
@@ -120,19 +122,14 @@ def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names, _ = personal_names(settings, module, trained, buffer_owners(module))
     names = frozenset(trained) if settings.algorithm.init_client_at_start else names
-    return [f"{name} {_digest(trained[name])}" for name in sorted(names)]
+    return [f"{name} {digest(trained[name])}" for name in sorted(names)]
 
 
 def _frozen(settings: Settings, module: pl.LightningModule) -> list[str]:
     frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
     frozen |= lora_a(module) if settings.lora == "frozen_a" else {}
-    return [f"{name} {_digest(frozen[name])}" for name in sorted(frozen)]
+    return [f"{name} {digest(frozen[name])}" for name in sorted(frozen)]
 
 
 def _checksum(texts: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
-
-
-def _digest(value: Tensor) -> str:
-    own = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{list(value.shape)} {value.dtype} {hashlib.blake2b(own.numpy().tobytes(), digest_size=8).hexdigest()}"

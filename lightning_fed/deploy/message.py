@@ -1,5 +1,6 @@
 """What passes between server and sites: tensors by name, and a header of plain values; nothing that runs code."""
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -21,9 +22,12 @@ __all__ = [
     "MEASURE",
     "MOST",
     "REGISTER",
+    "WORDS",
     "Message",
     "address",
+    "check_columns",
     "check_message",
+    "digest",
     "is_count",
     "parts_of",
     "printable",
@@ -38,6 +42,9 @@ FORMAT = 1
 REGISTER = "hello"
 """The phase before the first round, in which sites say how many examples they have."""
 
+WORDS = "words"
+"""The phase before it, if the sites agree on the words of columns: each sends its own."""
+
 MEASURE = "measure"
 """Between rounds: what a callback on the server measures of clients."""
 
@@ -45,7 +52,7 @@ MOST = 2**53
 """The largest count: a float has every whole number up to here."""
 
 _HEADER = "message"
-_PARTS = ("server", "cohort_grad", "buffers", "keep")
+_PARTS = ("server", "cohort_grad", "buffers", "base", "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,13 @@ def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def check_columns(owner: str, name: str, columns: Any) -> list[str]:
+    """Return the names of columns in an argument; raise for anything else."""
+    if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
+        raise FederatedError(f"{owner}({name}={columns!r}): {name} must be a list of columns.")
+    return list(columns)
+
+
 def quoted(value: Any) -> str:
     """Return a plain value as a short text; of a list or mapping, which may be nested without end, its kind."""
     is_plain = value is None or isinstance(value, (bool, int, float, str))
@@ -129,22 +143,28 @@ def printable(text: str, most: int = 2000) -> str:
     return safe if len(text) <= most else f"{safe} ..."
 
 
+def digest(value: Tensor) -> str:
+    """Return shape, type and checksum of a tensor. Nobody can find another tensor with the same one."""
+    own = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{list(value.shape)} {value.dtype} {hashlib.blake2b(own.numpy().tobytes(), digest_size=32).hexdigest()}"
+
+
 # ---------------------------------------------------------------------- tasks
 
 
-def shared_part(task: Task, moved_buffers: set[str]) -> State:
+def shared_part(task: Task, moved_buffers: set[str], base: State | None = None) -> State:
     """Return the tensors of a task that are the same for all clients, as copies on the CPU.
 
-    Only buffers that have moved are sent: sites have the others from their module.
+    Only buffers that have moved are sent, and base weights of adapters: sites have the others from their module.
     """
     buffers = {name: value for name, value in task.buffers.items() if name in moved_buffers}
-    parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers}
+    parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers, "base": base or {}}
     named = {f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()}
     return {name: value.detach().cpu().clone() for name, value in {"x": task.x, **named}.items()}
 
 
-def task_in(message: Message, index: int, buffers: State, device: torch.device) -> tuple[Task, State]:
-    """Return the task in a message, and what the server still keeps for the client, if anything.
+def task_in(message: Message, index: int, buffers: State, device: torch.device) -> tuple[Task, State, State]:
+    """Return the task in a message, what the server still keeps for the client, and the base weights of adapters.
 
     The module's own buffers stand in for those that are not sent.
     """
@@ -164,7 +184,7 @@ def task_in(message: Message, index: int, buffers: State, device: torch.device) 
         mean_examples=math.nan if header.get("mean_examples") is None else header["mean_examples"],
         first_step=header.get("first_step", 0),
     )
-    return task, parts["keep"]
+    return task, parts["keep"], parts["base"]
 
 
 def parts_of(message: Message, device: torch.device) -> dict[str, State]:

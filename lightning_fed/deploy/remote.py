@@ -1,7 +1,7 @@
 """Clients that are elsewhere, as the data module of a fit."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning_fed.compat.package import pl
@@ -12,6 +12,7 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.facts import check_single, facts_of, optimizer_facts
+from lightning_fed.deploy.message import check_columns
 from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
@@ -40,6 +41,9 @@ class RemoteClients(FederatedDataModule):
             site states.
         batch_size: The batch size that the data module of every site must have. None: sites may differ, and the log
             warns.
+        agree_on: The columns whose words the sites agree on before the first round: each sends its own, and all get the
+            sorted words of all. ``val`` may then be a function that returns the validation set, given the words by
+            column.
         evaluation: Other arguments of that class that concern evaluation: ``test``, ``eval_batch_size``, ``transform``
             and the like.
 
@@ -57,10 +61,14 @@ class RemoteClients(FederatedDataModule):
         val: Any = None,
         max_examples: int | None = None,
         batch_size: int | None = None,
+        agree_on: Sequence[str] = (),
         **evaluation: Any,
     ) -> None:
-        super().__init__(val=val, **evaluation)
         name = type(self).__name__
+        self._agree_on = check_columns(name, "agree_on", agree_on)
+        self._make_val = val if self._agree_on and callable(val) else None
+        self._val_may_come = self._make_val is not None
+        super().__init__(val=None if self._make_val else val, **evaluation)
         if not callable(getattr(transport, "exchange", None)):
             raise FederatedError(f"{name}(transport={kind_of(transport)}): a transport has a method exchange.")
         self._max_examples = None if max_examples is None else check_count(name, "max_examples", max_examples)
@@ -82,16 +90,8 @@ class RemoteClients(FederatedDataModule):
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) has a simulated clock, and real clients"
                 " take real time. Leave it unset."
             )
-        if loop.settings.lora == "exact":
-            raise FederatedError(
-                "lora='exact' changes the base weights in every round, and remote sites receive trained parameters"
-                " only. Set lora='frozen_a', whose mean is exact too, or 'separate'."
-            )
-        if loop.settings.client_privacy is not None:
-            raise FederatedError(
-                f"client_privacy={loop.settings.client_privacy!r} is for simulations: its noise follows from the seed,"
-                " which the server of real clients knows. Leave it unset."
-            )
+        if self._make_val is not None:
+            loop.epoch_loop.val_loop._restarting = True  # so that Lightning runs no sanity check before there are words
         module = trainer.lightning_module
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)
@@ -101,14 +101,32 @@ class RemoteClients(FederatedDataModule):
         trainer: Any = self.trainer
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None
+        words = self._known_words(run.sites)
         run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": run.sites.get("versions") or {}}
         self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size)
         server_facts = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
         exchange = Exchange(self.transport, trainer, sites, run.sites["run"], server_facts)
-        exchange.register()
+        if self._agree_on:
+            run.sites["words"] = words = words or exchange.agree(self._agree_on)
+            if self._make_val is not None:
+                self.val = self._make_val(words)
+        exchange.register(words)
         sizes = [known.batch_size for known in sites.known.values() if known.batch_size]
         self.batch_size = min(sizes, default=1)
         return RemoteWork(trainer, exchange)
+
+    def _known_words(self, of_run: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return the words that the sites of a run have agreed on, empty before its first round."""
+        words: dict[str, list[str]] = of_run.get("words", {})
+        trainer: Any = self.trainer
+        if trainer.fit_loop.round == 0:
+            return {}
+        if sorted(words) != sorted(self._agree_on):
+            raise FederatedError(
+                f"The sites have agreed on the words of {sorted(words) or 'no columns'} when the run began, and the run"
+                f" continues with agree_on={self._agree_on}. Pass the same columns, or start a new run."
+            )
+        return words
 
     def _known(self, client_id: ClientId) -> Registration:
         if self._sites is None or client_id not in self._sites.known:
@@ -123,6 +141,9 @@ class RemoteClients(FederatedDataModule):
     def client_size(self, client_id: ClientId) -> int:
         """Return a client's number of examples."""
         return self._known(client_id).size
+
+    def _batches_in_epoch(self, client_id: ClientId, size: int) -> int:
+        return self._known(client_id).batches
 
     def client_val_dataset(self, client_id: ClientId) -> Any:
         """Return an object with the length of a client's validation set, None if it has none."""

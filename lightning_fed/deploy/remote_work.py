@@ -95,7 +95,8 @@ class RemoteWork(ClientHalf):
     def _ask(self, task: Task, attempt: int, **measure: Any) -> Iterator[Reply]:
         """Yield the replies of the clients of a task that are there; ``measure`` describes a measurement."""
         ids, versions = self._loop.population.ids, self._loop.run_state.sites["versions"]
-        shared = shared_part(task, self._loop.state.moved_buffers)
+        lora = self._loop.state.lora
+        shared = shared_part(task, self._loop.state.moved_buffers, None if lora is None else lora.moved_weights)
         header = {
             "format": FORMAT,
             "run": self._exchange.run,

@@ -22,10 +22,11 @@ _SHOWN = 20  # names in an error
 _REPORT = ("size", "steps", "loss", "update_norm", "seconds")
 
 
-def reply_to(task: Message, reply: Reply, bound: float | None = None) -> Message:
+def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: bool = True) -> Message:
     """Return the reply of one client as a message, without what the server can work out.
 
     ``bound`` is the largest norm of a message under differential privacy: the message then describes nothing else.
+    Seconds are left out unless ``timed``, since they depend on the examples.
     """
     for error in reply.failed.values():
         return Message({**address(task), "failed": str(error)})
@@ -48,6 +49,8 @@ def reply_to(task: Message, reply: Reply, bound: float | None = None) -> Message
     report = reply.reports[0] if reply.reports else None
     if report is not None and bound is not None:
         report = ClientReport(report.client_id, report.size, report.steps, math.nan, {}, math.nan, 0.0)
+    if report is not None and not timed:
+        report = replace(report, seconds=0.0)
     facts = {
         "norms": {point: next(iter(of.values())) for point, of in reply.norms.items() if of},
         "report": None if report is None else {name: getattr(report, name) for name in _REPORT},

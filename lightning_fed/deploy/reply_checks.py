@@ -1,7 +1,7 @@
 """Check a site's reply: every number, name and tensor of it has its bounds here."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run
 from lightning_fed.core.types import State
-from lightning_fed.deploy.message import MOST, is_count, quoted
+from lightning_fed.deploy.message import MOST, Message, is_count, quoted
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.rounds.messages import Task
 
-__all__ = ["Expected", "Fields", "check_finite", "check_tensor"]
+__all__ = ["Expected", "Fields", "check_finite", "check_tensor", "words_in"]
 
 _LENGTH, _NAMES = 200, 1000  # characters of a name, and names in one mapping
 
@@ -24,9 +24,9 @@ _LENGTH, _NAMES = 200, 1000  # characters of a name, and names in one mapping
 class Fields:
     """The plain values of a reply by name; those out of bounds raise :class:`FederatedError`."""
 
-    def __init__(self, who: str, values: Any) -> None:
+    def __init__(self, who: str, values: Any, name: str = "report") -> None:
         self._who = who
-        self._values = self._checked("report", values, isinstance(values, Mapping), "a mapping")
+        self._values = self._checked(name, values, isinstance(values, Mapping), "a mapping")
 
     def _checked(self, name: str, value: Any, is_good: bool, expected: str) -> Any:
         if not is_good:
@@ -72,6 +72,13 @@ class Fields:
     def _name(self, name: str, value: Any) -> str:
         is_good = isinstance(value, str) and len(value) <= _LENGTH and value.isprintable()
         return str(self._checked(name, value, is_good, f"a name of up to {_LENGTH} printable characters"))
+
+
+def words_in(message: Message, who: str, columns: Iterable[str] | None = None) -> dict[str, list[str]]:
+    """Return the words of columns in a message, by default of all columns that it has."""
+    found = message.header.get("words", {})
+    words = Fields(who, found, "words")
+    return {name: words.names(name) for name in (found if columns is None else columns)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,21 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
-from lightning_fed.deploy.message import MEASURE, REGISTER, Message, address, check_message, task_in
+from lightning_fed.deploy.message import (
+    MEASURE,
+    REGISTER,
+    WORDS,
+    Message,
+    address,
+    check_columns,
+    check_message,
+    quoted,
+    task_in,
+)
 from lightning_fed.deploy.replies import reply_to
-from lightning_fed.deploy.site_checks import TaskChecks, check_header, check_registration
+from lightning_fed.deploy.reply_checks import words_in
+from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
+from lightning_fed.deploy.site_privacy import SitePrivacy
 from lightning_fed.deploy.site_states import SiteStates
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
@@ -44,7 +56,12 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         model: The module, as the server's constructor makes it.
         data: A data module with the clients of this site alone.
         client_id: The client, or a list of clients.
-        state_dir: A folder for their states, of this site alone.
+        state_dir: A folder for their states, of this site alone. With ``client_privacy``, also for the secret of the
+            noise, and for the account of what its clients have spent in all runs.
+        max_epsilon: With ``client_privacy``, the largest epsilon that a client may spend in all runs: the site answers
+            no task beyond it. It refuses a trainer without ``client_privacy``.
+        delta: The delta of this epsilon, by default that of ``client_privacy``.
+        share_words: The columns whose words may leave the site, if the sites of a run agree on them.
 
     Raises:
         FederatedError: If the trainer, the folder or the ids cannot be used.
@@ -57,16 +74,25 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         data: FederatedDataModule,
         client_id: ClientId | Sequence[ClientId],
         state_dir: str | os.PathLike[str],
+        max_epsilon: float | None = None,
+        delta: float | None = None,
+        share_words: Sequence[str] = (),
     ) -> None:
         one = isinstance(client_id, (int, str))
         self.client_ids = list(check_client_ids(type(self).__name__, [client_id] if one else client_id))
         self._trainer, self._model, self._data = trainer, model, data
         loop: Any = trainer.fit_loop
         self._settings: Settings = loop.settings
+        self._shared = check_columns(type(self).__name__, "share_words", share_words)
         self._facts, self._checks = facts_of(trainer, model), TaskChecks(trainer)
+        privacy = self._settings.client_privacy
+        check_budget(max_epsilon, delta, privacy)
         self._states = SiteStates(Path(state_dir))
+        self._privacy: SitePrivacy | None = None
+        if privacy is not None:
+            self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
         self._clients: ClientsOutsideFit | None = None
-        self._among: list[ClientId] = []  # all clients of the run that these were made for
+        self._agreed: dict[str, Any] = {}  # the clients and words of the run that these were made for
         self._run = ""  # whose task was the last one
 
     def answer(self, task: Message) -> Message:
@@ -88,6 +114,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         header = reply.header
         if "failed" in header:
             what = f"failed: {header['failed']}"
+        elif header["phase"] == WORDS:
+            what = ", ".join(f"{len(words)} words of {name!r}" for name, words in header["words"].items())
         elif header["phase"] == REGISTER:
             what = f"{header['size']} examples, run {header['run']}"
         else:
@@ -95,6 +123,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             work = f"{header['examples']} examples, {report['steps']} steps, " if "steps" in report else ""
             seconds, down, up = time.monotonic() - start, _kilobytes(task), _kilobytes(reply)
             what = f"{work}{seconds:.1f} s, {down:.1f} kB in, {up:.1f} kB out"
+            if self._privacy is not None:
+                spent = self._privacy.epsilon(task.client)
+                what += f", epsilon {spent:.4g} at delta {self._privacy.delta:g} spent in all"
         _log.info("%s: %s", _title(task), what)
         return reply
 
@@ -107,6 +138,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             raise FederatedError(f"The site of {here} has received a task for client {client_id!r}.")
         if task.header["phase"] == REGISTER:
             return self._register(task)
+        if task.header["phase"] == WORDS:
+            return self._share(task)
         self._checks.check_phase(task)
         agreed = self._states.agreed(run)
         if agreed is None:
@@ -116,35 +149,50 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             )
         return self._work(task, self._made(agreed, run))
 
+    def _share(self, task: Message) -> Message:
+        """Return the words of the columns that the server asks for, if the site's operator lets them leave."""
+        asked: Any = task.header.get("columns")
+        columns = asked if isinstance(asked, list) else [asked]
+        if wrong := [name for name in columns if name not in self._shared]:
+            raise FederatedError(
+                f"The server asks for the words of column {quoted(wrong[0])}, and the site of client {task.client!r}"
+                f" lets those of {self._shared or 'none'} leave. Its operator may add columns to share_words."
+            )
+        with self._sealed():
+            return Message({**address(task), "words": dict(self._data.column_words(columns))})
+
     def _register(self, task: Message) -> Message:
         check_registration(task)
         header, client_id = task.header, task.client
         check_facts(self._facts, header["facts"], client_id)
-        clients = list(header["clients"])
+        clients, words = list(header["clients"]), words_in(task, "The server's registration request")
         for own in self.client_ids:
             if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
-        made = self._made(clients, header["run"])
+        made = self._made({"clients": clients, "words": words}, header["run"])
         check_facts(made.optimizer_facts, header["optimizer"], client_id)
-        self._states.agree(header["run"], clients)
-        batches = made.trainer.datamodule.client_batches(client_id)
-        val = self._data.client_val_dataset(client_id)
-        facts = {
-            "size": batches.size,
-            "batches": batches.num_batches() if batches.size else 0,
-            "batch_size": self._data.batch_size,
-            "val_size": 0 if val is None else size_of(val),
-            "columns": list(self._data.describe_columns()),
-        }
+        self._states.agree(header["run"], self._agreed)
+        with self._sealed():
+            batches = made.trainer.datamodule.client_batches(client_id)
+            val = self._data.client_val_dataset(client_id)
+            facts = {
+                "size": batches.size,
+                "batches": batches.num_batches() if batches.size else 0,
+                "batch_size": self._data.batch_size,
+                "val_size": 0 if val is None else size_of(val),
+                "columns": list(self._data.describe_columns()),
+            }
         return Message({**address(task), **facts})
 
-    def _made(self, among: list[ClientId], run: str) -> ClientsOutsideFit:
+    def _made(self, agreed: dict[str, Any], run: str) -> ClientsOutsideFit:
         """Return what answers for the clients in a run; they are made ready at the first task."""
-        if self._clients is not None and self._among != among:
+        if self._clients is not None and self._agreed != agreed:
             self._leave()
         if self._clients is None:
-            self._clients = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, among)
-            self._among = among
+            self._agreed, among = agreed, agreed["clients"]
+            with self._sealed():
+                self._data.use_words(agreed["words"])
+                self._clients = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, among)
         elif self._run != run:
             self._clients.forget_round()  # of another run, which may have the same number
         self._run = run
@@ -153,9 +201,14 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
     def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
         client_id, header = message.client, message.header
         index = clients.population.index_of(client_id)
-        self._checks.check_numbers(message, clients.planned_steps(client_id, header["round"]))
-        task, sent = task_in(message, index, clients.buffers, clients.device)
-        self._checks.check_tensors(task, client_id, clients.start, clients.buffers)
+        if self._privacy is not None:
+            clients.work.use_seed(self._privacy.seed(message))
+        with self._sealed():
+            planned = clients.planned_steps(client_id, header["round"])
+        self._checks.check_numbers(message, planned)
+        task, sent, base = task_in(message, index, clients.buffers, clients.device)
+        self._checks.check_tensors(task, client_id, clients.start, clients.buffers, base, clients.base)
+        clients.use_base(base)
         version, store, plateaus = header["state"], MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
         kept = sent or (self._states.read(header["run"], client_id, index, version) if needs_state else None)
@@ -167,20 +220,42 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             what, steps, own = header["what"], header["local_steps"], states if header["own"] else None
             found = clients.measure(client_id, what, steps, task, plateaus, own)
             return Message({**address(message), "measured": found})
-        try:
-            replies = clients.answer(task, states, plateaus)
-            privacy = self._settings.aggregator
-            bound = privacy.max_norm if isinstance(privacy, DifferentialPrivacy) else None
-            message_of = [reply_to(message, reply, bound=bound) for reply in replies]
-        except ClientError as error:
-            clients.forget_round()
-            return Message({**address(message), "failed": str(error)})
-        if len(message_of) != 1:
-            raise FederatedError(f"Client {client_id!r} has {len(message_of)} replies to one task.")
-        if task.phase == TRAIN and "failed" not in message_of[0].header:
+        privacy, aggregator = self._privacy, self._settings.aggregator
+        bound = aggregator.max_norm if isinstance(aggregator, DifferentialPrivacy) else None
+
+        def work() -> Message:
+            try:
+                with self._sealed():
+                    replies = clients.answer(task, states, plateaus)
+                    found = [reply_to(message, reply, bound, timed=privacy is None) for reply in replies]
+            except ClientError as error:
+                clients.forget_round()
+                return Message({**address(message), "failed": str(error)})
+            if len(found) != 1:
+                raise FederatedError(f"Client {client_id!r} has {len(found)} replies to one task.")
+            return found[0]
+
+        reply = work() if privacy is None else privacy.answer(message, *clients.costs(task, index), work)
+        if task.phase == TRAIN and "failed" not in reply.header:
             store.commit()
             self._keep(message, index, version, task.round + 1, store.get(index) or {})
-        return message_of[0]
+        return reply
+
+    @contextmanager
+    def _sealed(self) -> Iterator[None]:
+        """Under record-level privacy, keep errors of work on data here: they may describe an example."""
+        try:
+            yield
+        except Exception as error:
+            if self._privacy is None:
+                raise
+            _log.exception("The work on the data of %s has failed", self.client_ids)
+            if self._clients is not None:
+                self._clients.forget_round()
+            raise FederatedError(
+                f"The site of {', '.join(map(repr, self.client_ids))} has failed in its work. Its own log has the"
+                " reason, which does not leave it under client_privacy."
+            ) from error
 
     def _keep(self, task: Message, index: int, before: int, version: int, state: State) -> None:
         if self._settings.clients_keep_state:

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from lightning_fed.callbacks.client_metrics import ClientAccuracy
 from lightning_fed.compat.package import pl
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
 from lightning_fed.deploy.message import MEASURE, Message, is_count, quoted
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.server.aggregation.base import averaged_points
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["TaskChecks", "check_header", "check_registration"]
+__all__ = ["TaskChecks", "check_budget", "check_header", "check_registration"]
 
 _RUN = re.compile(r"[0-9a-f]{16}")
 _MOST = 2**31  # rounds, and attempts at one
@@ -46,6 +48,21 @@ def check_registration(message: Message) -> None:
     check_client_ids(f"{who}: its clients", message.header.get("clients"))
 
 
+def check_budget(max_epsilon: Any, delta: Any, privacy: ClientPrivacy | None) -> None:
+    """Raise for a budget of privacy that is not one, or that nothing is accounted for."""
+    for name, value in (("max_epsilon", max_epsilon), ("delta", delta)):
+        if value is None:
+            continue
+        check_number("FederatedSite", name, value, positive=True)
+        if privacy is None:
+            raise FederatedError(
+                f"FederatedSite({name}={value!r}): the trainer has no client_privacy, so nothing would bound what"
+                " answers reveal of an example. Set client_privacy=ClientPrivacy(...) for the server and all sites."
+            )
+    if delta is not None and delta >= 1:
+        raise FederatedError(f"FederatedSite(delta={delta!r}): delta must lie in (0, 1), such as 1e-5.")
+
+
 class TaskChecks:
     """Check tasks against the trainer of the site: its method, and the work that it plans for a round.
 
@@ -57,16 +74,18 @@ class TaskChecks:
         own: Any = trainer
         self._trainer, settings = own, own.fit_loop.settings
         assert isinstance(settings, Settings)
-        self._settings, self._algorithm, self._is_private = settings, settings.algorithm, settings.is_private
+        self._settings, self._algorithm = settings, settings.algorithm
+        self._is_private = settings.is_private or settings.client_privacy is not None
         self._measured = max((c.steps for c in own.callbacks if isinstance(c, ClientAccuracy)), default=0)
 
     def check_phase(self, message: Message) -> None:
         """Refuse phases that the method does not have, and measures under differential privacy."""
         phase = message.header["phase"]
         if self._is_private and phase == MEASURE:
+            name = "client_privacy" if self._settings.client_privacy else "DifferentialPrivacy"
             raise FederatedError(
-                f"The server asks for {phase!r}, and this site runs DifferentialPrivacy: nothing leaves it but clipped"
-                " messages. Leave out callbacks and options that measure clients."
+                f"The server asks for {phase!r}, and this site runs {name}: measures are neither"
+                " clipped nor noisy. Leave out callbacks and options that measure clients."
             )
         answered = {
             TRAIN: True,
@@ -118,11 +137,19 @@ class TaskChecks:
         if not isinstance(found, list) or named != own:
             raise FederatedError(f"{who} has schedules that this site's module does not have: use the same module.")
 
-    def check_tensors(self, task: Task, client: ClientId, x: Tensor, buffers: State) -> None:
-        """Refuse parameters and buffers that are not the module's in shape and type."""
+    def check_tensors(
+        self, task: Task, client: ClientId, x: Tensor, buffers: State, base: State, own_base: State
+    ) -> None:
+        """Refuse parameters, buffers and base weights of adapters that are not the module's in shape and type."""
+        if base and base.keys() != own_base.keys():
+            raise FederatedError(
+                f"The task for client {client!r} has {len(base)} base weights of adapters, and this site's module has"
+                f" {len(own_base)} that change."
+            )
         for name, value, like in [
             ("x", task.x, x),
             *((f"buffer {name!r}", value, buffers.get(name)) for name, value in task.buffers.items()),
+            *((f"base weight {name}", value, own_base[name]) for name, value in base.items()),
         ]:
             if like is None or value.shape != like.shape or value.dtype != like.dtype:
                 wanted = "no such buffer" if like is None else f"{list(like.shape)} of {like.dtype}"

@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -12,7 +14,7 @@ from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 
-__all__ = ["SiteStates"]
+__all__ = ["SiteStates", "append_private", "write_private"]
 
 _AGREED = "agreed.json"
 
@@ -43,25 +45,25 @@ class SiteStates:
         """Let another process use the folder."""
         self._lock.release()
 
-    def agreed(self, run: str) -> list[ClientId] | None:
-        """Return the ids of all clients of a run, None before the first registration."""
+    def agreed(self, run: str) -> dict[str, Any] | None:
+        """Return the ids of all clients of a run and the words of columns, None before the first registration."""
         path = self.folder / run / _AGREED
         if not path.is_file():
             return None
         try:
-            found: list[ClientId] = json.loads(path.read_text(encoding="utf-8"))["clients"]
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return {"clients": found["clients"], "words": found.get("words", {})}
         except (ValueError, KeyError, TypeError) as error:
             raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start a new run.") from error
-        return found
 
-    def agree(self, run: str, clients: list[ClientId]) -> None:
-        """Keep the ids of all clients of a run."""
-        if self.agreed(run) == clients:
+    def agree(self, run: str, agreed: Mapping[str, Any]) -> None:
+        """Keep the ids of all clients of a run and the words of columns."""
+        if self.agreed(run) == agreed:
             return
         folder = self.folder / run
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)  # whatever the umask
-        self._write(folder / _AGREED, json.dumps({"clients": clients}, indent=1).encode())
+        write_private(folder / _AGREED, json.dumps(agreed, indent=1).encode())
 
     def read(self, run: str, client: ClientId, index: int, version: int) -> State | None:
         """Return a version of a client's state by its stored index; None for a new client."""
@@ -83,7 +85,7 @@ class SiteStates:
     def write(self, run: str, index: int, before: int, version: int, state: State) -> None:
         """Keep a client's new state, the version that it came from, and no other."""
         own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        self._write(self._path(run, index, version), save(own))
+        write_private(self._path(run, index, version), save(own))
         for held in self._versions(run, index):
             if held not in (before, version):
                 self._path(run, index, held).unlink()
@@ -94,12 +96,20 @@ class SiteStates:
     def _versions(self, run: str, index: int) -> list[int]:
         return sorted(int(path.name.split(".")[1]) for path in (self.folder / run).glob(f"{index}.*.state"))
 
-    def _write(self, path: Path, content: bytes) -> None:
-        work = path.with_name(f".{path.name}.new")
-        with open(os.open(work, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            os.chmod(work, 0o600)  # whatever the umask
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(work, path)
-        flush_folder(path.parent)  # the new name, too, is there after a power cut
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file for this user alone, as a whole or not at all."""
+    work = path.with_name(f".{path.name}.new")
+    work.unlink(missing_ok=True)
+    append_private(work, content)
+    os.replace(work, path)
+    flush_folder(path.parent)  # the new name, too, is there after a power cut
+
+
+def append_private(path: Path, content: bytes) -> None:
+    """Add to a file for this user alone, and wait until it is on the disk."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+        os.chmod(path, 0o600)  # whatever the umask
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -132,7 +132,8 @@ class SiteWorker:
             made = called(makers["trainer"])(), called(makers["model"])(), called(makers["data"])(dict(node_config))
             from lightning_fed.deploy.site import FederatedSite
 
-            self._site = FederatedSite(*made, clients_of(node_config), self.state_dir)
+            limits = node_config.get("max-epsilon"), node_config.get("privacy-delta"), columns_of(node_config)
+            self._site = FederatedSite(*made, clients_of(node_config), self.state_dir, *limits)
         return self._site
 
     def _renew_log(self) -> None:
@@ -196,6 +197,11 @@ def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
             " or with several ids and commas between them."
         )
     return [int(word) if word.isdecimal() and word == str(int(word)) else word for word in words]
+
+
+def columns_of(node_config: Mapping[str, Any]) -> list[str]:
+    """Return the columns of a node's data whose words may leave it: ``share-words="ward,sex"``."""
+    return [name.strip() for name in str(node_config.get("share-words", "")).split(",") if name.strip()]
 
 
 def state_dir_of(node_config: Mapping[str, Any]) -> Path:

@@ -123,6 +123,14 @@ class ClientWork(ClientHalf):
         check_lone_examples(self.plans, self.engine.flat, sizes)
         check_separate_examples(self.plans)
 
+    def use_seed(self, seed: int) -> None:
+        """Draw what follows from a secret seed of this site, and let no example's gradient stop the work."""
+        self.plans.seed, self._round = seed, None
+        for engine in self.engines:
+            engine.seed = seed
+            if isinstance(engine, SequentialEngine) and engine.private is not None:
+                engine.private.skips_not_finite = True
+
     def savepoint(self) -> Callable[[], None]:
         """Return a function that undoes later logging of clients; see :meth:`Engine.savepoint`."""
         return self.engine.savepoint()

@@ -13,7 +13,7 @@ from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_numbe
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.aggregation.privacy import ORDERS, accountant
 
-__all__ = ["ClientPrivacy", "PrivacyLedger"]
+__all__ = ["ClientPrivacy", "PrivacyLedger", "epsilon_of"]
 
 
 class ClientPrivacy(ArgumentsRepr):
@@ -39,7 +39,8 @@ class ClientPrivacy(ArgumentsRepr):
       :math:`\varepsilon` is with respect to replacing an example by one without a gradient.
 
     Noise and Poisson batches follow from the run's seed, the round and the client, by SHAKE-256. Runs resume exactly.
-    The guarantee holds against anyone who does not know the seed: pass ``seed=secrets.randbits(128)``.
+    The guarantee holds against anyone who does not know the seed: pass ``seed=secrets.randbits(128)``. On real sites
+    they follow from a secret of each site and from the task, so the guarantee holds against the server too.
 
     Requires the extra ``privacy``.
 
@@ -100,16 +101,32 @@ class ClientPrivacy(ArgumentsRepr):
         Args:
             counts: How many sums there were, by 1/q. "shuffle" counts epochs, with q = 1.
         """
-        if not any(counts.values()):
-            return 0.0
-        if self.noise_multiplier == 0:
-            return math.inf
-        analysis = accountant("ClientPrivacy")
-        spent = sum(count * _rdp_of_one(batches, self.noise_multiplier) for batches, count in counts.items())
-        with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
-            warnings.simplefilter("ignore")
-            found, _ = analysis.get_privacy_spent(orders=ORDERS, rdp=spent, delta=self.delta)
-        return float(found)
+        sums = {(self.noise_multiplier, batches): count for batches, count in counts.items()}
+        return epsilon_of(sums, self.delta)
+
+    def sums(self, batches: int, steps: int, per_epoch: int) -> tuple[int, int]:
+        """Return 1/q and the number of noisy sums of some local steps.
+
+        Args:
+            batches: The batches in an epoch.
+            steps: The local steps.
+            per_epoch: The most steps in a local epoch.
+        """
+        return (batches, steps) if self.sampling == "poisson" else (1, -(-steps // max(1, per_epoch)))
+
+
+def epsilon_of(sums: Mapping[tuple[float, int], int], delta: float) -> float:
+    r"""Return :math:`\varepsilon` after some noisy sums, counted by noise multiplier and 1/q."""
+    if not any(sums.values()):
+        return 0.0
+    if any(count and z == 0 for (z, _), count in sums.items()):
+        return math.inf
+    analysis = accountant("ClientPrivacy")
+    spent = sum(count * _rdp_of_one(batches, z) for (z, batches), count in sums.items())
+    with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
+        warnings.simplefilter("ignore")
+        found, _ = analysis.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
+    return float(found)
 
 
 @cache
@@ -124,12 +141,12 @@ class PrivacyLedger:
 
     Args:
         privacy: The settings.
-        batches_of: Returns the batches in an epoch of a number of examples.
+        batches_of: Returns the batches in an epoch of a client by stored index and number of examples.
         steps_of: Returns the local steps in a local epoch of a number of batches.
     """
 
     def __init__(
-        self, privacy: ClientPrivacy, batches_of: Callable[[int], int], steps_of: Callable[[int], int]
+        self, privacy: ClientPrivacy, batches_of: Callable[[int, int], int], steps_of: Callable[[int], int]
     ) -> None:
         self.privacy, self._batches_of, self._steps_of = privacy, batches_of, steps_of
         self._counts: dict[int, dict[int, int]] = {}  # by stored index, then by 1/q
@@ -137,9 +154,8 @@ class PrivacyLedger:
 
     def add(self, index: int, size: int, steps: int) -> None:
         """Add the planned local steps of a client of a number of examples in one round."""
-        batches, count = self._batches_of(size), steps
-        if self.privacy.sampling == "shuffle":
-            batches, count = 1, -(-steps // self._steps_of(batches))
+        batches = self._batches_of(index, size)
+        batches, count = self.privacy.sums(batches, steps, self._steps_of(batches))
         if count:
             own = self._counts.setdefault(index, {})
             own[batches] = own.get(batches, 0) + count

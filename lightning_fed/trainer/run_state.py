@@ -120,7 +120,7 @@ class RunState:
         ledger: PrivacyLedger | None = None
         if (saved := self._checkpoint) is not None and "ledger" in saved:
             ids = range(saved["clients"]) if isinstance(saved["clients"], int) else saved["clients"]
-            ledger = PrivacyLedger(self.settings.client_privacy, int, int)
+            ledger = PrivacyLedger(self.settings.client_privacy, lambda *_: 0, lambda *_: 0)
             ledger.load(saved["ledger"])
         elif saved is None and self._server is not None:
             ids, ledger = self._server.ids, self._server.ledger
@@ -265,10 +265,10 @@ class RunState:
                 f"client_privacy has delta={privacy.delta:g}, which is not below 1/n = {1 / largest:.3g} of the largest"
                 " client: such a guarantee says little about one example."
             )
-        trainer = self.trainer  # hooks may change both settings between rounds
+        trainer, ids = self.trainer, population.ids  # hooks may change batches between rounds
         return PrivacyLedger(
             privacy,
-            lambda size: int(trainer.datamodule.batch_settings.num_batches(size)),
+            lambda index, size: trainer.datamodule._batches_in_epoch(ids[index], size),
             lambda batches: limited(batches, trainer.limit_train_batches),
         )
 

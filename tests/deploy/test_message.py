@@ -52,7 +52,7 @@ def test_a_task_comes_out_of_a_message_as_it_went_in() -> None:
     message = Message.from_bytes(Message(header, {**tensors, "keep.c_i": torch.ones(3)}).to_bytes())
     check_message(message, "The site")
     own = {"mean": torch.full((2,), -1.0), "count": torch.tensor(9)}
-    found, kept = task_in(message, 1, own, torch.device("cpu"))
+    found, kept, _ = task_in(message, 1, own, torch.device("cpu"))
     assert (found.round, found.phase, found.clients, found.steps, found.mean_examples) == (2, TRAIN, (1,), {1: 5}, 7.5)
     assert torch.equal(found.x, task.x)
     assert torch.equal(found.server["c"], server["c"])

@@ -13,11 +13,8 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import GradientDissimilarity
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import InProcess, Message, RemoteClients
-from lightning_fed.deploy.clients import ClientsOutsideFit
-from lightning_fed.server import ClientPrivacy
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_data, make_trainer, parameters
-from tests.helpers.optional import needs_opacus
 from tests.helpers.training import classification
 
 MAKE = partial(make_trainer, "Scaffold ii")
@@ -131,19 +128,3 @@ def test_a_plain_trainer_and_several_processes_are_refused(tmp_path: Path, monke
     with pytest.raises(FederatedError, match="are asked by a trainer of one process, found 2 processes"):
         wire.run()
     assert not wire.phases
-
-
-def test_base_weights_of_adapters_do_not_reach_sites(tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match=r"lora='exact' changes the base weights in every round, and remote sites"):
-        Wire(tmp_path, partial(make_trainer, "FedAvg", lora="exact")).run()
-
-
-@needs_opacus
-def test_privacy_of_records_is_for_simulations(tmp_path: Path) -> None:
-    make = partial(make_trainer, "FedAvg", client_privacy=ClientPrivacy(1.0, 1.0))
-    wire = Wire(tmp_path, make)
-    with pytest.raises(FederatedError, match="client_privacy=.* is for simulations: its noise follows from the seed"):
-        wire.run()
-    assert not wire.phases
-    with pytest.raises(FederatedError, match="is for simulations"):
-        ClientsOutsideFit(make(), model(), make_data())

@@ -1,6 +1,7 @@
 """Servers and sites that end at any moment go on with the bits of an undisturbed run."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning_fed.deploy import Message
 from lightning_fed.server import OortSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import METHODS, EndedError, Wire, make_data, make_trainer, parameters, simulated
+from tests.helpers.adapters import adapted, exact_trainer
 from tests.helpers.selection import few
 
 STATEFUL = ["Scaffold i", "Scaffold ii", "FedDyn"]
@@ -126,3 +128,41 @@ def test_ends_at_random_moments_leave_no_trace(seed: int, tmp_path: Path) -> Non
     module, ends = disturbed(method, tmp_path, seed)
     assert ends
     assert torch.equal(parameters(module), parameters(simulated(partial(make_trainer, method)).lightning_module))
+
+
+@pytest.mark.thorough
+def test_base_weights_of_adapters_are_those_of_the_round_that_a_task_is_of(tmp_path: Path) -> None:
+    make = partial(exact_trainer, clients_per_round=3, engine="sequential")
+    expected = simulated(make, adapted)
+    wire, module, two = Wire(tmp_path, make, adapted), adapted(), tmp_path / "two.ckpt"
+    first: dict[int, tuple[Message, Message]] = {}
+
+    def comes(task: Message) -> list[Message]:
+        reply = wire.answer(task)
+        if task.header["phase"] == "train":
+            first.setdefault(int(task.client), (task, reply))
+            assert any(name.startswith("base.") for name in task.tensors) == (task.header["round"] > 0)
+        return [reply]
+
+    wire.comes = comes
+    wire.run(save={2: two}, trainer=make(max_rounds=3))  # the third is lost
+    for client, (task, reply) in first.items():  # of an earlier round, on a site that has later weights
+        again = wire.answer(task)
+        assert torch.equal(again.tensors["model"], reply.tensors["model"]), client
+    wire.kill()
+    wire.run(module, ckpt_path=two)
+    state = expected.lightning_module.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    start = adapted().state_dict()
+    assert not torch.equal(*(own["net.base_model.model.one.base_layer.weight"] for own in (state, start)))
+    task = next(task for task, _ in first.values() if task.client in wire.sites)
+    for base, said in (
+        ({"base.0": torch.zeros(8, 6)}, "has 1 base weights of adapters, and this site's module has 2 that change"),
+        ({"base.0": torch.zeros(8, 6), "base.1": torch.zeros(7, 8)}, r"has the base weight 0 of shape .*float32"),
+    ):
+        with pytest.raises(FederatedError, match=said):
+            wire.answer(replace(task, tensors={**task.tensors, **base}))
+    for site in wire.sites.values():
+        site.close()
+        assert all(torch.equal(value, start[name]) for name, value in site._model.state_dict().items() if "base" in name
+                   and "lora" not in name and "modules_to_save" not in name)  # fmt: skip

@@ -174,7 +174,7 @@ def test_under_differential_privacy_no_measure_leaves_a_site(tmp_path: Path) -> 
 
     with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path) as site:
         site.answer(hello(make))
-        with pytest.raises(FederatedError, match="nothing leaves it but clipped messages"):
+        with pytest.raises(FederatedError, match="runs DifferentialPrivacy: measures are neither clipped nor noisy"):
             site.answer(measure())
 
 

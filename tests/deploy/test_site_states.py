@@ -39,8 +39,11 @@ def states(tmp_path: Path) -> Iterator[SiteStates]:
 
 
 def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) -> None:
-    states.agree("r", [3])
-    assert states.agreed("r") == [3]
+    for words in ({}, {"ward": ["eye"]}):
+        states.agree("r", {"clients": [3], "words": words})
+        assert states.agreed("r") == {"clients": [3], "words": words}
+    (states.folder / "r" / "agreed.json").write_text('{"clients": [3]}')  # of an earlier version
+    assert states.agreed("r") == {"clients": [3], "words": {}}
     assert states.read("r", 3, 0, version=0) is None
     for version in (1, 2, 3):
         states.write("r", 0, version - 1, version, {"c": torch.full((2,), float(version))})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import Message
 from lightning_fed.deploy.site_worker import (
     SiteWorker,
     called,
@@ -24,6 +25,7 @@ from lightning_fed.deploy.site_worker import (
     state_dir_of,
 )
 from tests.deploy.site_models import model
+from tests.deploy.task import DATA, NAMES
 
 APP = "def trainer(): raise OSError('no such disk')\nmodel = data = trainer\n"  # refused before PyTorch is needed
 
@@ -70,6 +72,20 @@ def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, m
         assert kind == b"E"
         assert f"OSError: no such disk (the site's log is {tmp_path}/site/site.log)" in why.decode()
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_limits_of_a_nodes_configuration_are_those_of_the_site(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("METHOD", "FedAvg")
+    makers = dict(zip(("trainer", "model", "data"), (*NAMES, DATA), strict=True))
+    node_config: dict[str, Any] = {"client-id": 0, "state-dir": str(tmp_path / "site"), "share-words": " ward,sex, "}
+    spec = {"makers": makers, "node_config": node_config, "parent": os.getpid(), "paths": []}
+    with SiteWorker(spec)._made() as site:
+        assert site._shared == ["ward", "sex"]
+    for name, value, said in (("max-epsilon", 3.0, "max_epsilon=3.0"), ("privacy-delta", 0.1, "delta=0.1")):
+        limited = SiteWorker({**spec, "node_config": {**node_config, name: value}})
+        kind, why = limited.answer(Message({}).to_bytes())
+        assert kind == b"E"
+        assert f"FederatedSite({said}): the trainer has no client_privacy" in why.decode()
 
 
 WRITES = """

@@ -48,7 +48,7 @@ SHUFFLED = ClientPrivacy(noise_multiplier=1.1, max_grad_norm=0.7, delta=1e-3, sa
 
 def ledger(privacy: ClientPrivacy = PRIVATE) -> PrivacyLedger:
     """Return the account of clients with batches of 4 examples, of which an epoch takes at most 3."""
-    return PrivacyLedger(privacy, lambda size: -(-size // 4), lambda batches: min(batches, 3))
+    return PrivacyLedger(privacy, lambda index, size: -(-size // 4), lambda batches: min(batches, 3))
 
 
 # ------------------------------------------------------------------ what is spent

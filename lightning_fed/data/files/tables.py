@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import (
+    check_count,
     check_fraction,
     check_one_of,
     check_paths,
@@ -31,7 +32,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
 from lightning_fed.data.partitions.partition import check_client_id, random_state
 
-__all__ = ["ClientTable", "Columns", "as_number", "read_columns"]
+__all__ = ["ClientTable", "Columns", "as_number", "read_columns", "sorted_words"]
 
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
@@ -48,7 +49,7 @@ _WITH_COMMA = re.compile(
 class Columns:
     """Columns of a table with n rows: unchanged, as numbers or positions in a vocabulary [n], or left out for a reason.
 
-    A missing number is NaN and a missing word -1, in columns that may have them.
+    A missing number is NaN, a missing word -1 and an unknown one -2, in columns that may have them.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Columns:
     keys: dict[str, list[Any]] = field(default_factory=dict)
     numbers: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     words: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    vocabularies: dict[str, Sequence[str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     heading: list[str] = field(default_factory=list)
 
@@ -79,20 +81,25 @@ class Columns:
         if str(column.type).startswith(("list", "large_list", "fixed_size_list", "struct", "map")):
             raise FederatedError(f"{self.path}: column {name!r} must hold texts or numbers; its type is {column.type}.")
 
-    def add_words(self, name: str, column: Any, vocabulary: Sequence[str], may_miss: bool) -> None:
-        """Add a pyarrow column of words as their positions in a vocabulary."""
+    def add_words(
+        self, name: str, column: Any, vocabulary: Sequence[str] | None, may_miss: bool, may_be_unknown: bool
+    ) -> None:
+        """Add a pyarrow column of words as their positions in a vocabulary, by default that of its own words."""
         self._check_plain(name, column)
         encoded = column.combine_chunks().dictionary_encode()
-        places = {word: place for place, word in enumerate(vocabulary)}
         texts = ["" if value is None else str(value).strip() for value in encoded.dictionary.to_pylist()] + [""]
+        if vocabulary is None:
+            vocabulary = sorted_words(text for text in texts if text.lower() not in _MISSING)
+        self.vocabularies[name] = vocabulary
+        places = {word: place for place, word in enumerate(vocabulary)}
         codes = [places.get(text, -1 if text.lower() in _MISSING else -2) for text in texts]
         of_rows = np.asarray(encoded.indices.fill_null(len(texts) - 1))  # a missing value is the empty text
         found = self.words[name] = np.array(codes, np.int64)[of_rows]
-        if (found == -2).any():
+        if (found == -2).any() and not may_be_unknown:
             row = int(np.argmax(found == -2))
             raise FederatedError(
-                f"{self.path}, {self.line(row)}: column {name!r} holds {texts[of_rows[row]]!r}, and its declared words"
-                f" are {list(vocabulary)}. Add it to them, or correct the row."
+                f"{self.path}, {self.line(row)}: column {name!r} holds {texts[of_rows[row]]!r}, and its words are"
+                f" {list(vocabulary)}. Add it to them, or correct the row."
             )
         if not may_miss:
             self._refuse(found == -1, name, _MISSING_VALUE)
@@ -156,10 +163,11 @@ def read_columns(
     keys: Sequence[str],
     numeric: Sequence[str],
     rest: bool,
-    words: Mapping[str, Sequence[str]],
+    words: Mapping[str, Sequence[str] | None],
     may_miss: Callable[[str], bool],
     delimiter: str,
     decimal: str,
+    unknown: Collection[str] = (),
 ) -> Columns:
     """Read columns from a ``.csv`` or ``.parquet`` file.
 
@@ -168,10 +176,11 @@ def read_columns(
         keys: Columns to leave unchanged.
         numeric: Columns of numbers.
         rest: Whether to read all other numeric columns too, except for a row index written by pandas.
-        words: Columns of words, with their vocabularies.
+        words: Columns of words, with their vocabularies; None for the words that are there.
         may_miss: Whether a column of numbers or words may have missing values.
         delimiter: What separates the fields of a CSV file.
         decimal: The decimal mark in a CSV file.
+        unknown: The columns of words that may have others than those of their vocabulary.
     """
     from pyarrow import ArrowException, csv, parquet, string
 
@@ -216,9 +225,17 @@ def read_columns(
         if name in numeric and name in columns.left_out:
             raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}.")
     for name, vocabulary in words.items():
-        columns.add_words(name, table.column(name), vocabulary, may_miss(name))
+        columns.add_words(name, table.column(name), vocabulary, may_miss(name), name in unknown)
     columns.heading = heading
     return columns
+
+
+def sorted_words(words: Iterable[str]) -> list[str]:
+    """Return the distinct words in order: numbers by their value, if all are numbers, and otherwise as texts."""
+    numbers: dict[str, Any] = {word: as_number(word) for word in words}
+    if None in numbers.values():
+        return sorted(numbers)
+    return sorted(numbers, key=lambda word: (numbers[word], word))
 
 
 def as_number(text: str) -> float | None:
@@ -262,7 +279,9 @@ class ClientTable(StoredDataModule):
         classes: The values of the target in the order of their numbers, as texts. None for the sorted distinct ones of
             the file, which differ between sites with files of their own.
         categories: Columns of words with their vocabularies, such as ``{"sex": ["f", "m"]}``: an input of 1 or 0 per
-            word.
+            word. A number, such as ``{"ward": 20}``, is room for so many words instead: those of the file, sorted, or
+            those that the sites of a run agree on. The inputs of the words that are not there are 0.
+        unknown: The columns of ``categories`` that may hold other words: another input is 1 for these.
         ordered: Columns of words in their order, such as ``{"smoker": ["no", "yes"]}``: one input, 0, 1, 2, ...
         missing: What stands for a missing value, by column, or one rule for all columns of numbers. A number.
             "client_mean": the mean of the client's own training rows; no client sees another's. "indicator": 0, and
@@ -297,11 +316,12 @@ class ClientTable(StoredDataModule):
         batch_size: int = 32,
         seed: int = 0,
         classes: Sequence[str] | None = None,
-        categories: Mapping[str, Sequence[str]] | None = None,
+        categories: Mapping[str, Sequence[str] | int] | None = None,
         ordered: Mapping[str, Sequence[str]] | None = None,
         missing: str | float | Mapping[str, str | float] = "refuse",
         decimal: Literal[".", ","] = ".",
         delimiter: str = ",",
+        unknown: Sequence[str] = (),
     ) -> None:
         super().__init__(batch_size=batch_size)
         check_paths("ClientTable", path=path)
@@ -337,6 +357,7 @@ class ClientTable(StoredDataModule):
             raise FederatedError(f"ClientTable(classes=..., targets={targets!r}): values have no classes.")
         self.categories = _vocabularies("categories", categories)
         self.ordered = _vocabularies("ordered", ordered)
+        self.unknown, self._agreed = unknown, dict[str, list[str]]()
         self.missing = missing
         self.decimal = check_one_of("ClientTable", "decimal", decimal, (".", ","))
         self.delimiter = delimiter
@@ -364,6 +385,9 @@ class ClientTable(StoredDataModule):
                 raise FederatedError(f"ClientTable: {name!r} is the {roles[name]} column, and rules are for inputs.")
             if self.features is not None and name not in self.features:
                 raise FederatedError(f"ClientTable: {name!r} has a rule, and is not among features={self.features!r}.")
+        unknown: Any = self.unknown
+        if not isinstance(unknown, list | tuple) or not self.categories.keys() >= set(map(str, unknown)):
+            raise FederatedError(f"ClientTable(unknown={unknown!r}): unknown must be a list of columns of categories.")
         if both := sorted(self.categories.keys() & self.ordered.keys()):
             raise FederatedError(f"ClientTable: {both[0]!r} is in categories and in ordered. Leave it in one of them.")
         delimiter: Any = self.delimiter
@@ -380,19 +404,28 @@ class ClientTable(StoredDataModule):
             return self.missing.get(name, "refuse")
         return "refuse" if name in self.categories or name in self.ordered or name == self.target else self.missing
 
-    def _load(self) -> None:
+    def _read(
+        self, keys: Sequence[str], numeric: Sequence[str], rest: bool, words: Mapping[str, Sequence[str] | None]
+    ) -> Columns:
         path = find("ClientTable", Path(self.path), "Write the table there.", "Or correct path.")
         if not path.is_file():
             raise FederatedError(f"ClientTable: {path} is not a file. Correct path.")
-        words = {**self.categories, **self.ordered}
+        return read_columns(
+            path, keys, numeric, rest, words, lambda name: self._rule(name) != "refuse", self.delimiter, self.decimal,
+            self.unknown,
+        )  # fmt: skip
+
+    def _load(self) -> None:
+        words = {
+            name: self._agreed.get(name) if isinstance(given, int) else given
+            for name, given in {**self.categories, **self.ordered}.items()
+        }
         keys = [self.client, *([] if self.split is None else [self.split])]
         ruled = self.missing if isinstance(self.missing, Mapping) else ()
         numeric = [name for name in dict.fromkeys((*(self.features or ()), *ruled)) if name not in words]
         (keys if self.targets == "classes" else numeric).append(self.target)
-        table = read_columns(
-            path, keys, numeric, self.features is None, words,
-            lambda name: self._rule(name) != "refuse", self.delimiter, self.decimal,
-        )  # fmt: skip
+        table = self._read(keys, numeric, self.features is None, words)
+        path = table.path
         order = self.features or sorted({*table.numbers, *words}, key=table.heading.index)
         features = [name for name in order if name != self.target]
         if table.left_out:
@@ -404,6 +437,12 @@ class ClientTable(StoredDataModule):
             )
         if not features or not len(table.keys[self.client]):
             raise FederatedError(f"{path} has no rows, or no column of numbers that could be a feature.")
+        for name, room in self.categories.items():
+            if isinstance(room, int) and (found := len(table.vocabularies[name])) > room:
+                raise FederatedError(
+                    f"{path}: column {name!r} has {found} words, and categories={{{name!r}: {room}}} is room for"
+                    f" {room}. Make room for all of them, in the model as well."
+                )
         x = self._inputs(table, features)
         y = self._labels(table) if self.targets == "classes" else torch.from_numpy(table.numbers[self.target])[:, None]
         train, val, test = parts = self._divide(table, x, y)
@@ -414,7 +453,17 @@ class ClientTable(StoredDataModule):
         self.test = pool(test)[0] or self.val
 
     def describe_columns(self) -> list[str]:
-        """Return the names of inputs and classes; of classes that are not declared, only number and checksum."""
+        """Return the names of inputs and classes; of classes that are not declared, only number and checksum.
+
+        Raises:
+            FederatedError: If words come from the rows and the sites have not agreed on them.
+        """
+        for name, room in self.categories.items():
+            if isinstance(room, int) and name not in self._agreed:
+                raise FederatedError(
+                    f"ClientTable: the words of column {name!r} come from the rows, and each site would number its own."
+                    f" Let the sites agree on them, RemoteClients(agree_on=[{name!r}]), or declare them."
+                )
         self.setup()
         if self.targets == "values":
             return [*self.feature_names, self.target]
@@ -422,6 +471,23 @@ class ClientTable(StoredDataModule):
             return [*self.feature_names, *(f"{self.target}={name}" for name in self.classes)]
         checksum = hashlib.blake2b(repr(self.classes).encode(), digest_size=8).hexdigest()
         return [*self.feature_names, f"{self.target} of {len(self.classes)} classes with the checksum {checksum}"]
+
+    def column_words(self, columns: Sequence[str]) -> dict[str, list[str]]:
+        """Return the distinct words of columns with room for words, for the sites of a run to agree on."""
+        for name in columns:
+            if not isinstance(self.categories.get(name), int):
+                raise FederatedError(
+                    f"ClientTable: the run agrees on the words of column {name!r}, and the table has no room for them."
+                    f" Declare it, such as categories={{{name!r}: 20}} for 20 words."
+                )
+        found = self._read([], [], False, dict.fromkeys(columns)).vocabularies
+        return {name: list(found[name]) for name in columns}
+
+    def use_words(self, words: Mapping[str, Sequence[str]]) -> None:
+        """Number the words of columns in this order from the next ``setup`` on; those of the file for other columns."""
+        if words != self._agreed:
+            self._agreed = {name: list(own) for name, own in words.items()}
+            self._loaded, self._clients = False, None
 
     def _inputs(self, table: Columns, features: Sequence[str]) -> Tensor:
         """Return the inputs [n, features], NaN where a mean of the client comes later, and set their names."""
@@ -432,9 +498,14 @@ class ClientTable(StoredDataModule):
             found = table.words[name] if name in table.words else table.numbers[name]
             holes = found == -1 if name in table.words else np.isnan(found)
             if name in self.categories:
-                vocabulary = self.categories[name]
-                own = (found[:, None] == np.arange(len(vocabulary))).astype(np.float32)
+                vocabulary, room = table.vocabularies[name], self.categories[name]
+                size = room if isinstance(room, int) else len(vocabulary)
+                own = (found[:, None] == np.arange(size)).astype(np.float32)
                 self.feature_names += [f"{name}={word}" for word in vocabulary]
+                self.feature_names += [f"{name} without a word" for _ in range(len(vocabulary), size)]
+                if name in self.unknown:
+                    own = np.concatenate([own, (found[:, None] == -2).astype(np.float32)], axis=1)
+                    self.feature_names.append(f"{name} unknown")
             else:
                 fill = rule if isinstance(rule, int | float) else np.nan if rule == "client_mean" else 0.0
                 own = np.where(holes, fill, found).astype(np.float32)[:, None]
@@ -529,8 +600,13 @@ def _vocabulary(name: str, found: Any) -> list[str]:
     return list(found)
 
 
-def _vocabularies(name: str, found: Any) -> dict[str, list[str]]:
-    """Return a checked mapping from columns to words."""
+def _vocabularies(name: str, found: Any) -> dict[str, Any]:
+    """Return a checked mapping from columns to words, or to the room for words that are found."""
     if found is not None and not (isinstance(found, Mapping) and all(isinstance(key, str) for key in found)):
         raise FederatedError(f"ClientTable: {name} must map columns to lists of words, found {found!r}.")
-    return {key: _vocabulary(f"{name}[{key!r}]", words) for key, words in (found or {}).items()}
+    return {
+        key: check_count("ClientTable", f"{name}[{key!r}]", words)
+        if name == "categories" and isinstance(words, int)
+        else _vocabulary(f"{name}[{key!r}]", words)
+        for key, words in (found or {}).items()
+    }

@@ -44,6 +44,7 @@ class RoundsController(Controller):
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
         batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
         phase_timeout: The seconds after which a phase is closed without the clients that have not answered.
+        agree_on: As for :class:`lightning_fed.deploy.RemoteClients`. ``make_val`` then takes the words by column.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RoundsController(Controller):
         max_examples: int | None = None,
         batch_size: int | None = None,
         phase_timeout: float = 3600.0,
+        agree_on: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if isinstance(phase_timeout, bool) or not isinstance(phase_timeout, (int, float)) or not phase_timeout > 0:
@@ -64,6 +66,7 @@ class RoundsController(Controller):
         self.make_trainer, self.make_model, self.make_val = make_trainer, make_model, make_val
         self.client_ids, self.sites, self.checkpoint = client_ids, sites, checkpoint
         self.max_examples, self.batch_size, self.phase_timeout = max_examples, batch_size, phase_timeout
+        self.agree_on = agree_on
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Fit; FLARE calls this in a thread of the job's process."""
@@ -78,8 +81,9 @@ class RoundsController(Controller):
             self.phase_timeout,
             lambda: bool(abort_signal.triggered),
         )
-        val = None if self.make_val is None else called(self.make_val)()
-        clients = RemoteClients(transport, ids, val, self.max_examples, self.batch_size)
+        make_val = None if self.make_val is None else called(self.make_val)
+        val = make_val() if make_val is not None and not self.agree_on else make_val
+        clients = RemoteClients(transport, ids, val, self.max_examples, self.batch_size, self.agree_on)
         trainer, module = called(self.make_trainer)(), called(self.make_model)()
         try:
             fit(trainer, module, clients, Path(self.checkpoint).absolute(), _log, _OTHER)

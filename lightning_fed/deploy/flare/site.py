@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import nvflare.client as flare
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
@@ -21,6 +22,9 @@ def serve_site(
     make_data: Maker,
     sites: Mapping[str, Sequence[int | str]] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
+    max_epsilon: float | None = None,
+    delta: float | None = None,
+    share_words: Sequence[str] = (),
 ) -> None:
     """Answer the tasks of a job until it ends. The client script of the job calls it.
 
@@ -34,6 +38,9 @@ def serve_site(
             :class:`lightning_fed.FederatedDataModule` with these clients.
         sites: The clients of each site, as the server has them. By default each client is the site of its name.
         state_dir: The folder of client states, with a folder for each site. By default ``~/.lightning_fed/sites``.
+        max_epsilon: As for :class:`lightning_fed.deploy.FederatedSite`; so are ``delta`` and ``share_words``.
+        delta: The delta of ``max_epsilon``.
+        share_words: The columns whose words may leave the site.
 
     Raises:
         FederatedError: If another process cannot find one of the functions by name, or ``sites`` leaves this one out.
@@ -52,7 +59,10 @@ def serve_site(
     name = flare.get_site_name()
     if sites is not None and name not in sites:
         raise FederatedError(f"sites names {', '.join(sites)}, and this site is {name}. Add it, as the server has it.")
-    config = {"site": name, "client-id": ",".join(map(str, sites[name] if sites is not None else [name]))}
+    config: dict[str, Any] = {"site": name}
+    config["client-id"] = ",".join(map(str, sites[name] if sites is not None else [name]))
+    limits = {"max-epsilon": max_epsilon, "privacy-delta": delta, "share-words": ",".join(share_words) or None}
+    config |= {key: value for key, value in limits.items() if value is not None}
     if state_dir is not None:
         config["state-dir"] = str(Path(state_dir) / name)
     process = SiteProcess(makers, config, os.getpid())

@@ -34,6 +34,7 @@ def server_app(
     max_examples: int | None = None,
     owners: Mapping[ClientId, str | PathLike[str]] | None = None,
     batch_size: int | None = None,
+    agree_on: Sequence[str] = (),
 ) -> ServerApp:
     """Return the ServerApp of a run.
 
@@ -56,6 +57,7 @@ def server_app(
             ``{"bank": "bank.pub"}``. Relative paths are as for ``checkpoint``. A client without one belongs to the
             first SuperNode that names it, for as long as that one is there.
         batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
+        agree_on: As there. ``make_val`` then takes the words by column.
 
     Example::
 
@@ -75,10 +77,11 @@ def server_app(
         deploy.setLevel(logging.INFO)
         deploy.handlers, deploy.propagate = _log.handlers, False  # so `flwr log` shows it
         ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
-        val = None if make_val is None else called(make_val)()
+        make = None if make_val is None else called(make_val)
+        val = make() if make is not None and not agree_on else make
         phase_timeout, ask_again = (seconds(context.run_config, name) for name in DEFAULTS)
         transport = FlowerTransport(grid, ids, phase_timeout, ask_again, owners)
-        clients = RemoteClients(transport, ids, val, max_examples, batch_size)
+        clients = RemoteClients(transport, ids, val, max_examples, batch_size, agree_on)
         fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute(), _log, _OTHER)
 
     return app

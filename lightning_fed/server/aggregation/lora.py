@@ -14,7 +14,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.rounds import Cohort, Run
 from lightning_fed.core.seeds import preserved_random_state
-from lightning_fed.core.types import Vector
+from lightning_fed.core.types import State, Vector
 from lightning_fed.server.aggregation.mean import Collectives
 
 __all__ = ["ExactLora", "LoraPair", "ProductSums", "lora_needs_mean", "takes_mean_model"]
@@ -169,6 +169,16 @@ class ExactLora:
                 size += min(missing * pair.rank * (m + n) * item, m * n * pair.base.element_size())
             self._held[index] = self._columns
         return size
+
+    @property
+    def weights(self) -> State:
+        """The base weights by number."""
+        return {str(number): pair.base.detach() for number, pair in enumerate(self.pairs)}
+
+    @property
+    def moved_weights(self) -> State:
+        """The base weights by number, none before the first residual."""
+        return self.weights if self._columns else {}
 
     def _checksum(self) -> str:
         digest = hashlib.blake2b(digest_size=16)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fed import FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ClientTable
 from lightning_fed.models import MLPClassifier
@@ -268,6 +268,11 @@ def test_a_split_without_training_rows_is_refused(tmp_path):
         ({"categories": ["x"]}, "categories must map columns to lists of words"),
         ({"categories": {"x": []}}, r"categories\['x'\] must be a list of words"),
         ({"categories": {"x": [False, True]}}, r"categories\['x'\] must be a list of words .*in quotes"),
+        ({"categories": {"x": 0}}, r"categories\['x'\] must be an integer of at least 1"),
+        ({"categories": {"x": True}}, r"categories\['x'\] must be an integer of at least 1"),
+        ({"unknown": ["x"]}, r"unknown=\['x'\]\): unknown must be a list of columns of categories"),
+        ({"unknown": "x", "categories": {"x": 3}}, "unknown must be a list of columns of categories"),
+        ({"ordered": {"x": 3}}, r"ordered\['x'\] must be a list of words"),
         ({"categories": {"y": ["a"]}}, "'y' is the target column, and rules are for inputs"),
         ({"ordered": {"x": ["a"]}, "categories": {"x": ["a"]}}, "'x' is in categories and in ordered"),
         ({"ordered": {"z": ["a"]}, "features": ["x"]}, r"'z' has a rule, and is not among features=\['x'\]"),
@@ -432,7 +437,7 @@ def test_a_mean_is_of_the_clients_own_training_rows(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "rules", "message"),
     [
-        ("61;f", "61;w", {}, r"line 2: column 'sex' holds 'w', and its declared words are \['m', 'f'\]"),
+        ("61;f", "61;w", {}, r"line 2: column 'sex' holds 'w', and its words are \['m', 'f'\]"),
         ("II;70", ";70", {}, "line 2: column 'stage' has no value"),
         ("70,5", "70.5", {}, "line 2: column 'weight' holds '70.5'.*decimal comma and without points"),
         ("70,5", "1.070,5", {}, "line 2: column 'weight' holds '1.070,5'.*decimal comma and without points"),
@@ -459,3 +464,37 @@ def test_one_rule_is_for_all_columns_of_numbers_and_no_other(tmp_path):
         ClientTable(path, "who", "y", categories={"sex": ["f", "m"]}, missing=0.0).setup("fit")
     with pytest.raises(FederatedError, match="column 'y' has no value"):
         ClientTable(write(tmp_path, "who,x,y\na,1,\n"), "who", "y", targets="values", missing=0.0).setup("fit")
+
+
+def test_room_for_words_takes_those_of_the_file_or_those_that_are_agreed_on(tmp_path):
+    path = write(tmp_path, "who,ward,no,y\na, eye ,10,0\na,Eye,9,1\na,,9,1\n")
+    rules = {"categories": {"ward": 3, "no": 2}, "missing": {"ward": "indicator"}, "val_fraction": 0}
+    data = ClientTable(path, "who", "y", classes=["0", "1"], **rules)
+    assert data.column_words(["no", "ward"]) == {"no": ["9", "10"], "ward": ["Eye", "eye"]}
+    own = [[0, 1, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]]
+    assert tensors(data, "a")[0] == own
+    assert data.feature_names == ["ward=Eye", "ward=eye", "ward without a word", "ward missing", "no=9", "no=10"]
+    with pytest.raises(FederatedError, match=r"words of column 'ward' come from the rows.*agree_on=\['ward'\]"):
+        data.describe_columns()
+    data.use_words({"ward": ["Eye", "arm", "eye"], "no": ["9", "10"]})
+    assert tensors(data, "a")[0] == [[0, 0, 1, 0, 0, 1], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]]
+    assert data.describe_columns()[:3] == ["ward=Eye", "ward=arm", "ward=eye"]
+    data.use_words({})
+    assert tensors(data, "a")[0] == own
+    for words, message in (
+        ({"ward": ["eye"]}, r"line 3: column 'ward' holds 'Eye', and its words are \['eye'\]"),
+        ({"no": ["8", "9", "10"]}, r"column 'no' has 3 words, and categories=\{'no': 2\} is room for 2"),
+    ):
+        data.use_words(words)
+        with pytest.raises(FederatedError, match=message):
+            data.setup("fit")
+    data = ClientTable(path, "who", "y", classes=["0", "1"], **rules, unknown=["ward"])
+    assert tensors(data, "a")[0] == [[*row[:3], 0, *row[3:]] for row in own]
+    data.use_words({"ward": ["eye"]})
+    assert tensors(data, "a")[0] == [[1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 1, 1, 0]]
+    assert data.feature_names[:5] == ["ward=eye", *["ward without a word"] * 2, "ward unknown", "ward missing"]
+    with pytest.raises(FederatedError, match="the table has no room for them.*categories="):
+        data.column_words(["y"])
+    for call in (FederatedDataModule.column_words, FederatedDataModule.use_words):
+        with pytest.raises(FederatedError, match="FederatedDataModule has no words to agree on.*agree_on unset"):
+            call(FederatedDataModule(clients={"a": [(1.0, 0)]}), {"ward": ["eye"]})

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,18 @@ def test_every_client_has_a_site(controller: Any) -> None:
     made = controller.RoundsController(*MAKERS, ["north", "south"], "last.ckpt", sites={"site-1": ["north", "east"]})
     with pytest.raises(FederatedError, match="do not name the same clients: .*'east'.*'south'"):
         made.control_flow(None, None)
+
+
+def test_a_run_that_agrees_on_words_makes_its_validation_set_of_them(controller: Any, monkeypatch: Any) -> None:
+    from tests.deploy import words
+
+    found = []
+    monkeypatch.setattr(controller, "fit", lambda trainer, module, clients, *rest: found.append(clients))
+    for agree_on, val in (((), None), (["ward"], words.VAL)):
+        made = controller.RoundsController(*MAKERS, ["north"], "last.ckpt", make_val=val, agree_on=agree_on)
+        monkeypatch.setenv("METHOD", "FedAvg")
+        made.control_flow(SimpleNamespace(triggered=False), None)
+    assert [(clients._agree_on, clients._make_val) for clients in found] == [([], None), (["ward"], words.make_val)]
 
 
 def test_what_flare_tells_of_a_task_is_its_arrays_or_why_there_are_none(controller: Any) -> None:

@@ -42,6 +42,15 @@ def test_tasks_go_to_the_sites_process_with_its_clients_and_its_folder(monkeypat
     tasks.append(None)
     site.serve_site(*NAMES, DATA)
     assert made[1] == {"site": "site-2", "client-id": "site-2"}
+    tasks.append(None)
+    site.serve_site(*NAMES, DATA, max_epsilon=8.0, delta=1e-6, share_words=["ward", "sex"])
+    assert made[2] == {
+        "site": "site-2",
+        "client-id": "site-2",
+        "max-epsilon": 8.0,
+        "privacy-delta": 1e-6,
+        "share-words": "ward,sex",
+    }
     with pytest.raises(FederatedError, match=r"sites names site-1, site-3, and this site is site-2\. Add it"):
         site.serve_site(*NAMES, DATA, {"site-1": [0], "site-3": [1]})
     with pytest.raises(FederatedError, match="make_data"):

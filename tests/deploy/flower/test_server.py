@@ -1,5 +1,6 @@
 """The ServerApp, without Flower's processes: checkpoints, timeouts, late nodes and refusals."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_fed.deploy import saved_run
 from lightning_fed.deploy.flower import server
 from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
+from tests.helpers.optional import needs_pyarrow
 
 
 def rounds_in(checkpoint: Path) -> int:
@@ -89,3 +91,30 @@ def test_options_of_the_run_are_checked() -> None:
     for wrong in (0, -1.0, "5", True):
         with pytest.raises(FederatedError, match="ask-again = .* must be a positive number of seconds"):
             server.seconds({"ask-again": wrong}, "ask-again")
+
+
+@needs_pyarrow
+def test_sites_agree_on_words_through_flower(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.app import Context, RecordDict
+
+    from lightning_fed.deploy.flower import client_app, server_app
+    from tests.deploy import words
+
+    monkeypatch.setattr(server, "end_with", SitesHere.ends_with.add)  # this process is no ServerApp
+    monkeypatch.setattr(server, "_log", logging.getLogger("tests.words"))  # whose handlers the package's log gets
+    for name in ("handlers", "propagate", "level"):
+        package = logging.getLogger("lightning_fed.deploy")
+        monkeypatch.setattr(package, name, getattr(package, name))
+    nodes.app, nodes.nodes = client_app(*words.NAMES, words.DATA), {}
+    for number, client in enumerate(words.WARDS):
+        path = tmp_path / f"{client}.csv"
+        words.write(path, [client])
+        at = {"client-id": client, "table": str(path), "state-dir": str(tmp_path / client), "share-words": "ward"}
+        nodes.nodes[200 + number] = at
+    checkpoint = tmp_path / "last.ckpt"
+    app = server_app(*words.NAMES, list(words.WARDS), checkpoint, words.VAL, agree_on=["ward"])
+    run_config = {"phase-timeout": 60.0, "ask-again": 60.0}
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=run_config, series_id=1)
+    app(nodes, context)
+    state = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]["state_dict"]
+    assert state["sites"]["words"] == words.AGREED

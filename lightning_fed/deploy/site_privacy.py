@@ -1,0 +1,140 @@
+"""Record-level privacy on a site: the secret of its noise, and the account of what its clients have spent."""
+
+import hashlib
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.message import Message, digest
+from lightning_fed.deploy.site_states import append_private, write_private
+from lightning_fed.server.client_privacy import ClientPrivacy, epsilon_of
+
+__all__ = ["SitePrivacy", "digest_of", "seed_of"]
+
+_BYTES = 32  # of the secret, and of digests
+
+
+class SitePrivacy:
+    """The randomness of a site's answers, and what they spend of the privacy of its examples.
+
+    A task's noise and batches follow from the site's secret and from all of the task. So the same task has the same
+    answer, and any other task has independent noise. Every distinct task that was answered counts, in all runs of the
+    folder. A task whose answer would differ from the first one is refused: both have the same noise.
+
+    Args:
+        folder: A folder of this site alone, for the secret and the account.
+        privacy: The settings of the site's trainer.
+        max_epsilon: The site does not answer beyond it.
+        delta: The delta of epsilon; by default that of ``privacy``.
+    """
+
+    def __init__(
+        self, folder: Path, privacy: ClientPrivacy, max_epsilon: float | None = None, delta: float | None = None
+    ) -> None:
+        self.privacy, self.max_epsilon = privacy, max_epsilon
+        self.delta = privacy.delta if delta is None else delta
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)  # whatever the umask
+        self._secret, self._account = _secret_in(folder / "secret"), folder / "answers.jsonl"
+        self._answers: dict[tuple[ClientId, str], str] = {}  # digests of replies by client and digest of the task
+        self._spent: dict[ClientId, Counter[tuple[float, int]]] = {}
+        self._load()
+
+    def seed(self, task: Message) -> int:
+        """Return the seed of all randomness of the answer to a task."""
+        return seed_of(self._secret, digest_of(task))
+
+    def epsilon(self, client: ClientId, more: Counter[tuple[float, int]] | None = None) -> float:
+        """Return what a client has spent, in all runs, and would spend with more noisy sums."""
+        return epsilon_of(self._spent.get(client, Counter()) + (more or Counter()), self.delta)
+
+    def answer(self, task: Message, batches: int, steps: int, per_epoch: int, work: Callable[[], Message]) -> Message:
+        """Return the answer of ``work``, which counts before it leaves the site, also if the work fails.
+
+        Args:
+            task: The task.
+            batches: The batches in an epoch of its client.
+            steps: The requested local steps.
+            per_epoch: The most steps in a local epoch.
+            work: Computes the answer.
+
+        Raises:
+            FederatedError: If the client would spend more than its budget, or if the answer is not the one that the
+                site has given before.
+        """
+        client, key = task.client, digest_of(task)
+        first, costs = self._answers.get((client, key)), Counter[tuple[float, int]]()
+        if first is None:
+            of_one, count = self.privacy.sums(batches, steps, per_epoch)
+            costs = Counter({(self.privacy.noise_multiplier, of_one): count})
+            would = self.epsilon(client, costs)
+            if self.max_epsilon is not None and would > self.max_epsilon:
+                raise FederatedError(
+                    f"Client {client!r} would spend epsilon {would:.4g} at delta {self.delta:g} in all with this task,"
+                    f" and its site has max_epsilon={self.max_epsilon:g}. It answers no more such tasks."
+                )
+        reply = None
+        try:
+            reply = work()
+        finally:
+            found = "" if reply is None or "failed" in reply.header else digest_of(reply)
+            if not first:
+                sums = [[*kind, count] for kind, count in costs.items()]
+                line = json.dumps({"client": client, "task": key, "answer": found, "sums": sums})
+                append_private(self._account, f"{line}\n".encode())
+                self._count(client, key, found, costs)
+        if first and found != first:
+            raise FederatedError(
+                f"The site of client {client!r} has answered this task before, and computes another answer now. Both"
+                " have the same noise, so their difference would reveal data. Its data, settings, device or number of"
+                " threads have changed: undo that, or start a new run."
+            )
+        return reply
+
+    def _count(self, client: ClientId, key: str, answer: str, costs: Counter[tuple[float, int]]) -> None:
+        self._answers[client, key] = answer
+        self._spent.setdefault(client, Counter()).update(costs)
+
+    def _load(self) -> None:
+        if not self._account.is_file():
+            write_private(self._account, b"")
+        content = self._account.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:  # the power was cut before this answer had left
+            write_private(self._account, whole)
+        try:
+            for line in map(json.loads, whole.splitlines()):
+                sums = Counter({(float(z), int(batches)): int(count) for z, batches, count in line["sums"]})
+                self._count(line["client"], line["task"], line["answer"], sums)
+        except (ValueError, KeyError, TypeError) as error:
+            raise FederatedError(
+                f"{self._account} is damaged: {error}. It holds what the site's clients have spent of their privacy."
+                " Restore it."
+            ) from error
+
+
+def _secret_in(path: Path) -> bytes:
+    """Return the secret in a file, made by the operating system if there is none."""
+    if not path.is_file():
+        write_private(path, secrets.token_bytes(_BYTES))
+    path.chmod(0o600)
+    if len(secret := path.read_bytes()) != _BYTES:
+        raise FederatedError(f"{path} is damaged: it has {len(secret)} bytes, and a secret has {_BYTES}. Restore it.")
+    return secret
+
+
+def seed_of(secret: bytes, task: str) -> int:
+    """Return the seed for a task by its digest; nobody without the secret can tell it from a random number."""
+    return int.from_bytes(hashlib.blake2b(task.encode(), key=secret, digest_size=_BYTES).digest(), "little")
+
+
+def digest_of(message: Message) -> str:
+    """Return a digest of a message: of all but how often its round was begun."""
+    header = {name: value for name, value in message.header.items() if name != "attempt"}
+    tensors = {name: digest(value) for name, value in message.tensors.items()}
+    whole = json.dumps([header, tensors], sort_keys=True).encode()
+    return hashlib.blake2b(whole, digest_size=_BYTES).hexdigest()
