@@ -3,6 +3,7 @@
 import json
 import logging
 import secrets
+import signal
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,6 +297,7 @@ def test_killed_sites_and_servers_leave_no_trace(method: str, tmp_path: Path, mo
             folder = tmp_path / name / str(client) / "privacy"
             folder.mkdir(parents=True)
             (folder / "secret").write_bytes(bytes([client]) * 32)
+            (folder / "answers.jsonl").touch()
         wire, module, checkpoint = Wire(tmp_path / name, make), model(), tmp_path / f"{name}.ckpt"
         ends = [0]
 
@@ -338,8 +340,39 @@ def test_a_damaged_account_or_secret_is_refused_and_an_unfinished_line_is_not(tm
     account.write_bytes(b"{}\n" + whole)
     with pytest.raises(FederatedError, match=r"answers.jsonl is damaged: 'sums'"):
         SitePrivacy(tmp_path / "privacy", ON)
+    account.unlink()
+    with pytest.raises(FederatedError, match=r"answers.jsonl is missing. It holds what the site's clients have spent"):
+        SitePrivacy(tmp_path / "privacy", ON)
+    account.write_bytes(whole)
     secret.write_bytes(b"short")
     with pytest.raises(FederatedError, match="secret is damaged: it has 5 bytes"):
+        SitePrivacy(tmp_path / "privacy", ON)
+
+
+def test_a_full_disk_lets_no_answer_out_and_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    at = {"format": 1, "run": "0123456789abcdef", "phase": "train", "round": 0, "attempt": 0, "client": "a"}
+    task, reply = Message({**at, "steps": 3}, {"x": torch.zeros(2)}), Message({**at, "loss": 1.0})
+    resource = pytest.importorskip("resource")
+    site, account = SitePrivacy(tmp_path / "privacy", ON), tmp_path / "privacy" / "answers.jsonl"
+    site.answer(task, 5, 3, 5, lambda: reply)
+    whole, other = account.read_bytes(), Message({**at, "steps": 2}, task.tensors)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            site.answer(other, 5, 2, 5, lambda: reply)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert account.read_bytes() == whole
+    site.answer(other, 5, 2, 5, lambda: reply)
+    again = SitePrivacy(tmp_path / "privacy", ON)
+    assert again.epsilon("a") == site.epsilon("a") == ON.epsilon({5: 5})
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "privacy").write_text("a file")
+    with pytest.raises(FederatedError, match="The site's folder .*privacy cannot be used: File exists"):
         SitePrivacy(tmp_path / "privacy", ON)
 
 
