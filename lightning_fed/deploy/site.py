@@ -111,6 +111,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         except FederatedError as error:
             _log.warning("%s refused: %s", _title(task), error)
             raise
+        except Exception:
+            with self._sealed():
+                raise
         header = reply.header
         if "failed" in header:
             what = f"failed: {header['failed']}"
@@ -235,7 +238,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
                 raise FederatedError(f"Client {client_id!r} has {len(found)} replies to one task.")
             return found[0]
 
-        reply = work() if privacy is None else privacy.answer(message, *clients.costs(task, index), work)
+        with self._sealed():
+            costs = clients.costs(task, index)
+        reply = work() if privacy is None else privacy.answer(message, *costs, work)
         if task.phase == TRAIN and "failed" not in reply.header:
             store.commit()
             self._keep(message, index, version, task.round + 1, store.get(index) or {})

@@ -129,11 +129,23 @@ class SiteWorker:
     def _made(self) -> Any:
         if self._site is None:
             makers, node_config = self.spec["makers"], self.spec["node_config"]
-            made = called(makers["trainer"])(), called(makers["model"])(), called(makers["data"])(dict(node_config))
+            trainer = called(makers["trainer"])()
+            try:
+                made = called(makers["model"])(), called(makers["data"])(dict(node_config))
+            except Exception as error:  # which may describe an example
+                if trainer.fit_loop.settings.client_privacy is None:
+                    raise
+                traceback.print_exc()
+                from lightning_fed.core.errors import FederatedError
+
+                raise FederatedError(
+                    f"The site's model or data cannot be made. Its own log ({log_of(self.state_dir)}) has the reason,"
+                    " which does not leave it under client_privacy."
+                ) from error
             from lightning_fed.deploy.site import FederatedSite
 
             limits = node_config.get("max-epsilon"), node_config.get("privacy-delta"), columns_of(node_config)
-            self._site = FederatedSite(*made, clients_of(node_config), self.state_dir, *limits)
+            self._site = FederatedSite(trainer, *made, clients_of(node_config), self.state_dir, *limits)
         return self._site
 
     def _renew_log(self) -> None:

@@ -265,6 +265,15 @@ def test_examples_do_not_show_in_errors(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum(epsilon > 0 for epsilon in spent.values()) == 3, "that it failed is an answer"
 
 
+def test_no_error_of_any_part_of_a_site_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
+    (task, *_), _ = train_tasks(wire)
+    site = wire.site(int(task.client))
+    monkeypatch.setattr(site._states, "read", lambda *_: 1 / 0)
+    with pytest.raises(FederatedError, match="has failed in its work. Its own log has the reason"):
+        site.answer(task)
+
+
 def test_an_example_without_a_finite_gradient_counts_as_nothing(tmp_path: Path) -> None:
     def answer(name: str, bad: bool) -> Tensor:
         own = [(x.double(), y) for x, y in clients(SIZES)[1]]
