@@ -156,19 +156,24 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         """Return the words of the columns that the server asks for, if the site's operator lets them leave."""
         asked: Any = task.header.get("columns")
         columns = asked if isinstance(asked, list) else [asked]
-        if wrong := [name for name in columns if name not in self._shared]:
-            raise FederatedError(
-                f"The server asks for the words of column {quoted(wrong[0])}, and the site of client {task.client!r}"
-                f" lets those of {self._shared or 'none'} leave. Its operator may add columns to share_words."
-            )
+        self._check_shared(columns, task.client)
         with self._sealed():
             return Message({**address(task), "words": dict(self._data.column_words(columns))})
+
+    def _check_shared(self, columns: Sequence[Any], client_id: ClientId) -> None:
+        """Refuse words of columns that are not shared: which of the server's own words are here would tell them."""
+        if wrong := [name for name in columns if name not in self._shared]:
+            raise FederatedError(
+                f"The server asks for the words of column {quoted(wrong[0])}, and the site of client {client_id!r}"
+                f" lets those of {self._shared or 'none'} leave. Its operator may add columns to share_words."
+            )
 
     def _register(self, task: Message) -> Message:
         check_registration(task)
         header, client_id = task.header, task.client
         check_facts(self._facts, header["facts"], client_id)
         clients, words = list(header["clients"]), words_in(task, "The server's registration request")
+        self._check_shared(list(words), client_id)
         for own in self.client_ids:
             if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
