@@ -274,6 +274,22 @@ def test_no_error_of_any_part_of_a_site_leaves_it(tmp_path: Path, monkeypatch: p
         site.answer(task)
 
 
+def test_a_site_answers_nothing_with_batches_whose_examples_depend_on_each_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
+    mixed = FederatedDataModule(clients={0: clients(SIZES)[0]}, batch_size=4, augment=mixup)
+    wire.sites[0] = FederatedSite(wire.make(), model(), mixed, 0, tmp_path / "0")
+    with pytest.raises(FederatedError, match="Client 0: The site of 0 has failed in its work"):
+        wire.run()
+    assert "cannot be combined with batches in which examples depend on each other" in caplog.text
+
+
+def mixup(batch: Any, stream: torch.Generator) -> Any:
+    x, y = batch
+    return 0.7 * x + 0.3 * x.flip(0), y
+
+
 def test_an_example_without_a_finite_gradient_counts_as_nothing(tmp_path: Path) -> None:
     def answer(name: str, bad: bool) -> Tensor:
         own = [(x.double(), y) for x, y in clients(SIZES)[1]]
