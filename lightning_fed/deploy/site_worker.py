@@ -58,6 +58,8 @@ READY, NOT_MINE = b"Y", b"N"
 REPLY, REFUSED = b"R", b"E"
 """What comes before the answer to a task: a message, or why there is none."""
 
+_LIMITS = ("max-epsilon", "privacy-delta", "share-words")
+
 Maker: TypeAlias = Callable[..., Any] | str
 """A function of the user's, or its name, ``"module:function"``."""
 
@@ -129,6 +131,7 @@ class SiteWorker:
     def _made(self) -> Any:
         if self._site is None:
             makers, node_config = self.spec["makers"], self.spec["node_config"]
+            limits = limits_of(node_config)
             trainer = called(makers["trainer"])()
             try:
                 made = called(makers["model"])(), called(makers["data"])(dict(node_config))
@@ -144,7 +147,6 @@ class SiteWorker:
                 ) from error
             from lightning_fed.deploy.site import FederatedSite
 
-            limits = node_config.get("max-epsilon"), node_config.get("privacy-delta"), columns_of(node_config)
             self._site = FederatedSite(trainer, *made, clients_of(node_config), self.state_dir, *limits)
         return self._site
 
@@ -209,6 +211,15 @@ def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
             " or with several ids and commas between them."
         )
     return [int(word) if word.isdecimal() and word == str(int(word)) else word for word in words]
+
+
+def limits_of(node_config: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
+    """Return what a node's operator allows: the largest epsilon, its delta, and the columns whose words may leave."""
+    for name in node_config:
+        option = name.replace("_", "-").lower()
+        if option in _LIMITS and name not in _LIMITS:
+            raise ValueError(f"This site's configuration has {name}, which limits nothing. The option is {option}.")
+    return node_config.get("max-epsilon"), node_config.get("privacy-delta"), columns_of(node_config)
 
 
 def columns_of(node_config: Mapping[str, Any]) -> list[str]:

@@ -87,6 +87,10 @@ def test_the_limits_of_a_nodes_configuration_are_those_of_the_site(tmp_path: Pat
         kind, why = limited.answer(Message({}).to_bytes())
         assert kind == b"E"
         assert f"FederatedSite({said}): the trainer has no client_privacy" in why.decode()
+    for name in ("max_epsilon", "Max-Epsilon", "share_words"):
+        misspelt = SiteWorker({**spec, "node_config": {**node_config, name: 3.0}})
+        _, why = misspelt.answer(Message({}).to_bytes())
+        assert f"This site's configuration has {name}, which limits nothing" in why.decode()
 
 
 PRIVATE = """
