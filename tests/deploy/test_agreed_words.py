@@ -185,7 +185,8 @@ def test_a_late_site_with_another_word_takes_part_if_the_column_may_hold_unknown
 
 
 @pytest.mark.parametrize(
-    "words", [None, [], {"sex": ["f"]}, {"ward": "eye"}, {"ward": ["a\nb"]}, {"ward": ["x" * 201]}, {"ward": [1]}, {"ward": ["a", "a"]},
+    "words", [None, [], {"sex": ["f"]}, {"ward": "eye"}, {"ward": ["a\nb"]}, {"ward": ["x" * 201]}, {"ward": [1]},
+              {"ward": ["a", "a"]},
               {"ward": [str(n) for n in range(1001)]}], ids=lambda words: repr(words)[:30],
 )  # fmt: skip
 def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_path: Path) -> None:
