@@ -90,7 +90,11 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         self._states = SiteStates(Path(state_dir))
         self._privacy: SitePrivacy | None = None
         if privacy is not None:
-            self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
+            try:
+                self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
+            except FederatedError:
+                self._states.close()  # the next site may use the folder, once it is mended
+                raise
         self._clients: ClientsOutsideFit | None = None
         self._agreed: dict[str, Any] = {}  # the clients and words of the run that these were made for
         self._run = ""  # whose task was the last one

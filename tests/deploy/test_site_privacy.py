@@ -395,6 +395,19 @@ def test_a_full_disk_lets_no_answer_out_and_leaves_no_part_of_a_line(tmp_path: P
     assert again.epsilon("a") == site.epsilon("a") == ON.epsilon({5: 5})
 
 
+def test_a_mended_folder_can_be_used_at_once(tmp_path: Path) -> None:
+    secret = tmp_path / "privacy" / "secret"
+    given = MAKE(), model(), make_data([0]), 0, tmp_path
+    secret.parent.mkdir()
+    secret.write_bytes(b"short")
+    (secret.parent / "answers.jsonl").touch()
+    with pytest.raises(FederatedError, match="secret is damaged") as kept:
+        FederatedSite(*given)
+    secret.write_bytes(bytes(32))
+    FederatedSite(*given).close()
+    assert kept.tb, "which holds the first site, as a notebook does"
+
+
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "privacy").write_text("a file")
     with pytest.raises(FederatedError, match="The site's folder .*privacy cannot be used: File exists"):
