@@ -39,7 +39,8 @@ class SitePrivacy:
         self.privacy, self.max_epsilon = privacy, max_epsilon
         self.delta = privacy.delta if delta is None else delta
         self._secret, self._account = folder / "secret", folder / "answers.jsonl"
-        self._answers: dict[tuple[ClientId, str], str] = {}  # digests of replies by client and digest of the task
+        # the digest of the reply and its costs, by client and digest of the task
+        self._answers: dict[tuple[ClientId, str], tuple[str, Counter[tuple[float, int]]]] = {}
         self._spent: dict[ClientId, Counter[tuple[float, int]]] = {}
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -73,10 +74,11 @@ class SitePrivacy:
                 site has given before.
         """
         client, key = task.client, digest_of(task)
-        first, costs = self._answers.get((client, key)), Counter[tuple[float, int]]()
-        if first is None:
+        first, paid = self._answers.get((client, key), ("", Counter()))
+        costs = Counter[tuple[float, int]]()
+        if not first:  # what a failed try has paid may be of other data
             of_one, count = self.privacy.sums(batches, steps, per_epoch)
-            costs = Counter({(self.privacy.noise_multiplier, of_one): count})
+            costs = Counter({(self.privacy.noise_multiplier, of_one): count}) - paid
             would = self.epsilon(client, costs)
             if self.max_epsilon is not None and would > self.max_epsilon:
                 raise FederatedError(
@@ -102,7 +104,8 @@ class SitePrivacy:
         return reply
 
     def _count(self, client: ClientId, key: str, answer: str, costs: Counter[tuple[float, int]]) -> None:
-        self._answers[client, key] = answer
+        _, paid = self._answers.get((client, key), ("", Counter()))
+        self._answers[client, key] = answer, paid + costs
         self._spent.setdefault(client, Counter()).update(costs)
 
     def _load(self) -> None:

@@ -395,6 +395,24 @@ def test_a_full_disk_lets_no_answer_out_and_leaves_no_part_of_a_line(tmp_path: P
     assert again.epsilon("a") == site.epsilon("a") == ON.epsilon({5: 5})
 
 
+def test_a_task_that_failed_costs_more_only_if_its_answer_does(tmp_path: Path) -> None:
+    at = {"format": 1, "run": "0123456789abcdef", "phase": "train", "round": 0, "attempt": 0, "client": "a"}
+    task, reply = Message({**at, "steps": 3}, {"x": torch.zeros(2)}), Message({**at, "loss": 1.0})
+    site = SitePrivacy(tmp_path / "privacy", ON)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            site.answer(task, 5, 3, 5, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert site.epsilon("a") == ON.epsilon({5: 3})
+    one = ON.epsilon({5: 3, 2: 3})
+    assert one > 1.1 * site.epsilon("a")
+    strict = SitePrivacy(tmp_path / "privacy", ON, max_epsilon=0.99 * one)
+    with pytest.raises(FederatedError, match="would spend epsilon"):
+        strict.answer(task, 2, 3, 2, lambda: reply)  # of other data
+    for privacy in (SitePrivacy(tmp_path / "privacy", ON), SitePrivacy(tmp_path / "privacy", ON)):
+        assert privacy.answer(task, 2, 3, 2, lambda: reply) is reply
+        assert privacy.epsilon("a") == one
+
+
 def test_a_mended_folder_can_be_used_at_once(tmp_path: Path) -> None:
     secret = tmp_path / "privacy" / "secret"
     given = MAKE(), model(), make_data([0]), 0, tmp_path
