@@ -131,10 +131,10 @@ class SiteWorker:
     def _made(self) -> Any:
         if self._site is None:
             makers, node_config = self.spec["makers"], self.spec["node_config"]
-            limits = limits_of(node_config)
+            max_epsilon, delta, shared = limits_of(node_config)
             trainer = called(makers["trainer"])()
             try:
-                made = called(makers["model"])(), called(makers["data"])(dict(node_config))
+                model, data = called(makers["model"])(), called(makers["data"])(dict(node_config))
             except Exception as error:  # which may describe an example
                 if trainer.fit_loop.settings.client_privacy is None:
                     raise
@@ -147,7 +147,9 @@ class SiteWorker:
                 ) from error
             from lightning_fed.deploy.site import FederatedSite
 
-            self._site = FederatedSite(trainer, *made, clients_of(node_config), self.state_dir, *limits)
+            self._site = FederatedSite(
+                trainer, model, data, clients_of(node_config), self.state_dir, max_epsilon, delta, shared
+            )
         return self._site
 
     def _renew_log(self) -> None:
