@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
+from unicodedata import normalize
 
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
@@ -66,6 +67,13 @@ class Exchange:
                     f"The sites have {len(own):,} words of column {name!r} in all, and may agree on {NAMES:,}. Client"
                     f" {client_id!r} has the most, {len(found[name][client_id]):,}."
                 )
+            forms: dict[str, str] = {}
+            alike = [(forms.setdefault(normalize("NFKC", word).casefold(), word), word) for word in own]
+            if alike := [pair for pair in alike if pair[0] != pair[1]]:
+                _log.warning(
+                    "The sites have words of column %r that look alike and count as different ones: %a and %a%s.",
+                    name, *alike[0], f", and {len(alike) - 1} more" if alike[1:] else "",
+                )  # fmt: skip
         return agreed
 
     def register(self, words: Mapping[str, Sequence[str]]) -> None:

@@ -244,6 +244,18 @@ def test_more_words_than_sites_may_agree_on_are_refused_with_the_client_that_has
     assert not [reply for reply in sites.replies if reply.header["phase"] == "hello"]
 
 
+def test_words_that_look_alike_are_named_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sites = Sites(tmp_path)
+    for client in WARDS:
+        sites.options[client] = {"room": 9}
+    write(tmp_path / "west.csv", ["west"], ["E\u0301ye", "Surgery"])
+    with pytest.raises(FederatedError):  # the model has room for fewer
+        sites.run()
+    said = "words of column 'ward' that look alike and count as different ones: 'Surgery' and 'surgery', and 1 more."
+    assert caplog.text.count("look alike") == 1
+    assert said in caplog.text
+
+
 def test_a_server_cannot_try_out_the_words_of_a_column_that_is_not_shared(tmp_path: Path) -> None:
     sites = Sites(tmp_path)
     sites.run(MAKE(max_rounds=1))
