@@ -58,8 +58,13 @@ class SiteStates:
 
     def agree(self, run: str, agreed: Mapping[str, Any]) -> None:
         """Keep the ids of all clients of a run and the words of columns."""
-        if self.agreed(run) == agreed:
+        if (before := self.agreed(run)) == agreed:
             return
+        if before is not None and before["clients"] != agreed["clients"]:
+            raise FederatedError(
+                f"The server registers run {run} with other clients than before, or in another order. States here are"
+                " kept by a client's place among them. Start a new run."
+            )
         folder = self.folder / run
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)  # whatever the umask
