@@ -13,6 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.facts import check_single, optimizer_facts
 from lightning_fed.engines.batch_hooks import time_by_rounds
+from lightning_fed.rounds.local_plans import check_separate_examples
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
@@ -55,6 +56,7 @@ class ClientsOutsideFit:
             trainer._logger_connector.reset_results()
             run: RunState = self.trainer.fit_loop.run_state
             self.prepared, self.population, self.work = run.prepare_without_fit(clients, among)
+            check_separate_examples(self.work.plans)
             call._call_lightning_module_hook(trainer, "on_train_start")
             self._is_ready = True
         except BaseException:

@@ -3,7 +3,9 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
+from unicodedata import normalize
 
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
@@ -11,7 +13,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.tables import sorted_words
 from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted
 from lightning_fed.deploy.registrations import Registrations
-from lightning_fed.deploy.reply_checks import words_in
+from lightning_fed.deploy.reply_checks import NAMES, words_in
 from lightning_fed.deploy.transport import Absent, Refusal, Transport
 
 __all__ = ["Exchange"]
@@ -49,12 +51,31 @@ class Exchange:
     def agree(self, columns: Sequence[str]) -> dict[str, list[str]]:
         """Return the words in some columns of all clients that answer, in one order."""
         of_run = {"format": FORMAT, "run": self.run, "phase": WORDS, "round": 0, "attempt": 0, "columns": list(columns)}
-        found: dict[str, set[str]] = {name: set() for name in columns}
+        found: dict[str, dict[ClientId, list[str]]] = {name: {} for name in columns}
         tasks = {client_id: Message({**of_run, "client": client_id}) for client_id in self.sites.client_ids}
-        for words in self.ask(tasks, lambda reply: words_in(reply, f"The reply of client {reply.client!r}", columns)):
+
+        def read(reply: Message) -> tuple[ClientId, dict[str, list[str]]]:
+            return reply.client, words_in(reply, f"The reply of client {reply.client!r}", columns)
+
+        for client_id, words in self.ask(tasks, read):
             for name, own in words.items():
-                found[name].update(own)
-        return {name: sorted_words(own) for name, own in found.items()}
+                found[name][client_id] = own
+        agreed = {name: sorted_words(chain(*of_clients.values())) for name, of_clients in found.items()}
+        for name, own in agreed.items():
+            if len(own) > NAMES:
+                client_id = max(found[name], key=lambda client: len(found[name][client]))
+                raise FederatedError(
+                    f"The sites have {len(own):,} words of column {name!r} in all, and may agree on {NAMES:,}. Client"
+                    f" {client_id!r} has the most, {len(found[name][client_id]):,}."
+                )
+            forms: dict[str, str] = {}
+            alike = [(forms.setdefault(normalize("NFKC", word).casefold(), word), word) for word in own]
+            if alike := [pair for pair in alike if pair[0] != pair[1]]:
+                _log.warning(
+                    "The sites have words of column %r that look alike and count as different ones: %a and %a%s.",
+                    name, *alike[0], f", and {len(alike) - 1} more" if alike[1:] else "",
+                )  # fmt: skip
+        return agreed
 
     def register(self, words: Mapping[str, Sequence[str]]) -> None:
         """Ask all clients for the sizes of their data, which are then in :attr:`sites`; give them the agreed words."""

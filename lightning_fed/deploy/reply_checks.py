@@ -12,13 +12,17 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run
 from lightning_fed.core.types import State
+from lightning_fed.data.files.tables import is_word
 from lightning_fed.deploy.message import MOST, Message, is_count, quoted
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.rounds.messages import Task
 
-__all__ = ["Expected", "Fields", "check_finite", "check_tensor", "words_in"]
+__all__ = ["NAMES", "Expected", "Fields", "check_finite", "check_tensor", "words_in"]
 
-_LENGTH, _NAMES = 200, 1000  # characters of a name, and names in one mapping
+NAMES = 1000
+"""The most names in one mapping or list."""
+
+_LENGTH = 200  # characters of a name
 
 
 class Fields:
@@ -61,12 +65,12 @@ class Fields:
     def names(self, name: str) -> list[str]:
         """Return a list of names."""
         found = self._values.get(name)
-        self._checked(name, found, isinstance(found, list) and len(found) <= _NAMES, "a list of names")
+        self._checked(name, found, isinstance(found, list) and len(found) <= NAMES, "a list of names")
         return [self._name(name, value) for value in found]
 
     def _items(self, name: str) -> list[tuple[str, Any]]:
         found = self._values.get(name)
-        self._checked(name, found, isinstance(found, Mapping) and len(found) <= _NAMES, "a mapping of names")
+        self._checked(name, found, isinstance(found, Mapping) and len(found) <= NAMES, "a mapping of names")
         return [(self._name(name, key), value) for key, value in found.items()]
 
     def _name(self, name: str, value: Any) -> str:
@@ -76,9 +80,17 @@ class Fields:
 
 def words_in(message: Message, who: str, columns: Iterable[str] | None = None) -> dict[str, list[str]]:
     """Return the words of columns in a message, by default of all columns that it has."""
-    found = message.header.get("words", {})
-    words = Fields(who, found, "words")
-    return {name: words.names(name) for name in (found if columns is None else columns)}
+    given = message.header.get("words", {})
+    words = Fields(who, given, "words")
+    found = {name: words.names(name) for name in (given if columns is None else columns)}
+    for name, own in found.items():
+        if wrong := [word for word in own if not is_word(word)]:
+            raise FederatedError(
+                f"{who} is not valid: {wrong[0]!r} in its {name} stands for a missing value or has spaces around it."
+            )
+        if len(set(own)) < len(own):
+            raise FederatedError(f"{who} is not valid: its {name} is a list with a word twice.")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,11 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         self._states = SiteStates(Path(state_dir))
         self._privacy: SitePrivacy | None = None
         if privacy is not None:
-            self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
+            try:
+                self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
+            except FederatedError:
+                self._states.close()  # the next site may use the folder, once it is mended
+                raise
         self._clients: ClientsOutsideFit | None = None
         self._agreed: dict[str, Any] = {}  # the clients and words of the run that these were made for
         self._run = ""  # whose task was the last one
@@ -111,6 +115,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         except FederatedError as error:
             _log.warning("%s refused: %s", _title(task), error)
             raise
+        except Exception:
+            with self._sealed():
+                raise
         header = reply.header
         if "failed" in header:
             what = f"failed: {header['failed']}"
@@ -153,19 +160,24 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         """Return the words of the columns that the server asks for, if the site's operator lets them leave."""
         asked: Any = task.header.get("columns")
         columns = asked if isinstance(asked, list) else [asked]
-        if wrong := [name for name in columns if name not in self._shared]:
-            raise FederatedError(
-                f"The server asks for the words of column {quoted(wrong[0])}, and the site of client {task.client!r}"
-                f" lets those of {self._shared or 'none'} leave. Its operator may add columns to share_words."
-            )
+        self._check_shared(columns, task.client)
         with self._sealed():
             return Message({**address(task), "words": dict(self._data.column_words(columns))})
+
+    def _check_shared(self, columns: Sequence[Any], client_id: ClientId) -> None:
+        """Refuse words of columns that are not shared: which of the server's own words are here would tell them."""
+        if wrong := [name for name in columns if name not in self._shared]:
+            raise FederatedError(
+                f"The server asks for the words of column {quoted(wrong[0])}, and the site of client {client_id!r}"
+                f" lets those of {self._shared or 'none'} leave. Its operator may add columns to share_words."
+            )
 
     def _register(self, task: Message) -> Message:
         check_registration(task)
         header, client_id = task.header, task.client
         check_facts(self._facts, header["facts"], client_id)
         clients, words = list(header["clients"]), words_in(task, "The server's registration request")
+        self._check_shared(list(words), client_id)
         for own in self.client_ids:
             if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
@@ -235,7 +247,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
                 raise FederatedError(f"Client {client_id!r} has {len(found)} replies to one task.")
             return found[0]
 
-        reply = work() if privacy is None else privacy.answer(message, *clients.costs(task, index), work)
+        with self._sealed():
+            costs = clients.costs(task, index)
+        reply = work() if privacy is None else privacy.answer(message, *costs, work)
         if task.phase == TRAIN and "failed" not in reply.header:
             store.commit()
             self._keep(message, index, version, task.round + 1, store.get(index) or {})

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.message import Message, digest
@@ -37,16 +38,22 @@ class SitePrivacy:
     ) -> None:
         self.privacy, self.max_epsilon = privacy, max_epsilon
         self.delta = privacy.delta if delta is None else delta
-        folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)  # whatever the umask
-        self._secret, self._account = _secret_in(folder / "secret"), folder / "answers.jsonl"
-        self._answers: dict[tuple[ClientId, str], str] = {}  # digests of replies by client and digest of the task
+        self._secret, self._account = folder / "secret", folder / "answers.jsonl"
+        # the digest of the reply and its costs, by client and digest of the task
+        self._answers: dict[tuple[ClientId, str], tuple[str, Counter[tuple[float, int]]]] = {}
         self._spent: dict[ClientId, Counter[tuple[float, int]]] = {}
-        self._load()
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(0o700)  # whatever the umask
+            flush_folder(folder.parent)
+            self._load()
+            self._key = _secret_in(self._secret)
+        except OSError as error:
+            raise FederatedError(f"The site's folder {folder} cannot be used: {error.strerror or error}.") from error
 
     def seed(self, task: Message) -> int:
         """Return the seed of all randomness of the answer to a task."""
-        return seed_of(self._secret, digest_of(task))
+        return seed_of(self._key, digest_of(task))
 
     def epsilon(self, client: ClientId, more: Counter[tuple[float, int]] | None = None) -> float:
         """Return what a client has spent, in all runs, and would spend with more noisy sums."""
@@ -67,10 +74,11 @@ class SitePrivacy:
                 site has given before.
         """
         client, key = task.client, digest_of(task)
-        first, costs = self._answers.get((client, key)), Counter[tuple[float, int]]()
-        if first is None:
+        first, paid = self._answers.get((client, key), ("", Counter()))
+        costs = Counter[tuple[float, int]]()
+        if not first:  # what a failed try has paid may be of other data
             of_one, count = self.privacy.sums(batches, steps, per_epoch)
-            costs = Counter({(self.privacy.noise_multiplier, of_one): count})
+            costs = Counter({(self.privacy.noise_multiplier, of_one): count}) - paid
             would = self.epsilon(client, costs)
             if self.max_epsilon is not None and would > self.max_epsilon:
                 raise FederatedError(
@@ -96,11 +104,17 @@ class SitePrivacy:
         return reply
 
     def _count(self, client: ClientId, key: str, answer: str, costs: Counter[tuple[float, int]]) -> None:
-        self._answers[client, key] = answer
+        _, paid = self._answers.get((client, key), ("", Counter()))
+        self._answers[client, key] = answer, paid + costs
         self._spent.setdefault(client, Counter()).update(costs)
 
     def _load(self) -> None:
         if not self._account.is_file():
+            if self._secret.is_file():  # which is made later
+                raise FederatedError(
+                    f"{self._account} is missing. It holds what the site's clients have spent of their privacy. Restore"
+                    " it."
+                )
             write_private(self._account, b"")
         content = self._account.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]

@@ -107,6 +107,8 @@ class SiteProcess:
         return process
 
     def _end_of_log(self) -> str:
+        if (self.state_dir / "privacy").exists():
+            return f"in {log_of(self.state_dir)}, which does not leave the site under client_privacy"
         try:
             return log_of(self.state_dir).read_text(errors="replace")[-_SHOWN:].strip() or "none"
         except OSError as error:

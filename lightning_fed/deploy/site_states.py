@@ -58,8 +58,13 @@ class SiteStates:
 
     def agree(self, run: str, agreed: Mapping[str, Any]) -> None:
         """Keep the ids of all clients of a run and the words of columns."""
-        if self.agreed(run) == agreed:
+        if (before := self.agreed(run)) == agreed:
             return
+        if before is not None and before["clients"] != agreed["clients"]:
+            raise FederatedError(
+                f"The server registers run {run} with other clients than before, or in another order. States here are"
+                " kept by a client's place among them. Start a new run."
+            )
         folder = self.folder / run
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)  # whatever the umask
@@ -107,9 +112,14 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def append_private(path: Path, content: bytes) -> None:
-    """Add to a file for this user alone, and wait until it is on the disk."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+    """Add to a file for this user alone, as a whole or not at all, and wait until it is on the disk."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0) as file:
         os.chmod(path, 0o600)  # whatever the umask
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        before, rest = os.fstat(file.fileno()).st_size, memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except OSError:  # the disk is full, say: the next addition must not continue a part of this one
+            os.ftruncate(file.fileno(), before)
+            raise

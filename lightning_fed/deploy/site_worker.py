@@ -58,6 +58,8 @@ READY, NOT_MINE = b"Y", b"N"
 REPLY, REFUSED = b"R", b"E"
 """What comes before the answer to a task: a message, or why there is none."""
 
+_LIMITS = ("max-epsilon", "privacy-delta", "share-words")
+
 Maker: TypeAlias = Callable[..., Any] | str
 """A function of the user's, or its name, ``"module:function"``."""
 
@@ -129,11 +131,25 @@ class SiteWorker:
     def _made(self) -> Any:
         if self._site is None:
             makers, node_config = self.spec["makers"], self.spec["node_config"]
-            made = called(makers["trainer"])(), called(makers["model"])(), called(makers["data"])(dict(node_config))
+            max_epsilon, delta, shared = limits_of(node_config)
+            trainer = called(makers["trainer"])()
+            try:
+                model, data = called(makers["model"])(), called(makers["data"])(dict(node_config))
+            except Exception as error:  # which may describe an example
+                if trainer.fit_loop.settings.client_privacy is None:
+                    raise
+                traceback.print_exc()
+                from lightning_fed.core.errors import FederatedError
+
+                raise FederatedError(
+                    f"The site's model or data cannot be made. Its own log ({log_of(self.state_dir)}) has the reason,"
+                    " which does not leave it under client_privacy."
+                ) from error
             from lightning_fed.deploy.site import FederatedSite
 
-            limits = node_config.get("max-epsilon"), node_config.get("privacy-delta"), columns_of(node_config)
-            self._site = FederatedSite(*made, clients_of(node_config), self.state_dir, *limits)
+            self._site = FederatedSite(
+                trainer, model, data, clients_of(node_config), self.state_dir, max_epsilon, delta, shared
+            )
         return self._site
 
     def _renew_log(self) -> None:
@@ -197,6 +213,15 @@ def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
             " or with several ids and commas between them."
         )
     return [int(word) if word.isdecimal() and word == str(int(word)) else word for word in words]
+
+
+def limits_of(node_config: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
+    """Return what a node's operator allows: the largest epsilon, its delta, and the columns whose words may leave."""
+    for name in node_config:
+        option = name.replace("_", "-").lower()
+        if option in _LIMITS and name not in _LIMITS:
+            raise ValueError(f"This site's configuration has {name}, which limits nothing. The option is {option}.")
+    return node_config.get("max-epsilon"), node_config.get("privacy-delta"), columns_of(node_config)
 
 
 def columns_of(node_config: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ class Sites:
         self.open: dict[str, FederatedSite] = {}
         self.options: dict[str, dict[str, Any]] = {client: {} for client in WARDS}
         self.shared: dict[str, list[str]] = {client: ["ward", "sex"] for client in WARDS}
+        self.tasks: list[Message] = []
         self.replies: list[Message] = []
         self.comes: Callable[[Message], Message] = self.answer
         for client in WARDS:
@@ -35,6 +36,7 @@ class Sites:
 
     def answer(self, task: Message) -> Message:
         client = str(task.client)
+        self.tasks.append(task)
         if client not in self.open:
             data = table(self.folder / f"{client}.csv", **self.options[client])
             given = self.make(), model(), data, client, self.folder / f"{client} kept"
@@ -195,6 +197,7 @@ def test_a_late_site_with_another_word_takes_part_if_the_column_may_hold_unknown
 
 @pytest.mark.parametrize(
     "words", [None, [], {"sex": ["f"]}, {"ward": "eye"}, {"ward": ["a\nb"]}, {"ward": ["x" * 201]}, {"ward": [1]},
+              {"ward": ["a", "a"]},
               {"ward": [str(n) for n in range(1001)]}], ids=lambda words: repr(words)[:30],
 )  # fmt: skip
 def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_path: Path) -> None:
@@ -218,6 +221,61 @@ def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_pat
     if words != {"sex": ["f"]}:
         with pytest.raises(FederatedError, match="The server's registration request is not valid: its (words|ward) is"):
             sites.run()
+
+
+@pytest.mark.parametrize("word", ["", "NA", " eye", "eye "])
+def test_a_site_cannot_make_a_category_of_the_missing_values_of_others(word: str, tmp_path: Path) -> None:
+    sites = Sites(tmp_path)
+
+    def comes(task: Message) -> Message:
+        reply = sites.answer(task)
+        if task.client == "south" and task.header["phase"] == "words":
+            reply = replace(reply, header={**reply.header, "words": {"ward": ["eye", word]}})
+        return reply
+
+    sites.comes = comes
+    with pytest.raises(
+        FederatedError, match="client 'south' is not valid: '.*' in its ward stands for a missing value"
+    ):
+        sites.run()
+
+
+def test_more_words_than_sites_may_agree_on_are_refused_with_the_client_that_has_the_most(tmp_path: Path) -> None:
+    sites = Sites(tmp_path)
+
+    def comes(task: Message) -> Message:
+        reply = sites.answer(task)
+        if task.client == "south" and task.header["phase"] == "words":
+            reply = replace(reply, header={**reply.header, "words": {"ward": [f"w{n}" for n in range(1000)]}})
+        return reply
+
+    sites.comes = comes
+    with pytest.raises(FederatedError, match=r"1,004 words of column 'ward' in all.*Client 'south' has the most"):
+        sites.run()
+    assert not [reply for reply in sites.replies if reply.header["phase"] == "hello"]
+
+
+def test_words_that_look_alike_are_named_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sites = Sites(tmp_path)
+    for client in WARDS:
+        sites.options[client] = {"room": 9}
+    write(tmp_path / "west.csv", ["west"], ["E\u0301ye", "Surgery"])
+    with pytest.raises(FederatedError):  # the model has room for fewer
+        sites.run()
+    said = "words of column 'ward' that look alike and count as different ones: 'Surgery' and 'surgery', and 1 more."
+    assert caplog.text.count("look alike") == 1
+    assert said in caplog.text
+
+
+def test_a_server_cannot_try_out_the_words_of_a_column_that_is_not_shared(tmp_path: Path) -> None:
+    sites = Sites(tmp_path)
+    sites.run(MAKE(max_rounds=1))
+    hello = next(task for task in sites.tasks if task.header["phase"] == "hello" and task.client == "west")
+    sites.kill()
+    sites.shared["west"] = ["sex"]
+    for words in (["9", "10"], ["9", "10", "surgery"]):  # without and with all words that are there
+        with pytest.raises(FederatedError, match=r"asks for the words of column 'ward', and the site of client 'west'"):
+            sites.answer(replace(hello, header={**hello.header, "words": {"ward": words}}))
 
 
 def test_the_servers_validation_set_may_come_of_the_agreed_words(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import secrets
+import signal
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -264,6 +265,31 @@ def test_examples_do_not_show_in_errors(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum(epsilon > 0 for epsilon in spent.values()) == 3, "that it failed is an answer"
 
 
+def test_no_error_of_any_part_of_a_site_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
+    (task, *_), _ = train_tasks(wire)
+    site = wire.site(int(task.client))
+    monkeypatch.setattr(site._states, "read", lambda *_: 1 / 0)
+    with pytest.raises(FederatedError, match="has failed in its work. Its own log has the reason"):
+        site.answer(task)
+
+
+def test_a_site_answers_nothing_with_batches_whose_examples_depend_on_each_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
+    mixed = FederatedDataModule(clients={0: clients(SIZES)[0]}, batch_size=4, augment=mixup)
+    wire.sites[0] = FederatedSite(wire.make(), model(), mixed, 0, tmp_path / "0")
+    with pytest.raises(FederatedError, match="Client 0: The site of 0 has failed in its work"):
+        wire.run()
+    assert "cannot be combined with batches in which examples depend on each other" in caplog.text
+
+
+def mixup(batch: Any, stream: torch.Generator) -> Any:
+    x, y = batch
+    return 0.7 * x + 0.3 * x.flip(0), y
+
+
 def test_an_example_without_a_finite_gradient_counts_as_nothing(tmp_path: Path) -> None:
     def answer(name: str, bad: bool) -> Tensor:
         own = [(x.double(), y) for x, y in clients(SIZES)[1]]
@@ -296,6 +322,7 @@ def test_killed_sites_and_servers_leave_no_trace(method: str, tmp_path: Path, mo
             folder = tmp_path / name / str(client) / "privacy"
             folder.mkdir(parents=True)
             (folder / "secret").write_bytes(bytes([client]) * 32)
+            (folder / "answers.jsonl").touch()
         wire, module, checkpoint = Wire(tmp_path / name, make), model(), tmp_path / f"{name}.ckpt"
         ends = [0]
 
@@ -338,8 +365,70 @@ def test_a_damaged_account_or_secret_is_refused_and_an_unfinished_line_is_not(tm
     account.write_bytes(b"{}\n" + whole)
     with pytest.raises(FederatedError, match=r"answers.jsonl is damaged: 'sums'"):
         SitePrivacy(tmp_path / "privacy", ON)
+    account.unlink()
+    with pytest.raises(FederatedError, match=r"answers.jsonl is missing. It holds what the site's clients have spent"):
+        SitePrivacy(tmp_path / "privacy", ON)
+    account.write_bytes(whole)
     secret.write_bytes(b"short")
     with pytest.raises(FederatedError, match="secret is damaged: it has 5 bytes"):
+        SitePrivacy(tmp_path / "privacy", ON)
+
+
+def test_a_full_disk_lets_no_answer_out_and_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    at = {"format": 1, "run": "0123456789abcdef", "phase": "train", "round": 0, "attempt": 0, "client": "a"}
+    task, reply = Message({**at, "steps": 3}, {"x": torch.zeros(2)}), Message({**at, "loss": 1.0})
+    resource = pytest.importorskip("resource")
+    site, account = SitePrivacy(tmp_path / "privacy", ON), tmp_path / "privacy" / "answers.jsonl"
+    site.answer(task, 5, 3, 5, lambda: reply)
+    whole, other = account.read_bytes(), Message({**at, "steps": 2}, task.tensors)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            site.answer(other, 5, 2, 5, lambda: reply)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert account.read_bytes() == whole
+    site.answer(other, 5, 2, 5, lambda: reply)
+    again = SitePrivacy(tmp_path / "privacy", ON)
+    assert again.epsilon("a") == site.epsilon("a") == ON.epsilon({5: 5})
+
+
+def test_a_task_that_failed_costs_more_only_if_its_answer_does(tmp_path: Path) -> None:
+    at = {"format": 1, "run": "0123456789abcdef", "phase": "train", "round": 0, "attempt": 0, "client": "a"}
+    task, reply = Message({**at, "steps": 3}, {"x": torch.zeros(2)}), Message({**at, "loss": 1.0})
+    site = SitePrivacy(tmp_path / "privacy", ON)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            site.answer(task, 5, 3, 5, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert site.epsilon("a") == ON.epsilon({5: 3})
+    one = ON.epsilon({5: 3, 2: 3})
+    assert one > 1.1 * site.epsilon("a")
+    strict = SitePrivacy(tmp_path / "privacy", ON, max_epsilon=0.99 * one)
+    with pytest.raises(FederatedError, match="would spend epsilon"):
+        strict.answer(task, 2, 3, 2, lambda: reply)  # of other data
+    for privacy in (SitePrivacy(tmp_path / "privacy", ON), SitePrivacy(tmp_path / "privacy", ON)):
+        assert privacy.answer(task, 2, 3, 2, lambda: reply) is reply
+        assert privacy.epsilon("a") == one
+
+
+def test_a_mended_folder_can_be_used_at_once(tmp_path: Path) -> None:
+    secret = tmp_path / "privacy" / "secret"
+    given = MAKE(), model(), make_data([0]), 0, tmp_path
+    secret.parent.mkdir()
+    secret.write_bytes(b"short")
+    (secret.parent / "answers.jsonl").touch()
+    with pytest.raises(FederatedError, match="secret is damaged") as kept:
+        FederatedSite(*given)
+    secret.write_bytes(bytes(32))
+    FederatedSite(*given).close()
+    assert kept.tb, "which holds the first site, as a notebook does"
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "privacy").write_text("a file")
+    with pytest.raises(FederatedError, match="The site's folder .*privacy cannot be used: File exists"):
         SitePrivacy(tmp_path / "privacy", ON)
 
 

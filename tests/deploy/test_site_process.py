@@ -107,3 +107,6 @@ def test_the_log_says_why_a_process_does_not_start(site: Callable[..., SiteProce
     assert not replies
     assert "has ended 3 times (it ended with 1 before it was ready)" in refused["1"]
     assert refused["0"].endswith("Its last words: the disk is full")
+    (process.state_dir / "privacy").mkdir()
+    replies, refused = process.answer({"0": b"nothing"})
+    assert refused["0"].endswith("site.log, which does not leave the site under client_privacy")

@@ -73,3 +73,18 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
     half.write_bytes(b"half")
     SiteStates(tmp_path).close()
     assert not half.exists()
+
+
+def test_the_clients_of_a_run_stay_the_same(tmp_path: Path) -> None:
+    states = SiteStates(tmp_path)
+    run, first = "0123456789abcdef", {"clients": ["a", "b"], "words": {}}
+    states.agree(run, first)
+    states.agree(run, first)
+    for clients in (["b", "a"], ["a", "b", "c"]):
+        with pytest.raises(FederatedError, match="registers run 0123456789abcdef with other clients than before"):
+            states.agree(run, {**first, "clients": clients})
+    states.agree("0123456789abcdee", {**first, "clients": ["b", "a"]})
+    later = {**first, "words": {"ward": ["eye"]}}  # of a server that began again before its first checkpoint
+    states.agree(run, later)
+    assert states.agreed(run) == later
+    states.close()

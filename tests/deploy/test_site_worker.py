@@ -26,6 +26,7 @@ from lightning_fed.deploy.site_worker import (
 )
 from tests.deploy.site_models import model
 from tests.deploy.task import DATA, NAMES
+from tests.helpers.optional import needs_opacus
 
 APP = "def trainer(): raise OSError('no such disk')\nmodel = data = trainer\n"  # refused before PyTorch is needed
 
@@ -86,6 +87,32 @@ def test_the_limits_of_a_nodes_configuration_are_those_of_the_site(tmp_path: Pat
         kind, why = limited.answer(Message({}).to_bytes())
         assert kind == b"E"
         assert f"FederatedSite({said}): the trainer has no client_privacy" in why.decode()
+    for name in ("max_epsilon", "Max-Epsilon", "share_words"):
+        misspelt = SiteWorker({**spec, "node_config": {**node_config, name: 3.0}})
+        _, why = misspelt.answer(Message({}).to_bytes())
+        assert f"This site's configuration has {name}, which limits nothing" in why.decode()
+
+
+PRIVATE = """
+from tests.deploy.wire import make_trainer
+from lightning_fed.server import ClientPrivacy
+def trainer(): return make_trainer("FedAvg", client_privacy=ClientPrivacy(1.0, 1.0))
+def model(): pass
+def data(config): raise ValueError("the patient 7")
+"""
+
+
+@needs_opacus
+def test_an_error_in_the_users_code_stays_on_a_private_site(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "private_app.py").write_text(PRIVATE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    makers = {name: f"private_app:{name}" for name in ("trainer", "model", "data")}
+    node_config = {"client-id": 0, "state-dir": str(tmp_path / "site")}
+    kind, why = SiteWorker({"makers": makers, "node_config": node_config, "parent": 0, "paths": []}).answer(b"task")
+    assert kind == b"E"
+    assert "cannot be made. Its own log" in why.decode()
+    assert "patient" not in why.decode()
+    assert "the patient 7" in capsys.readouterr().err
 
 
 WRITES = """

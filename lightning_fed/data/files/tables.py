@@ -33,7 +33,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
 from lightning_fed.data.partitions.partition import check_client_id, random_state
 
-__all__ = ["ClientTable", "Columns", "as_number", "read_columns", "sorted_words"]
+__all__ = ["ClientTable", "Columns", "as_number", "is_word", "read_columns", "sorted_words"]
 
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
@@ -91,7 +91,7 @@ class Columns:
         encoded = column.combine_chunks().dictionary_encode()
         texts = ["" if value is None else str(value).strip() for value in encoded.dictionary.to_pylist()] + [""]
         if vocabulary is None:
-            vocabulary = sorted_words(text for text in texts if text.lower() not in _MISSING)
+            vocabulary = sorted_words(text for text in texts if is_word(text))
         self.vocabularies[name] = vocabulary
         places = {word: place for place, word in enumerate(vocabulary)}
         codes = [places.get(text, -1 if text.lower() in _MISSING else -2) for text in texts]
@@ -252,6 +252,11 @@ def _check_quotes(path: Path, delimiter: str) -> None:
                     f"{path}: the row that begins in line {line + 1} has a quote that is not closed. Close it, or write"
                     ' the whole file again; a quote inside a quoted text is written as "".'
                 ) from error
+
+
+def is_word(text: str) -> bool:
+    """Return whether a text may be a word of a column: no missing value, and without spaces around it."""
+    return text == text.strip() and text.lower() not in _MISSING
 
 
 def sorted_words(words: Iterable[str]) -> list[str]:
