@@ -70,7 +70,7 @@ def _parsers() -> dict[str, ArgumentParser]:
 def _copy(action: argparse.Action, parser: argparse.ArgumentParser, files: Any) -> None:
     """Add an option with its choices, or with the completion of paths."""
     help_text = (action.help or "").replace("%", "%%").partition("\n")[0]
-    if action.nargs == 0 or isinstance(action, argparse._HelpAction):
+    if action.nargs == 0:
         parser.add_argument(*action.option_strings, action="store_true", help=help_text)
         return
     found = _KNOWN.get(action.dest) or action.choices or _choices(getattr(action, "_typehint", None))

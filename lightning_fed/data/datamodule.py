@@ -346,7 +346,7 @@ class FederatedDataModule(pl.LightningDataModule):
             return size_of(self._map_style(client_id))
         return self._need_clients().size(client_id)
 
-    def _batches_in_epoch(self, client_id: ClientId, size: int) -> int:
+    def batches_in_epoch(self, client_id: ClientId, size: int) -> int:
         """Return the batches in a local epoch of a client with a number of examples."""
         return self.batch_settings.num_batches(size)
 

@@ -121,7 +121,7 @@ class ClientsOutsideFit:
 
     def costs(self, task: Task, index: int) -> tuple[int, int, int]:
         """Return the batches in an epoch of a client, the steps of its task, and the most of them in an epoch."""
-        (plan,) = self.work._work_of(task, [index])
+        (plan,) = self.work.plans_of(task, [index])
         return plan.batches.num_batches(), plan.participant.steps, max(plan.epochs, default=0)
 
     def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:

@@ -142,7 +142,7 @@ class RemoteClients(FederatedDataModule):
         """Return a client's number of examples."""
         return self._known(client_id).size
 
-    def _batches_in_epoch(self, client_id: ClientId, size: int) -> int:
+    def batches_in_epoch(self, client_id: ClientId, size: int) -> int:
         return self._known(client_id).batches
 
     def client_val_dataset(self, client_id: ClientId) -> Any:

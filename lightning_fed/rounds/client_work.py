@@ -216,7 +216,7 @@ class ClientWork(ClientHalf):
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
         """Return the local clients by stored index, in groups that answer together."""
         if task.phase == TRAIN:
-            chunks = self.engine.chunks(self._work_of(task, clients))
+            chunks = self.engine.chunks(self.plans_of(task, clients))
             return [[plan.participant.index for plan in plans] for plans in chunks]
         if task.phase == GRADIENTS and self._gradients.caches:
             clients = list(dict.fromkeys([*clients, *self._training]))
@@ -229,16 +229,17 @@ class ClientWork(ClientHalf):
             return self._answer_gradients(task, clients)
         if task.phase == LOSS:
             return self._answer_loss(task, clients)
-        reply, inputs, plans = partial(self._reply, task), self._inputs_of(task), self._work_of(task, clients)
+        reply, inputs, plans = partial(self._reply, task), self._inputs_of(task), self.plans_of(task, clients)
         return self._local.answer(reply, task, inputs, plans, states)
 
-    def _work_of(self, task: Task, clients: Sequence[int]) -> list[WorkPlan]:
+    def plans_of(self, task: Task, clients: Sequence[int]) -> list[WorkPlan]:
+        """Return the work that a task asks of clients, by stored index."""
         plans = self._plans_of(task.round)
         return [plans.of(index, task.steps.get(index)) for index in clients]
 
     def members(self, task: Task, clients: Sequence[int]) -> list[Participant]:
         """Return clients by stored index, with the steps that a task requests."""
-        return [plan.participant for plan in self._work_of(task, clients)]
+        return [plan.participant for plan in self.plans_of(task, clients)]
 
     def _inputs_of(self, task: Task) -> RoundInputs:
         """Return a task as the engine's inputs, whose reads are tracked."""
@@ -253,7 +254,7 @@ class ClientWork(ClientHalf):
         """Yield replies of clients, one for several if the model is small."""
         asked, most = set(task.clients), gradients_together(task.x)
         ready: list[tuple[int, State]] = []
-        for plan, gradients in self._gradients.each(self._inputs_of(task), self._work_of(task, clients)):
+        for plan, gradients in self._gradients.each(self._inputs_of(task), self.plans_of(task, clients)):
             index = plan.participant.index
             is_failure = isinstance(gradients, ClientError)
             if ready and (is_failure or len(ready) == most or (index in asked) != (ready[0][0] in asked)):

@@ -266,7 +266,7 @@ class RunState:
         trainer, ids = self.trainer, population.ids  # hooks may change batches between rounds
         return PrivacyLedger(
             privacy,
-            lambda index, size: trainer.datamodule._batches_in_epoch(ids[index], size),
+            lambda index, size: trainer.datamodule.batches_in_epoch(ids[index], size),
             lambda batches: limited(batches, trainer.limit_train_batches),
         )
 
