@@ -45,6 +45,11 @@ def check_private_clients(trainer: Any, privacy: ClientPrivacy) -> None:
             f"{what} profiler={type(trainer.profiler).__name__}: local steps do not go through the actions that it"
             " times. Leave it unset."
         )
+    if trainer._detect_anomaly:
+        raise FederatedError(
+            f"{what} detect_anomaly=True: an error where the gradient of one example is NaN shows that it is there."
+            " Leave it unset."
+        )
     for callback in trainer.callbacks:
         # clients' own models have noise
         if isinstance(callback, (Measure, Inexactness, SplitPicture)) and not isinstance(callback, ClientModels):

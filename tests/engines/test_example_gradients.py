@@ -341,6 +341,7 @@ REFUSED: list[tuple[Any, str]] = [
     (with_(gradient_clip_val=1.0), "cannot be combined with gradient_clip_val.*max_grad_norm"),
     (with_(gradient_clip_val=1.0, gradient_clip_on="corrected"), "cannot be combined with gradient_clip_val"),
     (with_(precision="bf16-mixed"), "cannot be combined with precision='bf16-mixed'"),
+    (with_(detect_anomaly=True), "cannot be combined with detect_anomaly=True"),
     (with_(profiler="simple"), "cannot be combined with profiler=SimpleProfiler"),
     (with_(callbacks=[ClientAccuracy()]), "the callback ClientAccuracy"),
     (with_(Normed), r"body.1 \(BatchNorm1d\).*GroupNorm"),
