@@ -143,6 +143,7 @@ class RemoteClients(FederatedDataModule):
         return self._known(client_id).size
 
     def batches_in_epoch(self, client_id: ClientId, size: int) -> int:
+        """Return the batches in a local epoch of a client, as its site has registered them."""
         return self._known(client_id).batches
 
     def client_val_dataset(self, client_id: ClientId) -> Any:
