@@ -19,7 +19,8 @@ def listing() -> str:
     lines = [("name", "scales", "CPU time", "data", "what")]
     for row in rows:
         took = f"{row['cpu_hours']} h at {row['published']}" if row["published"] else "not run"
-        about = f"{row['title']} ({row['paper']}, {row['item']})"
+        paper = row["paper"].partition(" (")[0] if "arXiv" in row["paper"] else "our own comparison"
+        about = f"{row['title']} ({paper})"
         lines.append((row["name"], row["scales"], took, row["data"] or "none", about))
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join(
