@@ -247,9 +247,12 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
                 raise FederatedError(f"Client {client_id!r} has {len(found)} replies to one task.")
             return found[0]
 
-        with self._sealed():
-            costs = clients.costs(task, index)
-        reply = work() if privacy is None else privacy.answer(message, *costs, work)
+        if privacy is None:
+            reply = work()
+        else:
+            with self._sealed():
+                costs = clients.costs(task, index)
+            reply = privacy.answer(message, *costs, work)
         if task.phase == TRAIN and "failed" not in reply.header:
             store.commit()
             self._keep(message, index, version, task.round + 1, store.get(index) or {})

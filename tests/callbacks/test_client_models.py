@@ -109,26 +109,18 @@ def test_a_resumed_run_writes_the_same_files(tmp_path: Path) -> None:
     assert whole.fit_loop.round == 3
 
 
-def test_a_round_has_no_files_of_clients_that_did_not_complete_it(tmp_path: Path) -> None:
-    left = ClientModels.path(tmp_path, 1, 77)
+@pytest.mark.parametrize(("other", "saver", "saved"), [(77, {}, (0, 1, 2, 4, 5)), (3, {"clients": [3]}, ())])
+def test_a_round_has_no_files_of_clients_that_did_not_complete_it(
+    other: int, saver: dict[str, Any], saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    left = ClientModels.path(tmp_path, 1, other)
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of an earlier run")
     sets = clients()
     sets[3].tensors[0][:] = float("nan")
-    drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_rounds": 1}
+    drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_rounds": 1, "saver": saver}
     run(tmp_path, datamodule=FederatedDataModule(clients=sets, batch_size=4), **drops)
-    assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in (0, 1, 2, 4, 5)]
-
-
-def test_no_file_is_left_of_a_chosen_client_that_did_not_complete_the_round(tmp_path: Path) -> None:
-    left = ClientModels.path(tmp_path, 1, 3)
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"of an earlier run")
-    sets = clients()
-    sets[3].tensors[0][:] = float("nan")
-    drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_rounds": 1, "saver": {"clients": [3]}}
-    run(tmp_path, datamodule=FederatedDataModule(clients=sets, batch_size=4), **drops)
-    assert files(tmp_path) == []
+    assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in saved]
 
 
 def test_files_of_an_earlier_run_and_of_a_killed_one_are_removed(tmp_path: Path) -> None:
