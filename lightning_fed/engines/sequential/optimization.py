@@ -134,7 +134,7 @@ class ClientOptimization(_AutomaticOptimization):
                 " support. Leave both unset."
             )
         optimizer.zero_grad()
-        loss = private.set(kwargs["batch"], batch_idx)
+        loss = private.set(kwargs["batch"], batch_idx, trainer.fit_loop.epoch_loop._results.batch_size)
         optimizer.step()
         return {} if loss is None else {"loss": loss}
 
