@@ -329,7 +329,7 @@ def by_number(module: Any, labels: Tensor, kind: Any) -> Any:
 
 
 def test_what_only_the_first_step_notes_of_the_kind_of_data_may_stay() -> None:
-    runs = [run(engine, partial(Notes, by_type)) for engine in ("sequential", "vectorized")]
+    runs = [run(engine, partial(Notes, by_type), max_rounds=1) for engine in ("sequential", "vectorized")]
     assert [r.lightning_module.config.kind for r in runs] == ["classes"] * 2
     assert_agree(*runs)
 
