@@ -111,6 +111,7 @@ class FlatParameters:
         self.personal: Vector = self.whole[self.layout.numel :]
         self.joins = self.whole.device.type != "cpu" or self.layout.numel <= _SMALL
         self.views = self.whole_layout.views(self.whole)
+        self._places = [view.data_ptr() for view in self.views]
         self.bind(self.views)
 
     @property
@@ -132,8 +133,8 @@ class FlatParameters:
         self.bind(self.views)
 
     def gather(self) -> None:
-        """Copy parameters that are bound to other tensors into ``whole``, and bind them to it."""
-        if list(map(Tensor.data_ptr, self.params)) != list(map(Tensor.data_ptr, self.views)):
+        """Copy parameters that are bound to other tensors, by ``p.data = ...``, into ``whole``, and bind them to it."""
+        if list(map(Tensor.data_ptr, self.params)) != self._places:
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())
             self.restore()

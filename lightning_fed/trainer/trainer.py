@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import RoundLines, RoundLogger, RoundProgressBar, RunSummary
@@ -42,6 +42,10 @@ from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.threads import threads_for
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
+
+
+class _NoLoaderError(FederatedError, AttributeError):
+    """For ``getattr`` with a default value, the trainer has no such attribute."""
 
 
 class FederatedTrainer(pl.Trainer):
@@ -286,6 +290,15 @@ class FederatedTrainer(pl.Trainer):
         """The batches in the local epoch of the client at work."""
         self._check_is_one("num_training_batches")
         return super().num_training_batches
+
+    @property
+    def train_dataloader(self) -> NoReturn:
+        """Raise, since each client has its own loader."""
+        raise _NoLoaderError(
+            "trainer.train_dataloader does not exist, since each client has its own loader. While a client trains,"
+            " trainer.num_training_batches is its number of batches. For the length of a schedule, use"
+            " trainer.estimated_stepping_batches."
+        )
 
     @property
     def is_last_batch(self) -> bool:

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
+from lightning_fed.engines.local_options import LocalOptions
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
@@ -60,6 +62,7 @@ class SequentialEngine(Engine):
         started = time.perf_counter()
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
+            self.flat.gather()  # after a client that failed
             self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
             schedule = self.optimizer.schedule
             first_step = 0 if schedule is None else schedule.start_of(client)
@@ -69,8 +72,9 @@ class SequentialEngine(Engine):
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             self.epoch_loop.begin_client()
-            with self.epoch_loop._results.of_client(self.trainer.lightning_module):
+            with self.epoch_loop._results.of_client(self.trainer.lightning_module), self._own_options():
                 self._train(inputs, plan)
+            self.flat.gather()
             numbers = self.epoch_loop.close_client()
             if not self._has_checked_frozen:
                 self._check_frozen(frozen)
@@ -81,6 +85,12 @@ class SequentialEngine(Engine):
             self.optimizer.end()
             if work.num_steps == 0 and who.steps > 0:
                 self._check_no_steps(numbers)
+            if work.num_steps > 0 and not len(numbers.losses) and self.private is None and self.split.size == 1:
+                raise FederatedError(
+                    f"{type(self.trainer.lightning_module).__name__}.training_step returned None for every batch, and"
+                    " stepped the optimizer itself, so the client's loss is not known. Return the loss, and leave"
+                    " backward(), step() and zero_grad() to the trainer."
+                )
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
             counts = schedule is not None and schedule.mode == "continue"
@@ -154,7 +164,7 @@ class SequentialEngine(Engine):
             work.is_joined = self.flat.joins and isinstance(whole.lr, float)
             work.steps = self._steps(inputs, whole, work.is_joined)
             if self.looks_ahead:  # at points that the method computes in every step
-                optimization.gradients, optimization.decay = self.gradients, optimizer.decay
+                optimization.gradients = self.gradients
                 work.whole, work.second_gradient = whole, optimization.second_gradient
         return work
 
@@ -172,6 +182,19 @@ class SequentialEngine(Engine):
             self.trainer.fit_loop.max_batches = length
             self.fetcher.bind(itertools.islice(batches.epoch(stream, self.shuffle), length), length)
             self.epoch_loop.run(self.fetcher)
+
+    @contextmanager
+    def _own_options(self) -> Iterator[None]:
+        """Give the local optimizer its options back after a client's work; raise if its schedule has stepped."""
+        if self.optimizer.schedule is not None:  # sets them before every step
+            yield
+            return
+        options = LocalOptions(self.trainer)
+        try:
+            yield
+        finally:
+            options.restore()
+        options.check_schedules(self.trainer.lightning_module)
 
     def _merged_buffers(self, before: State) -> State:
         """Return the buffers after a client's work: the mean over processes of the changed ones."""
@@ -194,7 +217,7 @@ class SequentialEngine(Engine):
             name, optimization = self.algorithm.anchor_at, self.epoch_loop.automatic_optimization
             point = inputs.x if name == "x" or name is None else inputs.server[name]
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
-            optimization.anchor_point, optimization.decay = layout.views(point), self.optimizer.decay
+            optimization.anchor_point = layout.views(point)
             parts = [self.anchor_grad] if is_joined else layout.views(self.anchor_grad)
             for step, part in zip(steps, parts, strict=True):
                 step.anchor_grad = part
