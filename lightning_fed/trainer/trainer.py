@@ -66,6 +66,9 @@ class FederatedTrainer(pl.Trainer):
         personal: Names of parameters and buffers that stay with each client, or patterns of them such as
             ``["head.*"]``. They are trained with the others, and neither sent nor averaged. Every client keeps its own
             from round to round, and starts with the module's.
+        as_buffers: Names of parameters that the optimizer does not train but local work changes, or patterns of them
+            such as ``["teacher.*"]``: moving averages of weights, as in BYOL, MoCo and DINO. Like buffers, they start
+            from the server's for every client, and are averaged by examples, or treated as ``buffers`` sets.
         lora: The mean of LoRA adapters of peft. "separate" takes the means of A and B, as of any other parameters.
             "frozen_a" freezes A, so that the mean is that of the merged weights (FFA-LoRA). "exact" trains both, and
             adds what is missing to the base weights of the server and all clients (FedEx-LoRA).
@@ -160,6 +163,7 @@ class FederatedTrainer(pl.Trainer):
         *,
         algorithm: Algorithm | None = None,
         personal: Sequence[str] = (),
+        as_buffers: Sequence[str] = (),
         lora: Literal["separate", "frozen_a", "exact"] = "separate",
         max_rounds: int | None = None,
         clients_per_round: int | float | None = None,
@@ -286,12 +290,6 @@ class FederatedTrainer(pl.Trainer):
         return float("inf")
 
     @property
-    def num_training_batches(self) -> int | float:
-        """The batches in the local epoch of the client at work."""
-        self._check_is_one("num_training_batches")
-        return super().num_training_batches
-
-    @property
     def train_dataloader(self) -> NoReturn:
         """Raise, since each client has its own loader."""
         raise _NoLoaderError(
@@ -299,6 +297,12 @@ class FederatedTrainer(pl.Trainer):
             " trainer.num_training_batches is its number of batches. For the length of a schedule, use"
             " trainer.estimated_stepping_batches."
         )
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """The batches in the local epoch of the client at work."""
+        self._check_is_one("num_training_batches")
+        return super().num_training_batches
 
     @property
     def is_last_batch(self) -> bool:

@@ -271,7 +271,7 @@ class SequentialEngine(Engine):
         """Return sums over each frozen parameter, which change with its values; a copy may not fit in memory."""
         trained, sums = {id(p) for p in self.flat.params}, {}
         for name, p in self.trainer.lightning_module.named_parameters():
-            if id(p) not in trained:
+            if id(p) not in trained and name not in self.buffers.owners:
                 value = widened(p.detach()).nan_to_num()
                 sums[name] = float(value.sum()), float(torch.linalg.vector_norm(value))
         return sums
@@ -286,7 +286,13 @@ class SequentialEngine(Engine):
             if sums != before.get(name, sums):
                 raise FederatedError(
                     f"{type(self.trainer.lightning_module).__name__} changes the parameter {name!r} while a client"
-                    " trains, though it is frozen (requires_grad=False): other clients would start from the changed"
-                    " one. Make it a buffer with register_buffer(): buffers start from the server's for every client,"
-                    " and are averaged."
+                    " trains, though the optimizer does not train it: other clients would start from the changed one."
+                    f" Pass as_buffers=[{self._pattern_of(name)!r}] to the trainer, with patterns for all such"
+                    " parameters: like buffers, they then start from the server's for every client, and are averaged."
                 )
+
+    def _pattern_of(self, name: str) -> str:
+        """Return the shortest pattern of a parameter and its neighbors that fits no trained parameter."""
+        parts = name.split(".")
+        roots = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
+        return next((f"{root}*" for root in roots if not any(own.startswith(root) for own in self.flat.names)), name)
