@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -25,6 +26,7 @@ from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
+from lightning_fed.engines.vectorized.changes import attribute_tensors, numbers_in, parts_of
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 
 __all__ = ["SequentialEngine"]
@@ -71,12 +73,14 @@ class SequentialEngine(Engine):
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
+            attributes = {} if self._has_checked_frozen else self._tensors_of_attributes()
             self.epoch_loop.begin_client()
             with self.epoch_loop._results.of_client(self.trainer.lightning_module), self._own_options():
                 self._train(inputs, plan)
             self.flat.gather()
             numbers = self.epoch_loop.close_client()
             if not self._has_checked_frozen:
+                self._check_attributes(attributes)
                 self._check_frozen(frozen)
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -289,6 +293,28 @@ class SequentialEngine(Engine):
                     " trains, though the optimizer does not train it: other clients would start from the changed one."
                     f" Pass as_buffers=[{self._pattern_of(name)!r}] to the trainer, with patterns for all such"
                     " parameters: like buffers, they then start from the server's for every client, and are averaged."
+                )
+
+    def _tensors_of_attributes(self) -> dict[str, list[Any]]:
+        """Return shapes and numbers of the tensors that plain attributes of modules hold, by attribute."""
+        found: dict[str, list[Any]] = {}
+        for (kind, name), value in attribute_tensors(parts_of(self.trainer.lightning_module)):
+            is_computed = isinstance(value, torch.nn.Parameter) or value.grad_fn is not None  # as by weight_norm
+            if kind == "attribute" and not is_computed:
+                found.setdefault(name, []).append((value.shape, numbers_in(value)))
+        return found
+
+    def _check_attributes(self, before: dict[str, list[Any]]) -> None:
+        """Warn if local work changes a tensor in a plain attribute, such as an average of weights."""
+        after = self._tensors_of_attributes() if before else {}
+        for name, held in before.items():
+            now = after.get(name, [])
+            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
+                rank_zero_warn(
+                    f"{type(self.trainer.lightning_module).__name__} changes a tensor in its attribute {name!r} while a"
+                    " client trains. It goes from one client to the next, and is not in checkpoints. Make it a buffer"
+                    " with register_buffer(), unless it only collects numbers: buffers start from the server's for"
+                    " every client, and are averaged."
                 )
 
     def _pattern_of(self, name: str) -> str:

@@ -95,6 +95,39 @@ def test_a_teacher_may_be_treated_as_buffers(method: Any) -> None:
         assert torch.equal(value, expected.lightning_module.teacher.get_buffer(name))
 
 
+class Average:
+    """Keeps an average of weights as an object that is no module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def update(self, module: nn.Module) -> None:
+        for name, p in module.named_parameters():
+            self.shadow[name] = torch.lerp(self.shadow[name].to(p.dtype), p.detach(), 0.1)
+
+
+class Averages(Ordinary):
+    """Moves an average in every step, and collects its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.utils.spectral_norm(self.head)
+        self.average, self.losses, self.last = Average(self), [], None
+        with torch.inference_mode():  # as validation leaves them
+            self.pictures = torch.zeros(200, 200)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.average.update(self)
+        self.losses.append(torch.zeros(()))
+        self.last = self.head.weight_orig.detach().clone()
+
+
+def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None:
+    with pytest.warns(UserWarning, match="Averages changes a tensor in its attribute") as told:
+        run("sequential", Averages)
+    assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
+
+
 class Clamps(Ordinary):
     """Keeps its weights small after every step, in place."""
 
