@@ -75,6 +75,10 @@ class PreparedModule:
         owners |= parameters_as_buffers(settings, self.module, dict(named))
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
+        places = [
+            (self.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.flat.names
+        ]
+        self._places = [(owner._parameters, key) for owner, key in places]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         if self.flat.whole.device.type == "cpu":
             keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half of that
@@ -140,6 +144,16 @@ class PreparedModule:
                     call._call_lightning_module_hook(self.trainer, "lr_scheduler_step", config.scheduler, None)
         finally:
             epoch_loop.schedule_step = None
+
+    def check_parameters(self) -> None:
+        """Raise if another object has taken the place of a trained parameter, since the optimizer does not train it."""
+        for name, p, (held, key) in zip(self.flat.names, self.flat.params, self._places, strict=True):
+            if held.get(key) is not p:
+                raise FederatedError(
+                    f"{type(self.module).__name__} has replaced the parameter {name!r}, which the optimizer trains, by"
+                    " another one, which it does not. Write to the parameter instead: with torch.no_grad(),"
+                    " parameter.copy_(value)."
+                )
 
     def begin_round(self, step: int) -> None:
         """Show the rates that a round begins with, given the run's step of its schedules by local step."""

@@ -46,8 +46,9 @@ class ServerModel:
     def begin_round(self) -> None:
         """Take over what hooks have changed; clients work in the module until :meth:`show`.
 
-        Raise if a hook has frozen or unfrozen a parameter.
+        Raise if a hook has frozen, unfrozen or replaced a parameter.
         """
+        self._prepared.check_parameters()
         flat = self._prepared.flat
         frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
         if frozen:

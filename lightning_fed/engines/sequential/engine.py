@@ -80,6 +80,7 @@ class SequentialEngine(Engine):
             self.flat.gather()
             numbers = self.epoch_loop.close_client()
             if not self._has_checked_frozen:
+                self.prepared.check_parameters()
                 self._check_attributes(attributes)
                 self._check_frozen(frozen)
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()

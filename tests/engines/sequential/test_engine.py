@@ -177,6 +177,23 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+class Replaces(Ordinary):
+    """Clamps a weight by a new parameter, after a batch or after the round."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, self.replace)
+
+    def replace(self, *_: Any) -> None:
+        self.head.weight = nn.Parameter(self.head.weight.clamp(min=0))
+
+
+@pytest.mark.parametrize(("hook", "engine"), [("on_train_batch_end", "auto"), ("on_train_epoch_end", "vectorized")])
+def test_a_trained_parameter_that_is_replaced_is_refused_by_name(hook: str, engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"Replaces has replaced the parameter 'head.weight'.*copy_"):
+        run(engine, partial(Replaces, hook))
+
+
 class StepsItself(Ordinary):
     """Steps the optimizer in its training step, and returns nothing."""
 
