@@ -452,6 +452,27 @@ def test_a_module_learns_how_long_its_schedule_is() -> None:
         _ = trainer(local_schedule="total", local_epochs=2).estimated_stepping_batches
 
 
+class Multiplies(Regression):
+    """Has the length of its schedule from the batches of an epoch, as the modules of several libraries do."""
+
+    def configure_optimizers(self) -> Any:
+        self.length = self.trainer.num_training_batches * self.trainer.max_epochs
+        found = super().configure_optimizers()
+        return found if self.trainer.fit_loop.settings.local_schedule else found["optimizer"]
+
+
+def test_a_module_may_compute_the_length_from_the_batches_of_an_epoch() -> None:
+    for options, length in (
+        ({"local_schedule": "total", "local_steps": 2, "accumulate_grad_batches": 2}, 8),
+        ({"local_epochs": 1}, 2),
+    ):
+        module = Multiplies()
+        trainer(max_rounds=2, **options).fit(module, FederatedDataModule(clients=float_clients(), batch_size=2))
+        assert module.length == length
+    with pytest.raises(FederatedError, match="num_training_batches.*local_epochs=2 does not tell"):
+        trainer(local_schedule="total", local_epochs=2).fit(Multiplies(), data())
+
+
 def test_a_checkpoint_without_the_count_of_steps_is_refused(tmp_path: Path) -> None:
     run("total", max_rounds=2, callbacks=[Rates(tmp_path)])
     saved = torch.load(tmp_path / "2.ckpt", weights_only=True)
