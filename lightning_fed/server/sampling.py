@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fed.core.arguments import ArgumentsRepr, check_flags, finite
 from lightning_fed.core.client_weights import ClientWeights
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.learning_sampler import LossesOf
@@ -24,6 +24,7 @@ __all__ = [
     "UniformSampler",
     "WeightedSampler",
     "draw",
+    "has_examples",
 ]
 
 Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
@@ -271,7 +272,24 @@ def _ids(found: Any, who: str, round: int) -> list[ClientId]:
     """Return client ids that a user's sampler has returned, those in arrays and tensors as Python numbers."""
     if isinstance(found, str) or not hasattr(found, "__iter__"):
         raise FederatedError(f"{who} must return a list of client ids, found {found!r} in round {round}.")
-    return [i.item() if hasattr(i, "item") else i for i in found]
+    ids = [i.item() if hasattr(i, "item") else i for i in found]
+    for client_id in ids:
+        if isinstance(client_id, bool | float):  # equal to an int, and so to a client
+            raise FederatedError(
+                f"{who} must return client ids, ints or strs, found {client_id!r} in round {round}. Convert positions"
+                " or a mask to ids, as in [i for i, is_chosen in zip(population, mask) if is_chosen]."
+            )
+    return ids
+
+
+def has_examples(population: Sequence[ClientId], client_id: ClientId) -> bool:
+    """Return whether a client has examples; one that is built on demand may turn out to have none."""
+    if (size_of := getattr(population, "size", None)) is None:
+        return True
+    try:
+        return bool(size_of(client_id) > 0)
+    except ClientError:  # the round reports it when the client is to train
+        return True
 
 
 def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:

@@ -454,3 +454,9 @@ def test_samplers_take_two_or_three_arguments_and_return_any_iterable(sampler: A
 def test_what_is_no_list_of_ids_is_refused(found: Any) -> None:
     with pytest.raises(FederatedError, match=f"must return a list of client ids, found {found!r} in round 7"):
         draw(lambda seed, round: found, 0, 7, NAMES, run_seed=0)
+
+
+@pytest.mark.parametrize("found", [[1, True], np.array([True, False]), [torch.tensor(1.0)], [1.0]])
+def test_truths_and_fractions_are_no_ids(found: Any) -> None:
+    with pytest.raises(FederatedError, match=r"must return client ids, ints or strs, found (True|1\.0) in round 7"):
+        draw(lambda seed, round: found, 0, 7, range(3), run_seed=0)
