@@ -48,7 +48,8 @@ class OortSampler(CountingSampler):
 
     Left open by the paper, and settled here: numbers of clients are rounded, and if there are too few clients on one
     side, the other side takes their places. All draws are without replacement, ties by stored order. The quantile is
-    interpolated. Clients built on demand that turn out to be empty are not drawn. Clients that took part in more than ``most_rounds`` rounds, if set, are drawn last, uniformly.
+    interpolated. Clients built on demand that turn out to be empty are not drawn. Clients that took part in more than
+    ``most_rounds`` rounds, if set, are drawn last, uniformly.
 
     Args:
         clients_per_round: K, as a count or a share.

@@ -104,9 +104,8 @@ class PowerOfChoiceSampler(CountingSampler):
         m, candidates, highest = self.count(len(population)), self._of_candidates(seed, round, population), math.inf
         known = losses
         if self.losses == "last":
-            known = {
-                i: self._last.get(i, highest) for i in candidates if i in self._last or has_examples(population, i)
-            }
+            there = [i for i in candidates if i in self._last or has_examples(population, i)]
+            known = {client_id: self._last.get(client_id, highest) for client_id in there}
         ties = torch.rand(len(candidates), generator=generator(seed, Purpose.COHORT, round, _TIES)).tolist()
         ranked = sorted(
             (-known[client_id], tie, place)

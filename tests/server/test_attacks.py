@@ -303,7 +303,5 @@ class NoNumbers(Attack):
     ("algorithm", "what"), [(FedAvg(), "message 'delta'"), (Mime(SGDm()), "full-batch gradient at x")]
 )
 def test_numbers_that_are_not_finite_are_those_of_the_attack(algorithm: Any, what: str) -> None:
-    with pytest.raises(
-        FederatedError, match=rf"mean of .* {what} is not finite in round 0, .*attack=NoNumbers\(.*drop"
-    ):
+    with pytest.raises(FederatedError, match=rf"mean of .* {what} is not finite in round 0, .*attack=NoNumbers.*drop"):
         run("sequential", algorithm=algorithm, attack=NoNumbers([1]), clients_per_round=6)
