@@ -60,7 +60,7 @@ def test_half_the_means_make_half_the_step(name: str) -> None:
     algorithm, x = ROWS[name][0].algorithm, torch.linspace(0.5, 1, 6, dtype=torch.float64)
 
     def step(share: float) -> Tensor:
-        mean = {message: share * x**2 for message in algorithm.reduces}
+        mean = dict.fromkeys(algorithm.reduces, share * x**2)
         return algorithm.update_server(x, algorithm.init_server(x), mean, Cohort(3, 10, 0))[0]
 
     torch.testing.assert_close(step(0.5) - step(0.0), (step(1.0) - step(0.0)) / 2)
