@@ -62,7 +62,8 @@ class RoundTotals:
     ) -> None:
         algorithm = self.algorithm = server.algorithm
         self.server, self.members, self.gradient_members = server, members, gradient_members
-        self._rule = algorithm.reduces.get("delta", "examples")
+        rules = algorithm.reduces
+        self._rule = rules.get("delta", "weighting" if "weighting" in rules.values() else "examples")
         make = Aggregation if settings.aggregator is None else settings.aggregator.of_round
         draws = isinstance(settings.aggregator, OptimalClientSampling)
         own: dict[str, Any] = {"seed": server.seed, "round": server.round} if draws else {}
