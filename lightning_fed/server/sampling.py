@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -270,15 +271,25 @@ def draw(
 
 def _ids(found: Any, who: str, round: int) -> list[ClientId]:
     """Return client ids that a user's sampler has returned, those in arrays and tensors as Python numbers."""
-    if isinstance(found, str) or not hasattr(found, "__iter__"):
-        raise FederatedError(f"{who} must return a list of client ids, found {found!r} in round {round}.")
-    ids = [i.item() if hasattr(i, "item") else i for i in found]
-    for client_id in ids:
-        if isinstance(client_id, bool | float):  # equal to an int, and so to a client
+    try:
+        items = None if isinstance(found, str | bytes | set | frozenset) else iter(found)
+    except TypeError:  # also of a tensor without dimensions
+        items = None
+    if items is None:
+        hint = " A set has no order of its own: sort it." if isinstance(found, set | frozenset) else ""
+        raise FederatedError(f"{who} must return a list of client ids, found {found!r} in round {round}.{hint}")
+    ids = list[ClientId]()
+    for item in items:
+        client_id = item
+        if hasattr(item, "item"):
+            with suppress(ValueError, RuntimeError):  # of several elements
+                client_id = item.item()
+        if not isinstance(client_id, int | str) or isinstance(client_id, bool):  # True and 1.0 are equal to 1
             raise FederatedError(
                 f"{who} must return client ids, ints or strs, found {client_id!r} in round {round}. Convert positions"
                 " or a mask to ids, as in [i for i, is_chosen in zip(population, mask) if is_chosen]."
             )
+        ids.append(client_id)
     return ids
 
 
