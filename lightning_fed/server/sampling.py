@@ -156,6 +156,7 @@ class WeightedSampler(CountingSampler):
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the cohort of a round, in the population's order, with repetitions."""
         k, p = self.count(len(population)), self.weights.of(population)
+        p = p / p.max()  # sums of very large weights, and quotients by very small ones, would be infinite
         stream = generator(seed, Purpose.COHORT, round)
         if self.replacement:
             total = p.cumsum(0)

@@ -459,6 +459,13 @@ def test_what_is_no_list_of_ids_is_refused(found: Any) -> None:
         draw(lambda seed, round: found, 0, 7, NAMES, run_seed=0)
 
 
+@pytest.mark.parametrize("unit", [1e308, 5e-324])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_unit_of_weights_does_not_matter(unit: float, replacement: bool) -> None:
+    drawn = [WeightedSampler(2, dict.fromkeys(NAMES, u), replacement) for u in (unit, 1.0)]
+    assert [drawn[0](0, r, NAMES) for r in range(20)] == [drawn[1](0, r, NAMES) for r in range(20)]
+
+
 @pytest.mark.parametrize(
     "found",
     [[1, True], np.array([True, False]), [torch.tensor(1.0)], [1.0], [None], [[1]], [1, torch.tensor([1, 2])]],
