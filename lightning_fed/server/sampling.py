@@ -156,9 +156,9 @@ class WeightedSampler(CountingSampler):
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the cohort of a round, in the population's order, with repetitions."""
         k, p = self.count(len(population)), self.weights.of(population)
-        p = p / p.max()  # sums of very large weights, and quotients by very small ones, would be infinite
         stream = generator(seed, Purpose.COHORT, round)
         if self.replacement:
+            p = p / p.max()  # a sum of very large weights would be infinite
             total = p.cumsum(0)
             drawn = torch.searchsorted(total, torch.rand(k, generator=stream, dtype=p.dtype) * total[-1], right=True)
             # rounding the product up to the full sum would select past the last client of positive weight
@@ -170,7 +170,8 @@ class WeightedSampler(CountingSampler):
                     " positive weight."
                 )
             exponential = -torch.rand(len(p), generator=stream, dtype=p.dtype).log()
-            drawn = torch.where(p > 0, exponential / p, math.inf).argsort()[:k]  # k first exponential clocks
+            times = exponential.log() - p.log()  # logarithms, since a quotient by a very small weight would be infinite
+            drawn = torch.where(p > 0, times, math.inf).argsort()[:k]  # k first exponential clocks
         return [population[i] for i in sorted(drawn.tolist())]
 
 

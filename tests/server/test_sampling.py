@@ -459,6 +459,11 @@ def test_what_is_no_list_of_ids_is_refused(found: Any) -> None:
         draw(lambda seed, round: found, 0, 7, NAMES, run_seed=0)
 
 
+def test_weights_far_apart_are_all_positive() -> None:
+    sampler = WeightedSampler(3, {"a": 1e308, "b": 0.0, "c": 5e-324, "d": 1e-323}, replacement=False)
+    assert all(sampler(0, r, NAMES) == ["a", "c", "d"] for r in range(10))
+
+
 @pytest.mark.parametrize("unit", [1e308, 5e-324])
 @pytest.mark.parametrize("replacement", [True, False])
 def test_the_unit_of_weights_does_not_matter(unit: float, replacement: bool) -> None:
