@@ -12,6 +12,8 @@ from lightning_fed.algorithms import FedAvg, Scaffold
 from tests.helpers.engines import Ordinary, Record, run, state_of
 from tests.helpers.training import clients
 
+ENGINES = ("sequential", "auto")
+
 
 class Cools(Ordinary):
     """Lowers its rate in every step."""
@@ -37,13 +39,30 @@ def alike() -> FederatedDataModule:
 @pytest.mark.parametrize("make", [Cools, CoolsTensor])
 def test_every_client_starts_with_the_rates_of_the_round(make: Any) -> None:
     ends = []
-    for engine in ("sequential", "auto"):
+    for engine in ENGINES:
         seen = Record()
         t = run(engine, make, alike, clients_per_round=3, max_rounds=2, callbacks=[seen])
         assert len({report.update_norm for report in seen.reports[:3]}) == 1
         assert len({report.update_norm for report in seen.reports[3:]}) == 1
         ends.append(state_of(t)["x"])
     assert torch.equal(*ends)
+
+
+class CoolsLater(Ordinary):
+    """Lowers its rate from the second round on, which no trial step shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.current_epoch > 0:
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+def test_rates_that_a_later_step_sets_are_not_missed_by_clients_at_once() -> None:
+    ends = [state_of(run(engine, CoolsLater, alike, clients_per_round=3, max_rounds=3))["x"] for engine in ENGINES]
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)  # the first round runs in another engine
+    with pytest.raises(FederatedError, match="it changes 'lr' of the local optimizer, and did not in its trial step"):
+        run("vectorized", CoolsLater, alike, clients_per_round=3, max_rounds=3)
 
 
 class Steps(Ordinary):
