@@ -7,6 +7,7 @@ handles their differences.
 import gc
 import traceback
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ def are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     """Return whether the tensors of each pair, all on one device, are equal, with one synchronization."""
     found = list(pairs)
     if not found or found[0][0].is_cpu:
-        return [torch.equal(a, b) for a, b in found]
+        return list(starmap(torch.equal, found))
     alike = [a.shape == b.shape for a, b in found]
     same = [(a == b).all() for (a, b), is_alike in zip(found, alike, strict=True) if is_alike]
     read = iter(torch.stack(same).tolist() if same else ())

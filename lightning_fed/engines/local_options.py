@@ -1,13 +1,15 @@
 """The options of the local optimizer, which every client starts with, and the steps of its schedules."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["LocalOptions"]
+__all__ = ["LocalOptions", "stepped_schedule"]
 
 
 class LocalOptions:
@@ -17,56 +19,47 @@ class LocalOptions:
     ``training_step`` or a hook of batches sets must therefore not reach the next client.
 
     Args:
-        trainer: The trainer of the local work.
+        optimizer: The local optimizer.
+        schedules: The configurations of its schedules, as Lightning keeps them.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._held = [(group, _copies(group)) for group in trainer.optimizers[0].param_groups]
-        self._schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._steps = self._steps_now()
-
-    def changed(self) -> str | None:
-        """Return the name of the first option that has changed, or None."""
-        for group, before in self._held:
-            for name, value in _copies(group).items():
-                if name not in before or not _equal(value, before[name]):
-                    return name
-        return None
-
-    def stepped(self) -> str | None:
-        """Return the name of a schedule that has taken a step, or None."""
-        now = zip(self._schedules, self._steps, self._steps_now(), strict=True)
-        return next((type(schedule).__name__ for schedule, was, is_now in now if was != is_now), None)
-
-    def check_schedules(self, module: pl.LightningModule) -> None:
-        """Raise if the work has stepped a schedule."""
-        if (schedule := self.stepped()) is not None:
-            raise FederatedError(
-                f"{type(module).__name__} steps its schedule {schedule} while a client trains: the next client would"
-                " start with the changed rate. Remove the call of step(), return {'scheduler': ..., 'interval':"
-                " 'step'} from configure_optimizers(), and choose what it counts: local_schedule='restart', 'continue'"
-                " or 'total'."
-            )
-
-    def restore(self) -> None:
-        """Give the optimizer its options back."""
-        for group, before in self._held:
-            for name, value in before.items():
+    def __init__(self, optimizer: Optimizer, schedules: Sequence[Any]) -> None:
+        self._groups, self._schedules = optimizer.param_groups, schedules
+        self._options, self._steps = list[dict[str, Any]](), list[Any]()
+        for group in self._groups:
+            options = group.copy()
+            del options["params"]
+            for name, value in options.items():
                 if isinstance(value, Tensor):
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
+                    options[name] = value.clone()
+            self._options.append(options)
+        for config in schedules:
+            self._steps.append(getattr(config.scheduler, "last_epoch", None))
 
-    def _steps_now(self) -> list[Any]:
-        return [getattr(schedule, "last_epoch", None) for schedule in self._schedules]
+    def take_back(self) -> tuple[str | None, str | None]:
+        """Give the optimizer its options back; return the name of a changed one, and of a schedule that has stepped."""
+        option, schedule = None, None
+        for group, before in zip(self._groups, self._options, strict=True):
+            if len(group) > len(before) + 1:
+                option = next(name for name in group if name != "params" and name not in before)
+            for name, was in before.items():
+                value = group[name]
+                if isinstance(was, Tensor) and isinstance(value, Tensor):
+                    if not was.equal(value):
+                        option = name
+                        value.copy_(was)
+                elif value is not was and value != was:
+                    option, group[name] = name, was
+        for config, step in zip(self._schedules, self._steps, strict=True):
+            if getattr(config.scheduler, "last_epoch", None) != step:
+                schedule = type(config.scheduler).__name__
+        return option, schedule
 
 
-def _copies(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, with copies of tensors."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
-    }
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one.equal(other)) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+def stepped_schedule(module: pl.LightningModule, schedule: str) -> FederatedError:
+    """Return the error for a module that steps a schedule while clients train."""
+    return FederatedError(
+        f"{type(module).__name__} steps its schedule {schedule} while a client trains: the next client would"
+        " start with the changed rate. Remove the call of step(), return {'scheduler': ..., 'interval': 'step'}"
+        " from configure_optimizers(), and choose what it counts: local_schedule='restart', 'continue' or 'total'."
+    )

@@ -72,13 +72,14 @@ class PreparedModule:
         """Make one vector of the trained parameters, and wrap their optimizer."""
         trainer, settings = self.trainer, self.settings
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
-        owners |= parameters_as_buffers(settings, self.module, dict(named))
+        if settings.as_buffers:
+            owners |= parameters_as_buffers(settings, self.module, dict(named))
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
-        places = [
-            (self.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.flat.names
-        ]
-        self._places = [(owner._parameters, key) for owner, key in places]
+        places = (name.rpartition(".") for name in self.flat.names)
+        self._places = [(self.module.get_submodule(owner)._parameters, key) for owner, _, key in places]
+        held, trained = {id(p) for group in base.param_groups for p in group["params"]}, dict(named)
+        self._untrained = [(n, p) for n, p in self.module.named_parameters() if id(p) in held and n not in trained]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         if self.flat.whole.device.type == "cpu":
             keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half of that
@@ -146,13 +147,24 @@ class PreparedModule:
             epoch_loop.schedule_step = None
 
     def check_parameters(self) -> None:
-        """Raise if another object has taken the place of a trained parameter, since the optimizer does not train it."""
+        """Raise if a hook has replaced, frozen or unfrozen a parameter: the vector of the trained ones is fixed."""
         for name, p, (held, key) in zip(self.flat.names, self.flat.params, self._places, strict=True):
             if held.get(key) is not p:
                 raise FederatedError(
                     f"{type(self.module).__name__} has replaced the parameter {name!r}, which the optimizer trains, by"
                     " another one, which it does not. Write to the parameter instead: with torch.no_grad(),"
                     " parameter.copy_(value)."
+                )
+            if not p.requires_grad:
+                raise FederatedError(
+                    f"A hook has frozen the parameter {name!r}: the trained parameters are fixed when the fit starts."
+                    " Freeze it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+                )
+        for name, p in self._untrained:
+            if p.requires_grad:  # the local optimizer would move it, but no client would send it
+                raise FederatedError(
+                    f"A hook has unfrozen the parameter {name!r}: the trained parameters are fixed when the fit starts."
+                    " Train it from the start, or set requires_grad after the fit, and fit with another trainer."
                 )
 
     def begin_round(self, step: int) -> None:

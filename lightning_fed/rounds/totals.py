@@ -336,7 +336,7 @@ class Traffic:
 
     def update(self, reply: Reply, rows: Sequence[int]) -> None:
         """Add the messages of some rows of equal size; a tensor sent under two names counts once."""
-        clients = [reply.clients[row] for row in rows]
+        clients = tuple(map(reply.clients.__getitem__, rows))
         if reply.message_bytes is not None:  # compressed messages come one client at a time
             self._messages |= dict.fromkeys(clients, reply.message_bytes)
             return

@@ -21,7 +21,7 @@ from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
-from lightning_fed.engines.local_options import LocalOptions
+from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
@@ -194,12 +194,15 @@ class SequentialEngine(Engine):
         if self.optimizer.schedule is not None:  # sets them before every step
             yield
             return
-        options = LocalOptions(self.trainer)
+        options = LocalOptions(self.optimizer.base, self.trainer.lr_scheduler_configs)
         try:
             yield
-        finally:
-            options.restore()
-        options.check_schedules(self.trainer.lightning_module)
+        except BaseException:
+            options.take_back()
+            raise
+        _, schedule = options.take_back()
+        if schedule is not None:
+            raise stepped_schedule(self.trainer.lightning_module, schedule)
 
     def _merged_buffers(self, before: State) -> State:
         """Return the buffers after a client's work: the mean over processes of the changed ones."""

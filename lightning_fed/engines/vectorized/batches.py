@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -65,7 +66,7 @@ class BatchGroup(NamedTuple):
     @property
     def first(self) -> Sequence[Tensor]:
         """The tensors of the first client's batch."""
-        return self.leaves if len(self.clients) == 1 else [leaf[0] for leaf in self.leaves]
+        return self.leaves if len(self.clients) == 1 else list(map(itemgetter(0), self.leaves))
 
 
 class RowBatches:

@@ -61,7 +61,7 @@ class ChunkWork:
         self.shared.copy_(x)
         if PERSONAL in clients:
             self._personal.copy_(clients[PERSONAL])
-        self.clients = method_part(clients)
+        self.clients = method_part(clients) if clients else clients
         full_grad = [inputs.full_grad.get(who.index, {}) for who in participants] if inputs.full_grad else [{}]
         self.full_grad = stack_states(full_grad, range(len(full_grad)))
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)

@@ -20,7 +20,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError,
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import prepare_batch
-from lightning_fed.engines.local_options import LocalOptions
+from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
 from lightning_fed.engines.vectorized.changes import ChangeTracker
@@ -213,11 +213,13 @@ class VectorizedEngine(Engine):
             )
             means = ChunkMeans(len(plans))
             self.changes.begin_work()
-            options = LocalOptions(self.trainer) if schedule is None else None  # a schedule sets them before each step
+            options = None
+            if schedule is None:  # which sets them before each step
+                options = LocalOptions(self.optimizer.base, self.trainer.lr_scheduler_configs)
             self.schedule.run(inputs, plans, rows, groups, work, means)
             self.changes.check_work()
-            if options is not None:
-                self._check_options(options)
+            if options is not None and any(changed := options.take_back()):
+                raise self._refusal_of_options(*changed)
             delta, send, keep = work.finish()
         if schedule is not None:
             schedule.rest()
@@ -250,16 +252,15 @@ class VectorizedEngine(Engine):
             implied=work.implied,
         )
 
-    def _check_options(self, options: LocalOptions) -> None:
-        """Raise if ``training_step`` has begun to change the optimizer, which is that of several clients here."""
-        option, module = options.changed(), self.trainer.lightning_module
-        options.restore()
-        options.check_schedules(module)
-        if option is not None:
-            raise OnlySequentialError(
-                f"engine='vectorized' cannot continue with {type(module).__name__}.training_step: it changes {option!r}"
-                " of the local optimizer, and did not in its trial step. Change that, or use engine='sequential'."
-            )
+    def _refusal_of_options(self, option: str | None, schedule: str | None) -> FederatedError:
+        """Return the error for a ``training_step`` that has begun to change the optimizer, which clients share here."""
+        module = self.trainer.lightning_module
+        if schedule is not None:
+            return stepped_schedule(module, schedule)
+        return OnlySequentialError(
+            f"engine='vectorized' cannot continue with {type(module).__name__}.training_step: it changes {option!r}"
+            " of the local optimizer, and did not in its trial step. Change that, or use engine='sequential'."
+        )
 
     def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:
         """Blame this engine for an error if the sequential one does the same work without it.

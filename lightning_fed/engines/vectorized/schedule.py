@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -67,12 +67,12 @@ class Schedule:
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
         module, size = self.module, self.batch_size
         may_trace = module.traces.allowed and not module.reads_index and not module.is_random
-        is_alike = len(rows) > 1 and all(own.settings.batch_size == size for own in rows)
+        is_alike = len(rows) > 1 and set(map(attrgetter("settings.batch_size"), rows)) == {size}
         if size is not None and is_bare and may_trace and is_alike:
             full = size
             sizes = [batch_sizes(plan, full) for plan in plans]
         lengths = [own.count(full) for own in sizes]
-        order = sorted(range(len(plans)), key=lambda i: (starts[i], -lengths[i]))
+        order = sorted(sorted(range(len(plans)), key=lengths.__getitem__, reverse=True), key=starts.__getitem__)
         groups, done = list[StartGroup](), 0
         for first_step, members in groupby(order, starts.__getitem__):
             own, rest = [sizes[i] for i in members], range(done, len(plans))
@@ -96,7 +96,7 @@ class Schedule:
         if module.is_random or not rows:
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
         with module.recording():
-            batches_of_steps = batches.in_order([step for group in groups for step in group.steps])
+            batches_of_steps = batches.in_order(list(chain.from_iterable(map(attrgetter("steps"), groups))))
             for group in groups:
                 if work.optimizer.schedule is not None:
                     work.begin(group.clients, group.first_step)
