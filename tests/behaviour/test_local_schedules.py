@@ -163,15 +163,19 @@ def test_a_schedule_may_step_after_several_local_steps() -> None:
 
 
 class Rates(FederatedCallback):
-    """Notes the rate that the optimizer has at the start and at the end of each round, and saves checkpoints."""
+    """Notes the optimizer's rate at the start, between clients and at the end of each round, and saves checkpoints."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.at_start: list[float] = []
+        self.between: list[tuple[int, float]] = []
         self.at_end: list[float] = []
         self.folder = folder
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.at_start.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.between.append((trainer.fit_loop.round, trainer.optimizers[0].param_groups[0]["lr"]))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.at_end.append(trainer.optimizers[0].param_groups[0]["lr"])
@@ -184,20 +188,20 @@ def state_of(fitted: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mode", "engine"),
+    ("mode", "schedule", "engine"),
     [
-        ("continue", "sequential"),
-        ("total", "vectorized"),
-        *(pytest.param(mode, "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
+        ("continue", "adam", "sequential"),
+        ("total", "cosine", "vectorized"),  # whose rates follow from those of the start
+        *(pytest.param(mode, "adam", "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
     ],
 )
-def test_a_run_goes_on_with_the_same_bits(mode: str, engine: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_same_bits(mode: str, schedule: str, engine: Any, tmp_path: Path) -> None:
     options = {"engine": engine, "algorithm": Scaffold("ii"), "chunk_size": 4 if engine == "vectorized" else None}
-    whole = run(mode, "adam", **options)
-    part = run(mode, "adam", max_rounds=2, callbacks=[Rates(tmp_path)], **options)
-    assert same(state_of(run(mode, "adam", ckpt_path=tmp_path / "2.ckpt", **options)), state_of(whole))
+    whole = run(mode, schedule, **options)
+    part = run(mode, schedule, max_rounds=2, callbacks=[Rates(tmp_path)], **options)
+    assert same(state_of(run(mode, schedule, ckpt_path=tmp_path / "2.ckpt", **options)), state_of(whole))
     part.save_checkpoint(tmp_path / "after.ckpt")
-    assert same(state_of(run(mode, "adam", ckpt_path=tmp_path / "after.ckpt", **options)), state_of(whole))
+    assert same(state_of(run(mode, schedule, ckpt_path=tmp_path / "after.ckpt", **options)), state_of(whole))
     part.max_rounds = ROUNDS
     part.fit(part.lightning_module, data())
     assert same(state_of(part), state_of(whole))
@@ -213,8 +217,10 @@ def test_between_rounds_the_optimizer_has_the_rate_of_the_next_local_step() -> N
     assert rates["total"].at_start == pytest.approx([0.2 * scale[t] for t in (0, 8, 16, 22)])
     assert rates["total"].at_end == pytest.approx([0.2 * scale[t] for t in (8, 16, 22, 30)])
     steps = Rates()
-    run("total", callbacks=[steps], local_epochs=None, local_steps=5)
+    run("total", callbacks=[steps], local_epochs=None, local_steps=5, engine="vectorized")
     assert steps.at_start == pytest.approx([0.2 * scale[t] for t in (0, 5, 10, 15)])
+    for noted in (*rates.values(), steps):
+        assert noted.between == [(r, noted.at_start[r]) for r, cohort in enumerate(COHORTS) for _ in cohort]
 
 
 def test_a_client_counts_the_steps_of_its_own_work() -> None:
