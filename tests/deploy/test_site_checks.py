@@ -60,6 +60,7 @@ def site(tmp_path: Path) -> Iterator[FederatedSite]:
 
 REFUSED: dict[str, tuple[Message, str]] = {
     "a run that is a path": (task(run="../../escape"), r"run '\.\./\.\./escape': a run's name is 16 hex digits"),
+    "a run with a path behind it": (task(run=f"{RUN}/../../escape"), "16 hex digits"),
     "a run in capitals": (task(run="ABCDEF0123456789"), "16 hex digits"),
     "a negative round": (task(round=-5), "round = -5"),
     "a round that is true": (task(round=True), "round = True"),
