@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
@@ -40,6 +40,7 @@ SCHEDULES: dict[str, tuple[Callable[..., Optimizer], Callable[[Optimizer], Any]]
     "cosine": (partial(SGD, lr=0.2, weight_decay=0.1), partial(CosineAnnealingLR, T_max=9)),
     "one cycle": (partial(SGD, lr=0.2, momentum=0.9), partial(OneCycleLR, max_lr=0.3, total_steps=60)),
     "adam": (partial(Adam, lr=0.1, betas=(0.8, 0.9)), partial(OneCycleLR, max_lr=0.2, total_steps=60)),
+    "decay": (partial(SGD, lr=0.2), partial(ExponentialLR, gamma=0.95)),
     "groups": (partial(SGD, lr=0.2), apart),
 }
 
@@ -191,7 +192,7 @@ def state_of(fitted: Any) -> Any:
     ("mode", "schedule", "engine"),
     [
         ("continue", "adam", "sequential"),
-        ("total", "cosine", "vectorized"),  # whose rates follow from those of the start
+        ("total", "decay", "vectorized"),  # each of its rates follows from the one before
         *(pytest.param(mode, "adam", "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
     ],
 )

@@ -103,10 +103,11 @@ def test_noise_replaces_the_message_and_depends_on_seed_round_and_client() -> No
 
 
 def test_a_message_sent_under_two_names_is_changed_once() -> None:
-    both = torch.ones(4)
-    sent = attacked(NoiseAttack(0.5, 1.0), {"a": both, "b": both, "c": torch.ones(4)}, torch.Generator())
+    both, noise = torch.ones(4), torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    stream = torch.Generator().manual_seed(0)
+    sent = attacked(NoiseAttack(0.5, 1.0), {"a": both, "b": both, "c": torch.ones(4)}, stream)
     assert sent["a"] is sent["b"]
-    assert not torch.equal(sent["a"], sent["c"])
+    assert torch.equal(torch.stack([sent["a"], sent["c"]]), noise)
 
 
 @pytest.mark.parametrize(

@@ -275,12 +275,12 @@ def test_each_run_learns_by_itself_and_a_second_fit_goes_on() -> None:
 
 def test_a_state_given_at_the_start_is_that_of_every_run(tmp_path: Path) -> None:
     fitted, record = ran("a user's", sampler=Turns({0: 99, 1: 99}), max_rounds=1)
-    noted = fitted.fit_loop.run_state.state_dict()["sampler"]["state"]
     ran("", sampler=UniformSampler(2), max_rounds=1)[0].save_checkpoint(tmp_path / "other.ckpt")
     fitted.max_rounds = 2
     with pytest.warns(UserWarning, match="nothing that a sampler has learned: Turns begins as in a new run"):
         fitted.fit(Ordinary(), data(SIZES), ckpt_path=tmp_path / "other.ckpt")
     assert cohorts(record) == [(2, 3)] * 2
+    noted = fitted.fit_loop.run_state.state_dict()["sampler"]["state"]
     fitted.fit_loop.settings.sampler.times.clear()  # type: ignore[attr-defined]
     assert noted["times"].keys() == {0, 1, 2, 3}, "what a checkpoint holds is a copy"
 
