@@ -102,6 +102,7 @@ CASES = {
     "shared": Case("clients cut out of one data set", is_shared=True),
     "own": Case("clients that are data sets of their own"),
     "unequal": Case("as own, of 100 to 287 examples", sizes=tuple(range(100, 300, 17))),
+    "longest": Case("as own, of 300 examples: as many batches as the longest client of unequal", sizes=(300,)),
     "pinned": Case("as shared, with pin_memory=True", is_shared=True, options=(("pin_memory", True),)),
     "deep": Case("as shared, a residual network of 52 parameters", is_shared=True, make=Residual),
 }

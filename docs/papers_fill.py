@@ -47,6 +47,7 @@ def lines(grid: Grid, results: Results, first: Sequence[Sequence[str]]) -> Itera
     for point in sorted(grid.points, key=turn):
         yield [cell for tuned in grid.tuned(point) for cell in grid.cells(point, tuned, range(grid.choice_seeds))]
         yield results.cells(point)
+        yield [] if results.beside is None else results.beside.cells(point)
 
 
 def fill(

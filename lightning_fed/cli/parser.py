@@ -45,6 +45,7 @@ _OPTIONAL = re.compile(
     r"\n +Subtypes: [^\n]+, <class 'NoneType'>\]\n +Errors:"
     r"((?:\n.*)*?)\n +- Expected a <class 'NoneType'>\n +Given value type: [^\n]+\n +Given value: ([^\n]+)"
 )
+_NO_NAME = re.compile(r"unhashable type: '(\w+)'")
 
 
 class Parser(LightningArgumentParser):
@@ -107,6 +108,8 @@ def _only_cause(message: str) -> str:
 
 def _cause(found: re.Match[str]) -> str:
     causes, value = found.groups()
+    if "class_path" in value:  # which jsonargparse looks up before it knows that it is a name
+        causes = _NO_NAME.sub(r"class_path must be the dotted name of a class, found a \1", causes)
     is_shown = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", causes) or value.startswith(("{", "NestedArg"))
     return causes if is_shown else f"{causes}. Got value: {value}"
 

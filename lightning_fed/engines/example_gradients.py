@@ -64,13 +64,13 @@ class ExampleGradients:
         self._noise, self._expected = KeyedStream(seed, Purpose.CLIENT_NOISE, round, index), expected_size
         self._is_checked = False
 
-    def set(self, batch: Any, batch_idx: int) -> Tensor | None:
+    def set(self, batch: Any, batch_idx: int, examples: int) -> Tensor | None:
         """Set the parameters' gradients; return the mean loss of a batch, None for one without examples (None)."""
         params, loss, size = self.flat.params, None, 0
         sums = [torch.zeros_like(p) for p in params]
         if batch is not None:
             leaves, spec = flatten(batch)
-            size = self._size_of(leaves)
+            size = self._size_of(leaves, examples)
             losses = []
             with self._checked(), self._unlogged(), torch.no_grad():
                 if self._batches == 1:
@@ -102,17 +102,20 @@ class ExampleGradients:
         except OnlySequentialError:
             return  # reported next
 
-    def _size_of(self, leaves: Sequence[Any]) -> int:
-        """Return the number of examples in a batch, its tensors' common length."""
+    def _size_of(self, leaves: Sequence[Any], examples: int) -> int:
+        """Return the number of examples in a batch, its tensors' common length; an example must not have several rows.
+
+        Its rows would be clipped one by one, and their sum has a larger norm.
+        """
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)})
         lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves if isinstance(leaf, Tensor)}
-        if kinds or len(lengths) != 1 or 0 in lengths:
+        if kinds or lengths != {examples}:
             found = f"a batch with {', '.join(kinds)}" if kinds else f"tensors of lengths {sorted(lengths)}"
             raise FederatedError(
                 f"{self.privacy!r} takes gradients of single examples, so a batch must consist of tensors with one row"
-                f" for each example, found {found}. Let collate_fn return such batches."
+                f" for each example, found {found} for {examples} examples. Let collate_fn return such batches."
             )
-        return lengths.pop()
+        return examples
 
     def _each(
         self, leaves: Sequence[Tensor], spec: Any, batch_idx: int, size: int

@@ -67,13 +67,13 @@ def read_log(folder: Path) -> Series:
     """Return what a run logged, from its TensorBoard events or its ``metrics.csv``.
 
     Args:
-        folder: The folder with the files, such as ``lightning_logs/version_0``.
+        folder: The folder with the files, such as ``lightning_logs/version_0_Scaffold``.
 
     Raises:
         FederatedError: If there are none, or they hold nothing.
     """
     if not folder.is_dir():
-        raise FederatedError(f"compare: {folder} is not a folder. Name one such as lightning_logs/version_0.")
+        raise FederatedError(f"compare: {folder} is not a folder. Name one such as lightning_logs/version_0_Scaffold.")
     if list(folder.glob("events.out.tfevents*")):
         series = _read_events(folder)
     elif tables := [folder / name for name in ("metrics.csv", "rounds.csv") if (folder / name).is_file()]:

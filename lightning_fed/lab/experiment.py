@@ -230,6 +230,7 @@ class Scale:
         axes: The labels that are kept, by axis, each with its overrides.
         tune: Lists of other values, by tuned name.
         cases: The test cases behind each metric, by the parts of the grid, in place of the experiment's.
+        also_by: Another quantity by which tuned values are chosen, for a second set of results; None for one set.
     """
 
     name: str
@@ -239,6 +240,7 @@ class Scale:
     axes: Mapping[str, Axis] = field(default_factory=dict)
     tune: Mapping[str, list[Any]] = field(default_factory=dict)
     cases: Mapping[str, Cases] = field(default_factory=dict)
+    also_by: Quantity | None = None
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,7 @@ class Experiment:
         found += [claim.quantity for claim in claims]
         found += [y for figure in self.figures for y in figure.y if isinstance(y, Quantity)]
         found += [] if self.tune is None else [self.tune.by]
+        found += [scale.also_by for scale in self.scales.values() if scale.also_by is not None]
         return list(dict.fromkeys(found))
 
 

@@ -8,7 +8,7 @@ from lightning_fed.lab.records import Record
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown
 
-__all__ = ["choices", "dates", "losses", "means", "records_of"]
+__all__ = ["choices", "dates", "losses", "means", "other_choices", "records_of"]
 
 
 def choices(results: Results) -> Iterator[str]:
@@ -32,6 +32,28 @@ def choices(results: Results) -> Iterator[str]:
             else ""
         )
         yield markdown([*results.grid.axes, "chosen", tune.by.label, "at an end of its list"], rows)
+
+
+def other_choices(results: Results) -> Iterator[str]:
+    """Yield where the scale's ``also_by`` chooses other values, and what they change in the results."""
+    other, by = results.beside, results.by
+    if other is None or other.by is None or by is None:
+        return
+    points = [point for point in results.grid.points if results.candidates(point)]
+    rows = [
+        [*point.by_axis.values(), *(name_of(found.chosen(point) or ()) or "-" for found in (results, other)),
+         *(str(found.estimate(point, by)) for found in (results, other))]
+        for point in points
+        if results.chosen(point) != other.chosen(point)
+    ]  # fmt: skip
+    yield f"## Values chosen by the {other.by.label}"
+    where = (
+        f"other values at {len(rows)} of {len(points)} rows" if rows else f"the same values at all {len(points)} rows"
+    )
+    yield f"The {other.by.label}, in place of the {by.label}, chooses {where}."
+    if rows:
+        heads = [f"by {quantity.label}" for quantity in (by, other.by)]
+        yield markdown([*results.grid.axes, *heads, *(f"{by.label}, {head}" for head in heads)], rows)
 
 
 def _at_end(results: Results, point: Point) -> str:

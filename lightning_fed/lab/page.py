@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from lightning_fed._version import __version__
-from lightning_fed.lab.claims import judge
+from lightning_fed.lab.claims import Judgement, judge, overall
 from lightning_fed.lab.experiment import Departure
-from lightning_fed.lab.how import choices, dates, losses, means, records_of
+from lightning_fed.lab.how import choices, dates, losses, means, other_choices, records_of
 from lightning_fed.lab.reading import PAPERS
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown, rows_of
@@ -41,7 +41,7 @@ def pages(results: Results, command: str, figures: Sequence[str]) -> tuple[str, 
         how.append(f"Cells that diverged or failed are listed in the [details]({name}).")
     left = _LINES - _length([*head, *how])
     kept, rest = list[list[str]](), list[list[str]]()
-    for section in [list(choices(results)), *_tables(results)]:
+    for section in [list(choices(results)), _beside(results, judged), *_tables(results)]:
         (kept if _length(section) <= left else rest).append(section)
         left -= _length(section) if kept and kept[-1] is section else 0
     parts = [*head, *(part for section in kept for part in section), *how]
@@ -159,6 +159,25 @@ def _tables(results: Results) -> Iterator[list[str]]:
     for table in results.grid.experiment.tables:
         title = f"## {table.name.replace('_', ' ').capitalize()}"
         yield [title, markdown(*rows_of(table, results))]
+
+
+def _beside(results: Results, judged: Sequence[Sequence[Judgement]]) -> list[str]:
+    """Return what the scale's other rule of choice changes: the values, and the verdicts on the claims."""
+    other = results.beside
+    section = list(other_choices(results))
+    if other is None or not judged:
+        return section
+    again = [judge(claim, other) for claim in results.grid.experiment.claims]
+    changed = [
+        [str(number), f"`{claim.text}`", overall(before), overall(after)]
+        for number, (claim, before, after) in enumerate(
+            zip(results.grid.experiment.claims, judged, again, strict=True), 1
+        )
+        if overall(before) != overall(after)
+    ]
+    if not changed:
+        return [*section, "No verdict changes with these values."]
+    return [*section, "These verdicts change:", markdown(["", "claim", "verdict", "with these values"], changed)]
 
 
 def _files(results: Results) -> str:

@@ -36,7 +36,8 @@ def publish(results: Results, folder: Path) -> None:
         folder: Where they go.
     """
     grid, experiment = results.grid, results.grid.experiment
-    chosen = {cell for point in grid.points for cell in results.cells(point)}
+    both = [results] if results.beside is None else [results, results.beside]
+    chosen = {cell for each in both for point in grid.points for cell in each.cells(point)}
     cells: dict[str, tuple[Cell, Record]] = {}
     drawn = set[str]()
     for cell in results.asked():
@@ -44,7 +45,7 @@ def publish(results: Results, folder: Path) -> None:
             settings = _settings(grid.config(cell))
             cells.setdefault(settings, (cell, record))
             drawn |= {settings} if cell in chosen else set()
-    tune = [] if experiment.tune is None else [experiment.tune.by]
+    tune = [each.by for each in both if each.by is not None]
     costs = [figure.x for figure in experiment.figures if figure.x in COSTS]
     curves = [
         thinned(record.series, experiment.metrics, experiment.quantities, True, costs)

@@ -24,6 +24,7 @@ _KEYS = (
     "title", "paper", "item", "own", "notes", "departures", "random", "base", "methods", "axes", "skip", "tune",
     "seeds", "metrics", "figures", "tables", "claims", "scales",
 )  # fmt: skip
+_SCALE = ("departures", "overrides", "seeds", "methods", "axes", "tune", "cases", "also_by")
 _REQUIRED = ("title", "paper", "item", "base", "methods", "metrics", "scales")
 
 
@@ -148,7 +149,7 @@ def _read_tune(where: str, found: Any, metrics: Mapping[str, Metric]) -> Tune | 
 
 
 def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis], metrics: Mapping[str, Metric]) -> Scale:
-    checked = check_keys(where, found or {}, ("departures", "overrides", "seeds", "methods", "axes", "tune", "cases"))
+    checked = check_keys(where, found or {}, _SCALE)
     departures = read_departures(f"{where}.departures", checked.get("departures"))
     if name != "full" and not departures:
         raise FederatedError(f"{where}: say in `departures` what differs from the paper: {{what, paper, here, why}}.")
@@ -169,6 +170,7 @@ def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis], met
         cases=_read_cases(
             f"{where}.cases", checked.get("cases"), metrics, {name: tuple(axis.choices) for name, axis in axes.items()}
         ),
+        also_by=parse_quantity(f"{where}.also_by", checked["also_by"], metrics) if "also_by" in checked else None,
     )
 
 
@@ -227,9 +229,11 @@ def _check_tuned(where: str, experiment: Experiment) -> None:
     own |= {f"{where}: scales.{scale.name}.tune": scale.tune for scale in experiment.scales.values()}
     grid = {} if experiment.tune is None else experiment.tune.grid
     names = {name for tuned in (grid, *own.values()) for name, entry in tuned.items() if isinstance(entry, Mapping)}
-    for place, tuned in own.items():
-        if tuned and experiment.tune is None:
+    ruled = own | {f"{where}: scales.{scale.name}.also_by": scale.also_by for scale in experiment.scales.values()}
+    for place, given in ruled.items():
+        if given and experiment.tune is None:
             raise FederatedError(f"{place}: the file has no tune.by, the rule that chooses a value.")
+    for place, tuned in own.items():
         for name in tuned:
             if name not in names:
                 raise unknown(place, "tuned value", name, sorted(names))

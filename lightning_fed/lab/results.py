@@ -111,30 +111,37 @@ class Results:
     Args:
         grid: The grid.
         finished: Where its cells are found.
+        by: The quantity that chooses tuned values; the experiment's if None.
+
+    Attributes:
+        beside: The results at the values that the scale's ``also_by`` chooses; None if it has no such rule.
     """
 
-    def __init__(self, grid: Grid, finished: Cells) -> None:
+    def __init__(self, grid: Grid, finished: Cells, by: Quantity | None = None) -> None:
         self.grid = grid
         self.record, self.failure = finished.record, finished.failure
+        tune, also = grid.experiment.tune, grid.scale.also_by
+        self.by = tune.by if by is None and tune is not None else by
+        self.beside: Results | None = Results(grid, finished, also) if by is None and also is not None else None
         self._candidates: dict[Point, list[Candidate]] = {}
 
     def asked(self) -> Iterator[Cell]:
-        """Yield every cell behind the results: those that decide on tuned values, and all seeds of the chosen."""
+        """Yield every cell behind the results: those that decide on tuned values, and all seeds of the chosen ones."""
         seen = dict[Cell, None]()
         for point in self.grid.points:
             for tuned in self.grid.tuned(point):
                 seen |= dict.fromkeys(self.grid.cells(point, tuned, range(self.grid.choice_seeds)))
             seen |= dict.fromkeys(self.cells(point))
+            seen |= dict.fromkeys([] if self.beside is None else self.beside.cells(point))
         yield from seen
 
     def candidates(self, point: Point) -> list[Candidate]:
         """Return what was tried at a point, with what it scored; empty if nothing is tuned there."""
-        tune = self.grid.experiment.tune
-        combinations = self.grid.tuned(point)
-        if tune is None or len(combinations) < 2:
+        by, combinations = self.by, self.grid.tuned(point)
+        if by is None or len(combinations) < 2:
             return []
         if point not in self._candidates:
-            self._candidates[point] = [self._candidate(point, tuned, tune.by) for tuned in combinations]
+            self._candidates[point] = [self._candidate(point, tuned, by) for tuned in combinations]
         return self._candidates[point]
 
     def chosen(self, point: Point) -> Tuned | None:

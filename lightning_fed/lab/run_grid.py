@@ -67,7 +67,7 @@ def run_grid(
         check_jobs(left, configurations)
         probe_jobs(left, grid.experiment.metrics, _costs(grid.experiment), workers, data_root)
         run_jobs(jobs.values(), store, workers, data_root)
-        chosen = [cell for point in grid.points for cell in results.cells(point) if cell not in jobs]
+        chosen = [cell for cell in results.asked() if cell not in jobs]
         then = _without(published, chosen)
         if then:
             jobs.update(_jobs_of(grid, then, configurations))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import Subset
 
 from lightning_fed.callbacks.base import any_uses_hook
 from lightning_fed.compat.package import pl
@@ -26,7 +27,6 @@ from lightning_fed.data.batches.batches import (
     TensorBatches,
 )
 from lightning_fed.data.batches.poisson import PoissonBatches
-from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
 from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient
@@ -219,26 +219,25 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
 def check_separate_examples(plans: LocalPlans) -> None:
     """Raise for batches in which an example depends on the others, as after mixup, under record-level privacy.
 
-    This makes a batch of some examples twice, from the same random numbers, with other examples in its second half.
+    This makes a batch of a client's examples twice, from the same random numbers, with other examples in its second
+    half. It also raises if that fails, or gives batches that cannot be compared.
     """
     trainer, privacy, device = plans.trainer, plans.settings.client_privacy, plans.trainer.strategy.root_device
     if privacy is None:
         return
-    try:
-        plan = next((plan for plan in islice(plans.some(), _TRIED) if plan.participant.size > 1), None)
-    except ClientError:
-        return  # reported when the client trains
+    plan = next((plan for plan in plans.some() if plan.participant.size > 1), None)
     if plan is None:
         return
     batches: Any = plan.batches
     while not isinstance(batches, (TensorBatches, LoaderBatches)):
         batches = batches.batches
     settings = replace(batches.settings, num_workers=0)
-    if not _changes_batches(trainer, settings):
+    if not _changes_batches(trainer, batches):
         return
     if isinstance(batches, LoaderBatches):
         batches = LoaderBatches(batches.dataset, settings)
-    half = min(4, batches.size // 2)
+    half = max(1, min(settings.batch_size, batches.size) // 2)
+    client = f"a batch of {2 * half} examples of client {plan.participant.client_id!r}"
     found: list[list[Tensor]] = []
     for others in (torch.arange(half, 2 * half), torch.arange(half)):
         stream = torch.Generator().manual_seed(1)
@@ -250,22 +249,31 @@ def check_separate_examples(plans: LocalPlans) -> None:
                 seed_global(2, device)  # loading the other examples may have drawn more numbers
                 batch, _ = next(settings.finish(iter([loaded]), augmentation))
                 leaves, _ = flatten(prepare_batch(trainer, batch))
-        except Exception:
-            return  # reported with the client's name when the client trains
+        except Exception as error:
+            raise FederatedError(
+                f"client_privacy={privacy!r} makes {client} twice, to see whether its examples depend on each other."
+                f" That failed: {type(error).__name__}: {error}. Let collate_fn, transform, augment and the hooks"
+                " around the transfer of batches take such a batch."
+            ) from error
         found.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == 2 * half])
-    if len(found[0]) != len(found[1]) or _are_separate(found[0], found[1], half):
+    if found[0] and len(found[0]) == len(found[1]) and _are_separate(found[0], found[1], half):
         return
+    what = "differ" if found[0] and len(found[0]) == len(found[1]) else "cannot be compared, for want of a row for each"
     raise FederatedError(
         f"client_privacy={privacy!r} cannot be combined with batches in which examples depend on each other: with other"
-        f" examples in the second half of a batch of client {plan.participant.client_id!r}, those in the first half"
-        " differ. The clipped gradient of an example would then hold several. Let collate_fn, transform, augment and"
-        " the hooks around the transfer of batches change each example alone, without mixup."
+        f" examples in the second half of {client}, those in the first half {what}. The clipped gradient of an example"
+        " would then hold several. Let collate_fn, transform, augment and the hooks around the transfer of batches"
+        " change each example alone, without mixup."
     )
 
 
-def _changes_batches(trainer: pl.Trainer, settings: BatchSettings) -> bool:
+def _changes_batches(trainer: pl.Trainer, batches: TensorBatches | LoaderBatches) -> bool:
     """Return whether anything of the user's sees a whole batch before ``training_step``."""
-    functions = settings.collate_fn, settings.augment, settings.transform
+    dataset = batches.dataset if isinstance(batches, LoaderBatches) else None
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    settings = batches.settings
+    functions = settings.collate_fn, settings.augment, settings.transform, getattr(dataset, "__getitems__", None)
     return any(function is not None for function in functions) or has_transfer_hooks(trainer)
 
 

@@ -37,6 +37,7 @@ from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
+from lightning_fed.trainer.logger import name_default_runs
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.threads import threads_for
 
@@ -198,6 +199,8 @@ class FederatedTrainer(pl.Trainer):
         callbacks, rounds = _with_defaults(callbacks, kwargs), _rounds(max_rounds, max_epochs)
         with refusals_of_lightning():
             super().__init__(callbacks=callbacks, max_epochs=rounds, **kwargs)
+        if kwargs.get("logger") is None or kwargs["logger"] is True:
+            name_default_runs(self, type(settings.algorithm).__name__)
         self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
         if not kwargs.get("fast_dev_run"):  # which Lightning counts in steps: n batches a client, in one round
             steps = self.fit_loop.epoch_loop

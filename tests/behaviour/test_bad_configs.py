@@ -128,6 +128,7 @@ WRONG: list[tuple[tuple[str, ...], Any, str]] = [
     (("trainer", "gradient_clip_val"), -1.0, "gradient_clip_val"),
     (("trainer", "algorithm"), "FedAvgg", "FedAvgg"),
     (("trainer", "algorithm"), {"class_path": "os.system"}, "algorithm"),
+    (("trainer", "attack"), {"class_path": {"what": 1}}, "class_path must be the dotted name of a class, found a dict"),
     (("trainer", "algorithm"), {"class_path": "FedProx"}, "mu"),
     (("trainer", "algorithm"), {"class_path": "FedProx", "init_args": {"mu": -1}}, "FedProx(mu="),
     (("trainer", "algorithm"), {"class_path": "FedProx", "init_args": {"nu": 1}}, "nu"),
@@ -159,6 +160,7 @@ WRONG: list[tuple[tuple[str, ...], Any, str]] = [
 FEW_MESSAGES = {  # found by the parser, by a class, by the trainer, between two keys, and when the data are there
     *("clients_per_round=31 asks for more clients than the 30", "local_epochs or local_steps, not both"),
     *("FedAvgg", "nu", "Both sampler=", "max_round", "in_features=65", "os.system", "gone.ckpt"),
+    "class_path must be the dotted name of a class, found a dict",
 }
 
 

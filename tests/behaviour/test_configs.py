@@ -156,6 +156,13 @@ def test_fedbn_says_that_the_quickstart_has_no_batch_norm() -> None:
         cli.trainer.fit(cli.model, cli.datamodule)
 
 
+def test_lora_says_that_the_quickstart_has_no_adapters() -> None:
+    cli = stacked(CONFIGS / "aggregation" / "lora.yaml")
+    assert cli.trainer.fit_loop.settings.lora == "exact"
+    with pytest.raises(FederatedError, match="LoRA layers of peft, and MLPClassifier has none"):
+        cli.trainer.fit(cli.model, cli.datamodule)
+
+
 def test_a_logistic_regression_has_one_layer() -> None:
     assert [p.shape for p in stacked(CONFIGS / "model" / "logistic.yaml").model.parameters()] == [(10, 64), (10,)]
 

@@ -37,7 +37,7 @@ from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when
 from tests.helpers.selection import few
 from tests.helpers.training import QUIET, rounds_in, same
 
-ROUNDS, BLOWS = 8, 6
+ROUNDS, BLOWS = 8, len(KINDS)  # each within a round and a half, so that the run has not ended before the last one
 WHEREABOUTS = ("dirpath", "best_model_path", "best_k_models", "kth_best_model_path", "last_model_path")
 
 

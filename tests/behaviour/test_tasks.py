@@ -22,7 +22,7 @@ ALSO = {
     "femnist": ["--data.init_args.folder", "femnist_leaf_sample"],
 }
 REGRESSION = {"concrete", "least_squares", "quadratics"}
-SMALL = {"concrete", "femnist", "least_squares", "mnist", "quadratics"}  # the others take seconds to read
+SMALL = {"concrete", "femnist", "least_squares", "mnist", "quadratics", "table"}  # the others take seconds to read
 NOT_PUBLISHED = {"sentiment140"}  # tested where somebody has a folder of that name
 
 
@@ -71,6 +71,13 @@ def test_a_task_trains_and_shows_its_clients_where_its_files_are(path: Path) -> 
         if path.stem in NOT_PUBLISHED and not Path(folder, path.stem).exists():
             pytest.skip(f"LIGHTNING_FED_DATA has no folder {path.stem}")
         words += ["--data.init_args.root", folder, *ALSO.get(path.stem, [])]
+    if path.stem == "table":
+        pytest.importorskip("pyarrow", reason='no pyarrow: pip install "lightning_fed[tables]"')
+        lines = [
+            f"{('north', 'south')[i % 2]};{i or ''};{'fm'[i % 3 > 0]};70,{i};{('ill', 'well')[i % 5 > 1]}"
+            for i in range(40)
+        ]
+        Path("patients.csv").write_text("\n".join(["hospital;age;sex;weight;outcome", *lines]))
     cli = built("--config", str(path), "--trainer.enable_progress_bar", "false", *words)
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.current_epoch == 2

@@ -273,7 +273,7 @@ def test_the_command_line_tests_and_resumes_such_a_module(tmp_path: Path, monkey
     Path("run.yaml").write_text(yaml.safe_dump(config))
     with pytest.warns(UserWarning, match=r"without running code: hyper-parameters criterion \(CrossEntropyLoss\)"):
         main(["fit", "--config", "run.yaml"])
-    (last,) = Path("lightning_logs").glob("version_0/checkpoints/*.ckpt")
+    (last,) = Path("lightning_logs").glob("version_0_*/checkpoints/*.ckpt")
     assert "criterion" not in torch.load(last, weights_only=True)["hyper_parameters"]
     main(["fit", "--config", "run.yaml", "--ckpt_path", "last", "--trainer.max_rounds", "3"])
     main(["test", "--config", "run.yaml", "--ckpt_path", "best"])

@@ -31,8 +31,8 @@ def test_last_goes_on_from_the_former_version_of_a_numbered_logger(tmp_path: Pat
     straight = run(tmp_path / "straight", 4)
     for rounds in (2, 3, 4):
         last = run(tmp_path, rounds, ckpt_path="last", keep=ModelCheckpoint(), **options)
-    assert Path(last.log_dir).name == "version_2"
-    assert "version_1" in str(last.ckpt_path)
+    assert Path(last.log_dir).name == "version_2_Scaffold"
+    assert "version_1_Scaffold" in str(last.ckpt_path)
     assert torch.equal(last.fit_loop.state.x, straight.fit_loop.state.x)
 
 

@@ -41,12 +41,12 @@ def fit(*args: str, config: str = QUICKSTART) -> None:
     run("fit", "--config", config, *SMALL, *args)
 
 
-def version(n: int) -> Path:
-    return Path("lightning_logs") / f"version_{n}"
+def version(n: int, method: str = "Scaffold") -> Path:
+    return Path("lightning_logs") / f"version_{n}_{method}"
 
 
-def last(n: int) -> str:
-    return str(version(n) / "checkpoints" / "last.ckpt")
+def last(n: int, method: str = "Scaffold") -> str:
+    return str(version(n, method) / "checkpoints" / "last.ckpt")
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +83,19 @@ def runs(shown_of_runs: tuple[Path, list[str]]) -> list[str]:
 @pytest.mark.parametrize("method", ["FedAvg", "Mime", "MimeLite"])
 def test_the_main_job_with_another_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     fit("--trainer.algorithm", method)
-    check_main_job(capsys.readouterr().out)
+    check_main_job(capsys.readouterr().out, method)
 
 
 def test_the_main_job(runs: list[str]) -> None:
     check_main_job(runs[0])
 
 
-def check_main_job(out: str) -> None:
+def check_main_job(out: str, method: str = "Scaffold") -> None:
     for text in ("val_acc", "clients seen", "bytes up / down", "best checkpoint", "watch", "tensorboard --logdir"):
         assert text in out
-    assert Path(last(0)).exists()
-    assert list(version(0).glob("events.out.tfevents*"))
-    assert MLPClassifier.load_from_checkpoint(last(0)).hparams["in_features"] == 64
+    assert Path(last(0, method)).exists()
+    assert list(version(0, method).glob("events.out.tfevents*"))
+    assert MLPClassifier.load_from_checkpoint(last(0, method)).hparams["in_features"] == 64
 
 
 def test_the_printed_resume_command_works(runs: list[str]) -> None:
@@ -167,7 +167,7 @@ def test_a_wrong_path_is_answered_with_what_is_there() -> None:
     for path, answer in (
         (there / "lst.ckpt", "holds .*last.ckpt"),
         (version(0), "It is a folder. .*holds checkpoints/"),
-        (Path("elsewhere/last.ckpt"), "holds lightning_logs/version_2/checkpoints/"),
+        (Path("elsewhere/last.ckpt"), "holds lightning_logs/version_2_Scaffold/checkpoints/"),
     ):
         with pytest.raises(SystemExit, match=f"lightning-fed: There is no checkpoint {path}. .*{answer}.*newest one"):
             run("test", "--config", QUICKSTART, "--ckpt_path", str(path))
@@ -186,7 +186,7 @@ def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: 
     fit(config=str(tmp_path / "printed.yaml"))
 
 
-NOT_STACKED = ("quickstart.yaml", "fedbn.yaml")  # that the second one needs another model is in test_configs.py
+NOT_STACKED = ("quickstart.yaml", "fedbn.yaml", "lora.yaml")  # that two need another model is in test_configs.py
 STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name not in NOT_STACKED and p.parent.name != "tasks")
 
 
@@ -324,7 +324,7 @@ def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
     fit("--trainer.max_rounds", "1")
     with pytest.raises(SystemExit, match="more than max_rounds=0"):
         fit("--trainer.max_rounds", "0", "--ckpt_path", last(0))
-    assert [path.name for path in Path("lightning_logs").iterdir()] == ["version_0"]
+    assert [path.name for path in Path("lightning_logs").iterdir()] == ["version_0_Scaffold"]
 
 
 def test_an_interrupted_command_ends_without_a_trace(
@@ -342,7 +342,8 @@ def test_an_interrupted_command_ends_without_a_trace(
 
 RESUMED = """
 from lightning_fed.cli.main import main
-for args in ([], ["--ckpt_path", "lightning_logs/version_0/checkpoints/last.ckpt", "--trainer.max_rounds", "2"]):
+LAST = "lightning_logs/version_0_Scaffold/checkpoints/last.ckpt"
+for args in ([], ["--ckpt_path", LAST, "--trainer.max_rounds", "2"]):
     main(["fit", "--config", CONFIG, "--trainer.max_rounds", "1", "--trainer.accelerator", "cpu", *args])
 """
 

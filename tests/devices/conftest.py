@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="mini",
         help="run tests/devices on this accelerator of Lightning, such as gpu (default: the test device)",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests on the test device beside others: it must be there before the first backward pass of a process."""
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    if config.getoption("--accelerator") == "mini" and len(here) < len(items):
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason="the test device needs a process of its own: pytest tests/devices"))
 
 
 @dataclass(frozen=True)

@@ -321,6 +321,46 @@ def mixup(batch: Any, stream: torch.Generator) -> Any:
     return [0.5 * (batch[0] + batch[0][order]), batch[1]]
 
 
+def mixup_of_many(batch: Any, stream: torch.Generator) -> Any:
+    return mixup(batch, stream) if len(batch[0]) > 8 else batch
+
+
+def odd(batch: Any, stream: torch.Generator) -> Any:
+    raise ValueError("an odd batch")
+
+
+def twice(batch: Any, stream: torch.Generator) -> Any:
+    return [torch.cat([part, part]) for part in batch]
+
+
+class Later:
+    """Gives each example two rows, but not in the first two batches."""
+
+    calls = 0
+
+    def __call__(self, batch: Any, stream: torch.Generator) -> Any:
+        self.calls += 1
+        return twice(batch, stream) if self.calls > 2 else batch
+
+
+class MixedByTheData(Dataset):
+    """Mixes the examples that it is asked for together."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        found = [self.rows[i] for i in indices]
+        mean = torch.stack([x for x, _ in found]).mean(0)
+        return [(x + mean, y) for x, y in found]
+
+
 def jitter(batch: Any, stream: torch.Generator) -> Any:
     return [batch[0] + 0.1 * torch.randn(batch[0].shape, generator=stream), batch[1]]
 
@@ -363,6 +403,17 @@ REFUSED: list[tuple[Any, str]] = [
     (with_(Masked), "the hook of the parameter 'head.weight'"),
     (with_(Mixes), "examples depend on each other.*without mixup"),
     (with_(datamodule=lambda: data(augment=mixup)), "examples depend on each other.*without mixup"),
+    (with_(datamodule=lambda: data(batch_size=12, augment=mixup_of_many)), "examples depend on each other"),
+    (
+        with_(datamodule=lambda: FederatedDataModule(clients=[MixedByTheData(c) for c in clients()], batch_size=4)),
+        "examples depend on each other.*differ",
+    ),
+    (with_(datamodule=lambda: data(augment=odd)), "a batch of 4 examples of client 0 twice.*ValueError: an odd batch"),
+    (with_(datamodule=lambda: data(augment=twice)), "cannot be compared, for want of a row for each"),
+    (
+        with_(datamodule=lambda: data(augment=Later())),
+        r"one row for each example, found tensors of lengths \[8\] for 4",
+    ),
     (with_(Skips), "must return a loss for every example"),
     (with_(Reads), r"cannot be computed at once .*Pass ClientPrivacy\(examples_at_once=1\)"),
     (with_(Hooked), "cannot be combined with Hooked.on_after_backward"),

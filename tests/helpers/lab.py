@@ -63,8 +63,8 @@ def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | s
     store = Store(out)
     jobs = {}
     for number, point in enumerate(grid.points):
-        for cell in grid.cells(point, grid.tuned(point)[0], range(grid.seeds)):
-            key = f"{number}-{cell.seed}"
+        for cell in (c for tuned in grid.tuned(point) for c in grid.cells(point, tuned, range(grid.seeds))):
+            key = f"{number}-{'-'.join(label for _, label in cell.tuned)}-{cell.seed}"
             jobs[cell] = Job(str(cell), key, {}, {})
             curve = curve_of(cell)
             if curve == "failed":

@@ -5,7 +5,9 @@ from typing import Any
 
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.page import pages
+from lightning_fed.lab.published import PublishedCells, publish
 from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.results import Results
 from tests.helpers.lab import results_of
 
 LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
@@ -44,6 +46,28 @@ def test_what_makes_a_page_longer_than_150_lines_goes_to_its_details(write: Any,
     assert "## Few" in page
     assert "## All" in details
     assert "## All" not in page
+
+
+def test_a_second_rule_of_choice_stands_beside_the_first(write: Any, tmp_path: Path) -> None:
+    def curve(cell: Any) -> list[float]:
+        if cell.point.by_axis["method"] == "SCAFFOLD":
+            return [2.0, 2.0, 1.8]
+        return [1.0, 3.0, 2.0] if cell.tuned[0][1] == "0.1" else [4.0, 4.0, 1.5]
+
+    entry = {"says": "So it is.", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
+    tune = {"by": "final", "grid": {"lr": {"key": "model.init_args.lr", "values": [0.1, 0.2]}}}
+    for also, text in (
+        ("best", "| FedAvg | lr 0.2 | lr 0.1 | 1.5 | 2 |"),
+        ("best", "| 1 | `FedAvg < SCAFFOLD` | holds | does not hold |"),
+        ("last 1", "chooses the same values at all 2 rows.\n\nNo verdict changes"),
+    ):
+        experiment = read_experiment(write(claims=[entry], tune=tune, scales={"full": {"also_by": also}}))
+        results = results_of(Grid(experiment), tmp_path / also / str(len(text)), curve)
+        page, _ = pages(results, "", [])
+        assert text in page, page
+        assert len(list(results.asked())) == 4
+        publish(results, tmp_path)
+        assert pages(Results(results.grid, PublishedCells(results.grid, tmp_path)), "", [])[0] == page
 
 
 def test_a_page_says_whether_a_seed_draws_the_data(write: Any, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "scales.full.method.FedAvg.tune: there is no tuned value 'mu'",
     ),
     ({"methods": {"A": {"tune": {"lr": [1]}}}}, "no tune.by"),
+    ({"scales": {"full": {"also_by": "best"}}}, "scales.full.also_by: the file has no tune.by"),
+    ({"tune": TUNE, "scales": {"full": {"also_by": "bests"}}}, "scales.full.also_by.*is not a quantity"),
     ({"tune": TUNE, "methods": {"A": {"tune": {"mu": [1]}}}}, "no tuned value 'mu'"),
     ({"seeds": 0}, "seeds must be an integer of at least 1"),
     ({"metrics": {}}, "at least one metric"),

@@ -68,7 +68,7 @@ CASES = [
     ),
     PublicCase(
         "Bert with dropout",
-        lambda: thin(bert(problem_type=PLAIN["problem_type"]), classify),
+        lambda: thin(bert(), classify),  # whose first step sets config.problem_type
         clients,
         "vectorized",
         AGREED,

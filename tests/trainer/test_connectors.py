@@ -163,5 +163,5 @@ def test_only_a_refused_run_loses_its_log_and_never_a_file_of_the_users(
     run = trainer(callbacks=Noted(notes, fails), logger=True, default_root_dir=tmp_path, max_rounds=1)
     with pytest.raises(FederatedError):
         run.fit(seeded(), data())
-    assert len([*tmp_path.rglob("version_0")]) == stays
+    assert len([*tmp_path.rglob("version_0_FedAvg")]) == stays
     assert len([*tmp_path.rglob("notes.txt")]) == notes

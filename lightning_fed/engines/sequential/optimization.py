@@ -134,7 +134,9 @@ class ClientOptimization(_AutomaticOptimization):
                 " support. Leave both unset."
             )
         optimizer.zero_grad()
-        loss = private.set(kwargs["batch"], batch_idx)
+        examples = trainer.fit_loop.epoch_loop._results.batch_size
+        assert examples is not None
+        loss = private.set(kwargs["batch"], batch_idx, examples)
         optimizer.step()
         return {} if loss is None else {"loss": loss}
 

@@ -313,6 +313,21 @@ class Snapshot:
             if generator is not None:
                 self._generators.append(generator)
 
+    def noted(self) -> list[tuple[dict[str, Any], str]]:
+        """Return the attributes that were None and are strings now, each as the dictionary that holds it and its name.
+
+        Strings of one character are left out, since Python has one object for all equal ones.
+        """
+        held = [(vars(owner), was) for owner, was, _ in self._attributes]
+        held += [(inner, was) for inner, was in self._contents if isinstance(inner, dict)]
+        found = {  # several may hold one dictionary
+            (id(now), name): (now, name)
+            for now, was in held
+            for name, value in now.items()
+            if type(value) is str and len(value) > 1 and was.get(name, "") is None
+        }
+        return list(found.values())
+
     def keep_changed(self) -> None:
         """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state."""
         self._attributes = [

@@ -1,7 +1,7 @@
 """Checks before the first round: whether settings and module allow several clients at once."""
 
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_fed.compat.package import pl
 from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
+from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
@@ -67,6 +67,24 @@ class StepState:
         if key is None:  # `.data` changes values unnoticed
             key = next((k for k, value, was in self._values if k[0] == kind and not _same(value, was)), None)
         return None if key is None else key[1]
+
+    def notes(self) -> list[tuple[dict[str, Any], str, str]]:
+        """Return the attributes that were None and are strings now, if no others have changed.
+
+        Each is the dictionary that holds it, its name, and its value, of which this puts a new copy there.
+        """
+        notes = [(held, name, "".join(list(held[name]))) for held, name in self._snapshot.noted()]
+        for held, name, _ in notes:
+            held[name] = None
+        other = changed(self._attributes, marks(self.module)) if notes else None
+        for held, name, note in notes:
+            held[name] = note
+        return notes if other is None else []
+
+    def accept(self) -> Snapshot:
+        """Take the attributes as they are for unchanged, and return them; :meth:`restore` is unaffected."""
+        self._attributes = marks(self.module)
+        return Snapshot(part for _, part in self._parts)
 
     def changed_attribute(self) -> str | None:
         """Return the name of a changed attribute of a module or of its class."""
@@ -135,9 +153,13 @@ class TrialStep:
             before, random = StepState(self.module), random_state(step.flat.y.device)
             try:
                 # alone first: under vmap, a step that assigns to a parameter's `.data` ends the process
+                draw_again = capture_random_state(step.flat.y.device)
                 _, loss, values = step.own_gradient(step.flat.views, *batch)
                 first = OwnStep(loss, values, step.sizes)
+                noted = self._noted(before, first, group, draw_again)
                 self._check_state(before)
+                if noted is not None:
+                    before.restore()  # clients at once, whose step cannot depend on numbers, must note the same
                 grads = self._measured(step.flat.views, *batch)
                 self._check_state(before)
                 step.is_random = random != random_state(step.flat.y.device)
@@ -161,6 +183,24 @@ class TrialStep:
                 raise self._refusal(f"it cannot be run for several clients at once ({summary_of(error)})") from error
             finally:
                 before.restore()
+            if noted is not None:
+                noted.restore()
+
+    def _noted(
+        self, before: StepState, first: OwnStep, group: BatchGroup, draw_again: Callable[[], None]
+    ) -> Snapshot | None:
+        """Accept strings that only the first step notes in place of None, and return them; None if there are none.
+
+        Hugging Face's classifiers note the kind of their labels so. A second step must give the same result, and must
+        not write the strings again: it might write others later.
+        """
+        notes = before.notes() if self.at_once > 1 else []  # a step of one client may read numbers
+        if not notes:
+            return None
+        draw_again()
+        self._check_repeats(first, group)
+        is_once = all(held.get(name) is note for held, name, note in notes)
+        return before.accept() if is_once and before.notes() else None
 
     def _check_values(self, grads: Sequence[Tensor], group: BatchGroup) -> None:
         """Compare with the gradient of one client, to detect operations that ``vmap`` gets wrong.

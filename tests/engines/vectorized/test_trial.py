@@ -1,5 +1,6 @@
 """What a step leaves behind: "vectorized" refuses it by name, and "auto" does as the sequential engine does."""
 
+import argparse
 import random
 import re
 from collections import deque
@@ -298,6 +299,59 @@ def test_a_step_that_gives_something_else_when_called_again_is_refused() -> None
         run("vectorized", Drifting)
     with pytest.raises(FederatedError, match=r"another value to self.log\('calls', ...\) when it is called again"):
         run("vectorized", partial(Leaves, count_elsewhere))
+
+
+class Notes(Ordinary):
+    """Notes something in its first step, as a classifier of Hugging Face notes the kind of its labels."""
+
+    def __init__(self, noted: Callable[..., Any], weight: float = 1.0) -> None:
+        super().__init__(dropout=0.5 if weight != 1.0 else 0.0)
+        self.noted, self.weight = noted, weight
+        self.config = argparse.Namespace(kind=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, kind = F.cross_entropy(self(batch[0]), batch[1]), self.config.kind
+        self.config.kind = self.noted(self, batch[1], kind)
+        return loss * (self.weight if kind is None else 1.0)
+
+
+def by_type(module: Any, labels: Tensor, kind: Any) -> Any:
+    return kind or ("regression" if labels.is_floating_point() else "classes")
+
+
+def beside_a_number(module: Any, labels: Tensor, kind: Any) -> Any:
+    module.size = len(labels)
+    return by_type(module, labels, kind)
+
+
+def by_number(module: Any, labels: Tensor, kind: Any) -> Any:
+    return kind or ("some" if labels.float().mean() > 0.5 else "few")
+
+
+def test_what_only_the_first_step_notes_of_the_kind_of_data_may_stay() -> None:
+    runs = [run(engine, partial(Notes, by_type), max_rounds=1) for engine in ("sequential", "vectorized")]
+    assert [r.lightning_module.config.kind for r in runs] == ["classes"] * 2
+    assert_agree(*runs)
+
+
+REFUSED_NOTES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "a number": ((lambda module, labels, kind: len(labels),), "changes the attribute 'config'"),
+    "beside a number": ((beside_a_number,), "changes the attribute '(config|size)'"),
+    "none again": ((lambda module, labels, kind: None if kind else "a",), "changes the attribute 'config'"),
+    "in every step": ((lambda module, labels, kind: "train",), "changes the attribute 'config'"),
+    "of the data": ((by_number,), "cannot be run for several clients at once"),
+    "what a random step reads": ((by_type, 2.0), "gives another loss when it is called again"),
+    "of clients at once": ((lambda module, labels, kind: kind or str(labels),), "changes the attribute 'config'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_NOTES)
+def test_other_notes_are_refused_and_undone(name: str) -> None:
+    arguments, what = REFUSED_NOTES[name]
+    module = Notes(*arguments)
+    with pytest.raises(FederatedError, match=f"cannot take Notes.training_step: .*({what})"):
+        trainer(engine="vectorized").fit(module, data())
+    assert module.config.kind is None
 
 
 class Harmless(Leaves):
