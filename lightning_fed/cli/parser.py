@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import yaml
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed.compat.package import advice_on_path, pl
@@ -22,7 +24,6 @@ __all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "Parser", "arr
 importlib.import_module(f"{pl.__name__}.cli")  # which Lightning does not import unasked
 ArgsType = pl.cli.ArgsType
 LightningArgumentParser = pl.cli.LightningArgumentParser
-LightningCLI = pl.cli.LightningCLI
 
 _PARTS: tuple[ModuleType, ...] = (algorithms, callbacks, data, models, server)
 _PACKAGES = ("lightning_fed", "lightning", "pytorch_lightning", "torch")
@@ -46,6 +47,21 @@ _OPTIONAL = re.compile(
     r"((?:\n.*)*?)\n +- Expected a <class 'NoneType'>\n +Given value type: [^\n]+\n +Given value: ([^\n]+)"
 )
 _NO_NAME = re.compile(r"unhashable type: '(\w+)'")
+
+
+class LightningCLI(pl.cli.LightningCLI):
+    """Lightning's command line, with schedules by local step."""
+
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: pl.LightningModule, optimizer: Optimizer, lr_scheduler: Any = None
+    ) -> Any:
+        """Return the configuration's optimizer and schedule, which steps as the trainer's ``local_schedule`` says."""
+        trainer: Any = lightning_module.trainer
+        by_step = lr_scheduler is not None and trainer.fit_loop.settings.local_schedule is not None
+        if by_step and not isinstance(lr_scheduler, ReduceLROnPlateau):
+            return [optimizer], [{"scheduler": lr_scheduler, "interval": "step"}]
+        return pl.cli.LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
 
 class Parser(LightningArgumentParser):

@@ -261,16 +261,8 @@ class FederatedTrainer(pl.Trainer):
             FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn. If
                 schedules count local steps, and ``local_epochs`` lets clients take different numbers of them.
         """
-        settings = self.fit_loop.settings
-        steps = 1 if settings.local_schedule is None else settings.local_steps
-        if steps is None:
-            raise FederatedError(
-                "trainer.estimated_stepping_batches is the number of local steps that"
-                f" local_schedule={settings.local_schedule!r} counts, which local_epochs={settings.local_epochs} does"
-                " not tell: it depends on the clients' data. Set local_steps instead, or give the module the length of"
-                " its schedule."
-            )
-        if settings.local_schedule == "restart":
+        steps = self._steps_of_round("estimated_stepping_batches")
+        if self.fit_loop.settings.local_schedule == "restart":
             return steps
         if self.max_epochs is not None and self.max_epochs != -1:
             return max(self.max_epochs, 1) * steps
@@ -281,9 +273,32 @@ class FederatedTrainer(pl.Trainer):
             )
         return float("inf")
 
+    def _steps_of_round(self, name: str) -> int:
+        """Return how often schedules are stepped in a round at the most; ``name`` is what asks."""
+        settings = self.fit_loop.settings
+        steps = 1 if settings.local_schedule is None else settings.local_steps
+        if steps is None:
+            raise FederatedError(
+                f"trainer.{name} depends on the number of local steps that local_schedule={settings.local_schedule!r}"
+                f" counts, which local_epochs={settings.local_epochs} does not tell: it depends on the clients' data."
+                " Set local_steps instead, or give the module the length of its schedule."
+            )
+        return steps
+
     @property
     def num_training_batches(self) -> int | float:
-        """The batches in the local epoch of the client at work."""
+        """The batches in the local epoch of the client at work.
+
+        In ``configure_optimizers``, where modules multiply it by ``max_epochs`` for the length of a schedule, it is how
+        often schedules are stepped in a round: once, or with ``local_schedule`` after each of the ``local_steps``.
+
+        Raises:
+            FederatedError: In ``configure_optimizers``, if schedules count local steps, and ``local_epochs`` lets
+                clients take different numbers of them.
+        """
+        module = self.lightning_module
+        if module is not None and module._current_fx_name == "configure_optimizers":
+            return self._steps_of_round("num_training_batches") * self.accumulate_grad_batches
         self._check_is_one("num_training_batches")
         return super().num_training_batches
 

@@ -23,9 +23,12 @@ from tests.helpers.selection import few
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
-SECTIONS = {"data": "data", "model": "model"} | dict.fromkeys(
-    ("aggregation", "algorithm", "asynchronous", "measures", "participation"), "trainer"
-)
+SECTIONS = {
+    "data": {"data"},
+    "model": {"model"},
+    "schedule": {"optimizer", "lr_scheduler", "trainer"},
+    **{folder: {"trainer"} for folder in ("aggregation", "algorithm", "asynchronous", "measures", "participation")},
+}
 STACKED = sorted(path for path in CONFIGS.rglob("*.yaml") if path != QUICKSTART and path.parent.name != "tasks")
 METHODS = sorted(
     name
@@ -67,7 +70,7 @@ def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stackable_config_changes_its_own_part_only() -> None:
-    assert not [path for path in STACKED if set(read(path)) != {SECTIONS[path.parent.name]}]
+    assert not [path for path in STACKED if set(read(path)) != SECTIONS[path.parent.name]]
 
 
 def test_every_method_has_a_config() -> None:
@@ -148,6 +151,25 @@ def test_every_method_trains_on_the_quickstart_as_it_is(path: Path) -> None:
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.trainer.fit_loop.epoch_progress.current.completed == 1
     assert torch.isfinite(cli.trainer.callback_metrics["val_loss"])
+
+
+class Rates(pl.Callback):
+    """Notes the local optimizer's rate after each round."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_configured_schedule_steps_by_local_step_where_local_schedule_asks_for_it() -> None:
+    words = [word for path in (QUICKSTART, CONFIGS / "schedule" / "warm_up.yaml") for word in ("--config", str(path))]
+    work = ["--trainer.local_steps", "3", "--trainer.local_epochs", "null", "--trainer.max_rounds", "1"]
+    cli, noted = built(*words, *work), Rates()
+    cli.trainer.callbacks.append(noted)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert noted.rates == pytest.approx([0.02 + 0.18 * 3 / 100])
 
 
 def test_fedbn_says_that_the_quickstart_has_no_batch_norm() -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, FedCM, FedSpeed, Scaffold
+from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, FedCM, FedProxVR, FedSpeed, Scaffold
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.server import FedBuff
 from tests.helpers.processes import in_processes
 from tests.helpers.training import parameters, same, trainer
 
 SIZES, BATCH, ROUNDS = (7, 4, 2, 6), 2, 4  # 4, 2, 1 and 3 batches an epoch
 COHORTS = [(0, 1, 2, 3), (0, 2), (1, 3), (0, 1, 3)]
+IN_GROUPS = [(0, 1, 2, 3), (0, 2), (3, 0, 1, 2), (1, 0, 3)]
+"""Cohorts of which several clients have taken equally many local steps, and others more."""
 MODES = ("restart", "continue", "total")
 
 
@@ -93,12 +97,17 @@ def run(mode: Any, schedule: str = "warm-up", frequency: int = 1, ckpt_path: Any
     return fitted
 
 
-def plain_loop(mode: str, schedule: str, method: str = "FedAvg", frequency: int = 1) -> Tensor:
-    """Return the model of a plain loop: every client with an optimizer and a schedule of its own."""
+def plain_loop(
+    mode: str, schedule: str, method: str = "FedAvg", frequency: int = 1, cohorts: Any = COHORTS, steps: int = 0
+) -> Tensor:
+    """Return the model of a plain loop: every client with an optimizer and a schedule of its own.
+
+    Each client takes the given number of local steps, or two local epochs.
+    """
     module, sets = Regression(schedule).double(), clients()
     x, total, own = parameters(module).clone(), 0, [0] * len(SIZES)
     c, c_of = torch.zeros_like(x), [torch.zeros_like(x) for _ in SIZES]
-    for cohort in COHORTS:
+    for cohort in cohorts:
         models, longest, changes = [], 0, []
         for i in cohort:
             nn.utils.vector_to_parameters(x.clone(), module.parameters())
@@ -109,22 +118,22 @@ def plain_loop(mode: str, schedule: str, method: str = "FedAvg", frequency: int 
                 if (t + 1) % frequency == 0:
                     scheduler.step()
             moved, rates, taken = torch.zeros_like(x), torch.zeros_like(x), 0
-            for _ in range(2):
-                for rows in torch.arange(SIZES[i]).split(BATCH):
-                    optimizer.zero_grad()
-                    module.training_step(sets[i][rows], 0).backward()
-                    corrections = list(torch.split(c - c_of[i], [3, 1]))
-                    for p, correction in zip(module.parameters(), corrections, strict=True):
-                        assert p.grad is not None
-                        p.grad += correction.view_as(p) if method == "Scaffold" else 0.0
-                    group_rates = [float(group["lr"]) for group in optimizer.param_groups]
-                    rate = torch.tensor([group_rates[0]] * 3 + [group_rates[-1]], dtype=x.dtype)
-                    moved += rate * torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
-                    rates += rate
-                    optimizer.step()
-                    taken += 1
-                    if (first + taken) % frequency == 0:
-                        scheduler.step()
+            epoch = torch.arange(SIZES[i]).split(BATCH)
+            for rows in islice(cycle(epoch), steps or 2 * len(epoch)):
+                optimizer.zero_grad()
+                module.training_step(sets[i][rows], 0).backward()
+                corrections = list(torch.split(c - c_of[i], [3, 1]))
+                for p, correction in zip(module.parameters(), corrections, strict=True):
+                    assert p.grad is not None
+                    p.grad += correction.view_as(p) if method == "Scaffold" else 0.0
+                group_rates = [float(group["lr"]) for group in optimizer.param_groups]
+                rate = torch.tensor([group_rates[0]] * 3 + [group_rates[-1]], dtype=x.dtype)
+                moved += rate * torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+                rates += rate
+                optimizer.step()
+                taken += 1
+                if (first + taken) % frequency == 0:
+                    scheduler.step()
             models.append((SIZES[i], parameters(module).clone()))
             longest, own[i] = max(longest, taken), own[i] + taken
             changes.append(moved / rates - c)
@@ -147,12 +156,34 @@ FEW = [("restart", "warm-up", "FedAvg"), ("continue", "one cycle", "FedAvg"), ("
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
 def test_every_mode_is_that_of_a_plain_loop(engine: Any, cases: list[tuple[str, str, str]]) -> None:
     for mode, schedule, method in cases:
-        if (mode, engine) == ("continue", "vectorized"):
-            continue
         algorithm = Scaffold("ii") if method == "Scaffold" else FedAvg()
         found = run(mode, schedule, engine=engine, algorithm=algorithm).fit_loop.state.x
         told = f"{mode} {schedule} {method}"
         torch.testing.assert_close(found, plain_loop(mode, schedule, method), rtol=1e-12, atol=1e-13, msg=told)
+
+
+CHUNKED = [("adam", "Scaffold"), pytest.param("cosine", "FedAvg", marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize(("schedule", "method"), CHUNKED)
+@pytest.mark.parametrize("chunk_size", [4, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
+def test_clients_at_one_step_of_their_schedules_train_at_once(
+    schedule: str, method: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[tuple[int, int]] = []
+    begin = ChunkWork.begin
+    monkeypatch.setattr(
+        ChunkWork, "begin", lambda work, at, step: (began.append((len(at), step)), begin(work, at, step))
+    )
+    cohorts = {"sampler": lambda seed, round: IN_GROUPS[round], "local_epochs": None, "local_steps": 3}
+    algorithm = Scaffold("ii") if method == "Scaffold" else FedAvg()
+    chunks = {"engine": "vectorized", "chunk_size": chunk_size}
+    found = run("continue", schedule, algorithm=algorithm, **chunks, **cohorts).fit_loop.state.x
+    expected = plain_loop("continue", schedule, method, cohorts=IN_GROUPS, steps=3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    if chunk_size == 4:
+        assert began == [(4, 0), (2, 3), (2, 3), (2, 6), (2, 6), (1, 9)]
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
@@ -192,12 +223,14 @@ def state_of(fitted: Any) -> Any:
     ("mode", "schedule", "engine"),
     [
         ("continue", "adam", "sequential"),
-        ("total", "decay", "vectorized"),  # each of its rates follows from the one before
+        ("continue", "adam", "vectorized"),
+        ("total", "decay", "sequential"),  # each of its rates follows from the one before
+        pytest.param("total", "adam", "vectorized", marks=pytest.mark.thorough),
         *(pytest.param(mode, "adam", "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
     ],
 )
 def test_a_run_goes_on_with_the_same_bits(mode: str, schedule: str, engine: Any, tmp_path: Path) -> None:
-    options = {"engine": engine, "algorithm": Scaffold("ii"), "chunk_size": 4 if engine == "vectorized" else None}
+    options = {"engine": engine, "algorithm": Scaffold("ii"), "chunk_size": 3 if engine == "vectorized" else None}
     whole = run(mode, schedule, **options)
     part = run(mode, schedule, max_rounds=2, callbacks=[Rates(tmp_path)], **options)
     assert same(state_of(run(mode, schedule, ckpt_path=tmp_path / "2.ckpt", **options)), state_of(whole))
@@ -261,6 +294,7 @@ def test_asynchronous_clients_begin_at_the_step_of_their_model() -> None:
         FedCM(alpha=0.5),
         pytest.param(FedSpeed(lam=2.0, rho=0.1), marks=pytest.mark.thorough),
         pytest.param(FedAvg(pseudo_grad="normalized"), marks=pytest.mark.thorough),
+        pytest.param(FedProxVR(0.1), marks=pytest.mark.thorough),
     ],
     ids=lambda a: type(a).__name__,
 )
@@ -269,7 +303,7 @@ def test_asynchronous_clients_begin_at_the_step_of_their_model() -> None:
     ["warm-up", pytest.param("groups", marks=pytest.mark.thorough), pytest.param("adam", marks=pytest.mark.thorough)],
 )
 def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule: str) -> None:
-    for mode in ("restart", "total"):
+    for mode in ("continue", "total"):
         one, two = (
             run(mode, schedule, engine=engine, algorithm=algorithm).fit_loop.state
             for engine in ("sequential", "vectorized")
@@ -308,9 +342,14 @@ def test_fine_tuning_follows_the_schedule_as_a_new_client_and_leaves_no_trace(mo
         assert loss == pytest.approx(module.training_step(rows[torch.arange(7)], 0).item(), rel=1e-6)
 
 
-def work_of_two() -> dict[str, Tensor]:
+TWO = [*((mode, "sequential") for mode in MODES), ("continue", "vectorized")]
+
+
+def work_of_two() -> dict[tuple[str, str], Tensor]:
     two = {"strategy": "clients", "devices": 2, "num_nodes": 1}
-    return {mode: run(mode, "adam", algorithm=Scaffold("ii"), **two).fit_loop.state.x for mode in MODES}
+    return {
+        case: run(case[0], "adam", algorithm=Scaffold("ii"), engine=case[1], **two).fit_loop.state.x for case in TWO
+    }
 
 
 @pytest.mark.thorough
@@ -318,20 +357,10 @@ def test_several_processes_have_the_result_of_one(tmp_path: Path) -> None:
     first, second = in_processes(work_of_two, tmp_path)
     for part in (first, second):
         assert not part.error, part.trace
-    for mode in MODES:
-        assert torch.equal(first.value[mode], second.value[mode])
-        alone = run(mode, "adam", algorithm=Scaffold("ii")).fit_loop.state.x
-        torch.testing.assert_close(first.value[mode], alone, rtol=1e-12, atol=1e-13)
-
-
-def test_clients_at_steps_of_their_own_are_trained_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    reason = "local_schedule='continue' is not offered: clients may be at different steps of their schedules"
-    with pytest.raises(FederatedError, match=reason):
-        run("continue", engine="vectorized")
-    caplog.clear()
-    auto = run("continue", engine="auto", max_rounds=1)
-    assert any("takes 'sequential'" in record.message and reason in record.message for record in caplog.records)
-    assert torch.equal(auto.fit_loop.state.x, run("continue", max_rounds=1).fit_loop.state.x)
+    for case in TWO:
+        assert torch.equal(first.value[case], second.value[case])
+        alone = run(case[0], "adam", algorithm=Scaffold("ii"), engine=case[1]).fit_loop.state.x
+        torch.testing.assert_close(first.value[case], alone, rtol=1e-12, atol=1e-13)
 
 
 class SetsRate(FederatedCallback):
@@ -429,6 +458,27 @@ def test_a_module_learns_how_long_its_schedule_is() -> None:
     assert trainer(local_schedule="total", local_steps=5, max_rounds=-1).estimated_stepping_batches == float("inf")
     with pytest.raises(FederatedError, match="local_epochs=2 does not tell.*Set local_steps instead"):
         _ = trainer(local_schedule="total", local_epochs=2).estimated_stepping_batches
+
+
+class Multiplies(Regression):
+    """Has the length of its schedule from the batches of an epoch, as the modules of several libraries do."""
+
+    def configure_optimizers(self) -> Any:
+        self.length = self.trainer.num_training_batches * self.trainer.max_epochs
+        found = super().configure_optimizers()
+        return found if self.trainer.fit_loop.settings.local_schedule else found["optimizer"]
+
+
+def test_a_module_may_compute_the_length_from_the_batches_of_an_epoch() -> None:
+    for options, length in (
+        ({"local_schedule": "total", "local_steps": 2, "accumulate_grad_batches": 2}, 8),
+        ({"local_epochs": 1}, 2),
+    ):
+        module = Multiplies()
+        trainer(max_rounds=2, **options).fit(module, FederatedDataModule(clients=float_clients(), batch_size=2))
+        assert module.length == length
+    with pytest.raises(FederatedError, match="num_training_batches.*local_epochs=2 does not tell"):
+        trainer(local_schedule="total", local_epochs=2).fit(Multiplies(), data())
 
 
 def test_a_checkpoint_without_the_count_of_steps_is_refused(tmp_path: Path) -> None:

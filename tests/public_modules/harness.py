@@ -36,6 +36,9 @@ COHORTS = ((0, 1, 3), (1, 2, 3), (0, 2, 3))
 SIZES = (8, 7, 11, 4)
 """Their numbers of examples. Each batch has 3 or 4: BatchNorm refuses one example, and amplifies rounding with two."""
 
+LOCAL_STEPS = 2
+"""The local steps of a client in a round, if a schedule steps after each of them; otherwise it is one local epoch."""
+
 SEED = 5
 
 FLOAT32 = {"precision": "32-true", "tolerance": (2e-6, 1e-5)}
@@ -82,6 +85,7 @@ class PublicCase:
         tolerance: How far a run may be from the loop by hand, relative to each tensor's largest entry: of the
             sequential engine, and of the vectorized one.
         draws: Whether ``training_step`` draws random numbers; the engines then agree in law only.
+        local_schedule: The trainer's, for a module whose schedule steps after every local step.
         by_hand: Whether the loop by hand can train it.
         prepare: What the loop by hand does to the module first, in place of hooks that a trainer would call.
         kwargs: More arguments of ``FederatedTrainer``.
@@ -101,6 +105,7 @@ class PublicCase:
     precision: str = "64-true"
     tolerance: tuple[float, float] = (1e-12, 1e-12)
     draws: bool = False
+    local_schedule: str | None = None
     by_hand: bool = True
     prepare: Callable[[Any], None] = lambda module: None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -116,6 +121,13 @@ class PublicCase:
             return self.loader(dataset)
         # its own generator, or it would draw from the one that the module draws from
         return DataLoader(dataset, self.batch_size, collate_fn=self.collate, generator=torch.Generator())
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """The arguments of ``FederatedTrainer`` that say what clients do in a round."""
+        if self.local_schedule is None:
+            return {"local_epochs": 1}
+        return {"local_steps": LOCAL_STEPS, "local_schedule": self.local_schedule}
 
     def counts(self, size: int) -> list[int]:
         """Return the examples in each batch of a client that has so many."""
@@ -247,7 +259,7 @@ def _fit(
     trainer = FederatedTrainer(
         algorithm=FedAvg() if method == "fedavg" else Scaffold(),
         max_rounds=len(COHORTS),
-        local_epochs=1,
+        **case.work,
         sampler=lambda seed, round, population: COHORTS[round],
         seed=SEED,
         engine=engine,
@@ -369,7 +381,7 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
     x = _trained(module)
     buffers = _copies(dict(module.named_buffers()))
     c = {name: torch.zeros_like(p) for name, p in x.items()}
-    own = {i: dict(c) for i in range(len(SIZES))}
+    own, taken = {i: dict(c) for i in range(len(SIZES))}, dict.fromkeys(range(len(SIZES)), 0)
     metrics = {}
     for number, cohort in enumerate(COHORTS):
         trainer.fit_loop.epoch_progress.current.processed = trainer.fit_loop.epoch_progress.current.completed = number
@@ -380,11 +392,18 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
             if method == "scaffold":
                 correction = {name: c[name] - own[i][name] for name in c}
             _seed(_stream(number, i))
-            size = case.sizes(clients[i])
-            batches = (
-                (_cast(batch, dtype), n) for batch, n in zip(case.batches(clients[i]), case.counts(size), strict=True)
+            counts = case.counts(case.sizes(clients[i]))
+            first_step = {None: number, "restart": 0, "continue": taken[i], "total": number * LOCAL_STEPS}
+            path = _train(
+                module,
+                _batches(case, clients[i], counts, dtype),
+                correction,
+                first_step[case.local_schedule],
+                case.local_schedule is not None,
+                record,
+                dtype,
             )
-            path = _train(module, batches, correction, number, record, dtype)
+            taken[i] += LOCAL_STEPS
             y = {name: p.detach().clone() for name, p in module.named_parameters() if name in x}
             results[i] = (y, path, _copies(dict(module.named_buffers())))
         sizes = {i: case.sizes(clients[i]) for i in cohort}
@@ -404,19 +423,37 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
     states = {}
     if method == "scaffold":
         states = {"server.c": _joined(c)} | {f"client {i}.c_i": _joined(own[i]) for i in range(len(SIZES))}
+    if case.local_schedule == "continue":
+        states |= {f"client {i}.schedule.steps": torch.tensor(count) for i, count in taken.items()}
     return Outcome(_copies(dict(module.named_parameters()) | dict(module.named_buffers())), states, metrics)
+
+
+def _batches(
+    case: PublicCase, dataset: Any, counts: Sequence[int], dtype: torch.dtype
+) -> Iterator[tuple[int, Any, int]]:
+    """Yield a client's batches, each with its index in the local epoch and its number of examples."""
+    left = len(counts) if case.local_schedule is None else LOCAL_STEPS
+    while left > 0:
+        for index, (batch, n) in enumerate(zip(case.batches(dataset), counts, strict=True)):
+            if left > 0:
+                yield index, _cast(batch, dtype), n
+            left -= 1
 
 
 def _train(
     module: Any,
-    batches: Iterable[tuple[Any, int]],
+    batches: Iterable[tuple[int, Any, int]],
     correction: Mapping[str, Tensor],
-    round: int,
+    first_step: int,
+    steps_schedule: bool,
     record: "_Record",
     dtype: torch.dtype,
 ) -> tuple[float, dict[str, Tensor] | None]:
-    """Take one local epoch, and return the sum of rates, with the corrected gradients' sum unless it is plain SGD."""
-    optimizer = _optimizer(module, round)
+    """Train on batches, and return the sum of rates, with the corrected gradients' mean unless it is plain SGD.
+
+    The schedule has stepped ``first_step`` times before, and steps after every batch if it does at all.
+    """
+    optimizer, schedulers = _optimizer(module, first_step)
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = {name: p for name, p in module.named_parameters() if id(p) in held}
     plain = type(optimizer) is torch.optim.SGD and not any(g["momentum"] for g in optimizer.param_groups)
@@ -424,7 +461,7 @@ def _train(
     total, path = 0.0, {name: torch.zeros_like(p) for name, p in named.items()}
     module.train()
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    for number, (batch, record.examples) in enumerate(batches):
+    for number, batch, record.examples in batches:
         optimizer.zero_grad()
         with _default(dtype):
             output = module.training_step(batch, number) if takes_index else module.training_step(batch)
@@ -435,11 +472,12 @@ def _train(
                     p.grad = correction[name] + (torch.zeros_like(p) if p.grad is None else p.grad)
                 if p.grad is not None:
                     decay = 0.0 if isinstance(optimizer, torch.optim.AdamW) else decays.get(id(p), 0.0)
-                    path[name] += p.grad + decay * p
+                    path[name] += optimizer.param_groups[0]["lr"] * (p.grad + decay * p)
         optimizer.step()
         total += optimizer.param_groups[0]["lr"]
-    steps = number + 1
-    return total, None if plain else {name: value / steps for name, value in path.items()}
+        for scheduler in schedulers if steps_schedule else ():
+            scheduler.step()
+    return total, None if plain else {name: value / total for name, value in path.items()}
 
 
 def _new_control(
@@ -455,8 +493,8 @@ def _new_control(
     return {name: own[name] + (seen[name] - c[name]) for name in x}
 
 
-def _optimizer(module: Any, round: int) -> torch.optim.Optimizer:
-    """Return an optimizer without state, its rates as the schedules have them in this round."""
+def _optimizer(module: Any, steps: int) -> tuple[torch.optim.Optimizer, list[Any]]:
+    """Return an optimizer without state, and its schedules after some steps."""
     found = module.configure_optimizers()
     schedulers: Any = ()
     if isinstance(found, Mapping):
@@ -464,19 +502,26 @@ def _optimizer(module: Any, round: int) -> torch.optim.Optimizer:
     elif isinstance(found, Sequence):
         found, schedulers = found if found and isinstance(found[0], Sequence) else (found, ())
         (found,) = found
-    for scheduler in schedulers:
-        scheduler = scheduler["scheduler"] if isinstance(scheduler, Mapping) else scheduler
-        if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            for _ in range(round):
-                scheduler.step()
+    made = [scheduler["scheduler"] if isinstance(scheduler, Mapping) else scheduler for scheduler in schedulers]
+    kinds = (type(None), torch.optim.lr_scheduler.ReduceLROnPlateau)
+    made = [scheduler for scheduler in made if not isinstance(scheduler, kinds)]
+    for scheduler in made:
+        for _ in range(steps):
+            scheduler.step()
     found.state.clear()  # of a module that hands out the same one every time
-    return found
+    return found, made
 
 
 def _plain_trainer() -> Any:
     from lightning_fed.compat.package import pl
 
-    trainer = pl.Trainer(
+    class Plain(pl.Trainer):
+        """Tells modules the length of a schedule that steps after every local step."""
+
+        num_training_batches = LOCAL_STEPS
+        estimated_stepping_batches = LOCAL_STEPS * len(COHORTS)
+
+    trainer = Plain(
         max_epochs=len(COHORTS), accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
     )
     trainer.training = True
@@ -552,7 +597,7 @@ def _mean_buffers(values: Mapping[int, Mapping[str, Tensor]], sizes: Mapping[int
 
 def _trained(module: Any) -> dict[str, Tensor]:
     """Return copies of the parameters that the optimizer trains."""
-    held = {id(p) for group in _optimizer(module, 0).param_groups for p in group["params"] if p.requires_grad}
+    held = {id(p) for group in _optimizer(module, 0)[0].param_groups for p in group["params"] if p.requires_grad}
     return {name: p.detach().clone() for name, p in module.named_parameters() if id(p) in held}
 
 

@@ -5,7 +5,6 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from tests.public_modules.harness import FLOAT32, SIZES, PublicCase, Published, needs, refusal
@@ -32,29 +31,20 @@ def loader(dataset: TimeSeriesDataset) -> DataLoader:
     return TimeSeriesLoader(dataset, batch_size=4)
 
 
-def without_schedule(cls: type) -> type:
-    """Return a published module with its optimizer alone: its schedule counts the steps of one training run."""
-
-    class WithoutSchedule(cls):  # type: ignore[misc, valid-type]
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
-
-    return WithoutSchedule
+HALVING = {"max_steps": 6, "num_lr_decays": 2}  # the rate is halved after three local steps
 
 
-def mlp(change: Any = without_schedule) -> Any:
-    return change(MLP)(h=2, input_size=4, num_layers=1, hidden_size=8, loss=MAE(), max_steps=3, windows_batch_size=None)
+def mlp() -> Any:
+    return MLP(h=2, input_size=4, num_layers=1, hidden_size=8, loss=MAE(), **HALVING, windows_batch_size=None)
 
 
 def nhits() -> Any:
-    small = {"mlp_units": [[8, 8]] * 3, "loss": MAE(), "max_steps": 3}
-    return without_schedule(NHITS)(h=2, input_size=4, **small, windows_batch_size=8)
+    return NHITS(h=2, input_size=4, mlp_units=[[8, 8]] * 3, loss=MAE(), **HALVING, windows_batch_size=8)
 
 
-def case(name: str, module: Any, draws: bool) -> PublicCase:
-    return PublicCase(
-        name, module, clients, "sequential", "found an Index in one", loader=loader, draws=draws, **FLOAT32
-    )
+def case(name: str, module: Any, draws: bool, local_schedule: str | None = "total") -> PublicCase:
+    options = {"loader": loader, "draws": draws, "local_schedule": local_schedule, **FLOAT32}
+    return PublicCase(name, module, clients, "sequential", "found an Index in one", **options)
 
 
 CASES = [case("MLP", mlp, draws=False), case("NHITS on sampled windows", nhits, draws=True)]
@@ -65,4 +55,4 @@ class TestPublished(Published):
 
 
 def test_a_schedule_that_counts_steps_is_refused_by_name() -> None:
-    assert "interval" in refusal(case("MLP", lambda: mlp(lambda cls: cls), draws=False))
+    assert "interval" in refusal(case("MLP", mlp, draws=False, local_schedule=None))

@@ -48,22 +48,24 @@ class ChunkWork:
         memory: ChunkMemory,
         clip: Clipping | None,
     ) -> None:
-        self.algorithm, self.optimizer, self.plan, self.inputs, self.clip = algorithm, optimizer, plan, inputs, clip
+        self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
         flat, x = optimizer.flat, inputs.x
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
         self.decay, self.rates = optimizer.decay, plan.rates
-        self._rate_sums = [[0.0] * len(self.rates)]  # of each parameter, after each step, if a schedule moves them
+        self._counts = [who.steps for who in participants]
+        self._starts = [0] * len(participants)  # the step of its schedule at which each client has begun
+        self._rate_sums = dict[int, list[list[float]]]()  # by such a step: the sums of each parameter after each step
+        self._sums = list[list[float]]()  # those of the clients that have begun last
         self.y = memory.y[: len(participants)]
         self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
         self.shared.copy_(x)
         if PERSONAL in clients:
             self._personal.copy_(clients[PERSONAL])
-            clients = method_part(clients)
-        self.clients = clients
+        self.clients = method_part(clients)
         full_grad = [inputs.full_grad.get(who.index, {}) for who in participants] if inputs.full_grad else [{}]
         self.full_grad = stack_states(full_grad, range(len(full_grad)))
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
-        self._num_steps = torch.tensor([who.steps for who in participants], dtype=x.dtype, device=x.device)
+        self._num_steps = torch.tensor(self._counts, dtype=x.dtype, device=x.device)
         self.local: State = {}
         if algorithm.overrides("init_local"):
             local = of_each(
@@ -76,10 +78,9 @@ class ChunkWork:
         self.sends_delta, self.implied = False, tuple[str, ...]()
         self._follows = False  # see Run.path_follows
         self.is_bare = plan.is_bare and clip is None
-        self.skips = not plan.injects and (any(self.decay) or not plan.is_plain)
         self._path = torch.zeros_like(self.y) if plan.tracks else None
-        stands_still = algorithm.reads_path_gradient and 0 in self._shared_rates
-        self._still = torch.zeros_like(self.y) if stands_still else None
+        self._still: Tensor | None = None
+        self._use_plan(plan)
         self._solver: list[dict[str, Tensor]] | None = None
         if algorithm.uses_solver_state:
             self._solver = solver_entries(algorithm.solver_state(inputs.server, self.local), len(self.layout.sizes))
@@ -87,18 +88,36 @@ class ChunkWork:
         is_uniform = plan.is_plain and len(set(self.rates)) == 1 and not may_differ
         self._base = None if is_uniform else StackedOptimizer(optimizer)
 
+    def _use_plan(self, plan: StepPlan) -> None:
+        """Use what the rates of clients' first steps decide."""
+        self.plan, self.rates = plan, plan.rates
+        self.skips = not plan.injects and (any(self.decay) or not plan.is_plain)
+        if self.algorithm.reads_path_gradient and 0 in self._shared_rates and self._still is None:
+            self._still = torch.zeros_like(self.y)
+
     @property
     def _shared_rates(self) -> list[float]:
         return self.rates[: self.optimizer.flat.num_shared]
 
+    def begin(self, clients: range, first_step: int) -> None:
+        """Begin the work of clients, the longest first, at a step of the schedule by local step."""
+        schedule, optimizer = self.optimizer.schedule, self.optimizer
+        assert schedule is not None
+        schedule.begin(first_step, self._counts[clients.start])
+        self._use_plan(optimizer.plan_of(self.algorithm))
+        self._base = None if self._base is None else StackedOptimizer(optimizer)  # with a state of its own
+        self._sums = self._rate_sums[first_step] = [[0.0] * len(self.rates)]
+        for row in clients:
+            self._starts[row] = first_step
+
     def begin_step(self) -> None:
-        """Go to the next step of all clients that still work, whose rates the schedule by local step sets."""
+        """Go to the next step of the clients that have begun last, whose rates the schedule by local step sets."""
         schedule = self.optimizer.schedule
         assert schedule is not None
-        if len(self._rate_sums) > 1:
+        if len(self._sums) > 1:
             schedule.advance()
         self.rates = self.optimizer.rates
-        self._rate_sums.append([total + rate for total, rate in zip(self._rate_sums[-1], self.rates, strict=True)])
+        self._sums.append([total + rate for total, rate in zip(self._sums[-1], self.rates, strict=True)])
 
     @torch.no_grad()
     def move(self, clients: Clients, directions: Sequence[Tensor], unused: frozenset[int]) -> None:
@@ -158,7 +177,10 @@ class ChunkWork:
                 f"engine='vectorized' cannot run {type(self.algorithm).__name__}.finish for several clients at once"
                 f" ({error}). Use tensor operations only, or engine='sequential'."
             ) from error
-        return delta, send, with_kept(keep, self.clients, self._personal)
+        schedule, local_steps = self.optimizer.schedule, None
+        if schedule is not None and schedule.mode == "continue":
+            local_steps = [first + count for first, count in zip(self._starts, self._counts, strict=True)]
+        return delta, send, with_kept(keep, self.clients, self._personal, local_steps)
 
     def _finish_one(self, y: Vector, change: Vector, own: dict[str, Any], path: State) -> tuple[State, State]:
         """Return one client's messages and new state."""
@@ -180,7 +202,8 @@ class ChunkWork:
         """Return the sum of the rates of each client's steps: [S], or [S, P] if groups differ."""
         steps, shared = self._num_steps, self._shared_rates
         if self.optimizer.schedule is not None:
-            sums = [self._rate_sums[int(count)][: len(shared)] for count in steps.tolist()]
+            each = zip(self._starts, self._counts, strict=True)
+            sums = [self._rate_sums[first][count][: len(shared)] for first, count in each]
             if all(len(set(own)) == 1 for own in sums):
                 return steps.new_tensor([own[0] for own in sums])
             return torch.stack([self._spread(own) for own in sums])

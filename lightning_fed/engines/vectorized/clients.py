@@ -86,6 +86,8 @@ class ChunkMemory:
     def clients(self, rows: range) -> Clients:
         """Return some clients, cached since views of their parameters take a few microseconds each."""
         if rows not in self._clients:
+            if len(self._clients) > 2 * len(self.y):  # with groups of clients that differ from round to round
+                self._clients.clear()
             self._clients[rows] = Clients(self.y, rows, self.layout)
         return self._clients[rows]
 

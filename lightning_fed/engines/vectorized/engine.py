@@ -193,11 +193,10 @@ class VectorizedEngine(Engine):
         started = time.perf_counter()
         self._row = None
         schedule = self.optimizer.schedule
-        if schedule is not None:  # all clients begin at one step
-            schedule.begin(schedule.start_of({}), max(plan.participant.steps for plan in plans))
+        starts = [0] * len(plans) if schedule is None else [schedule.start_of(client) for client in clients]
         clip, plan = Clipping.of(self.trainer), self.optimizer.plan_of(self.algorithm)
         rows = self.schedule.rows(plans)
-        order, steps = self.schedule.steps(plans, rows, plan.is_bare and clip is None)
+        order, groups = self.schedule.steps(plans, rows, starts, plan.is_bare and clip is None)
         plans, rows = [plans[i] for i in order], [rows[i] for i in order] if rows else []
         participants = [each.participant for each in plans]
         what = "its local work"
@@ -213,7 +212,7 @@ class VectorizedEngine(Engine):
             )
             means = ChunkMeans(len(plans))
             self.changes.begin_work()
-            self.schedule.run(inputs, plans, rows, steps, work, means)
+            self.schedule.run(inputs, plans, rows, groups, work, means)
             self.changes.check_work()
             delta, send, keep = work.finish()
         if schedule is not None:

@@ -51,7 +51,7 @@ class StepOutput(NamedTuple):
 
 
 class LocalStep:
-    """The local step of a chunk's clients; it also sets their starting points.
+    """The local step of a chunk's clients; it also sets the starting points of the clients ``rows``.
 
     Attributes:
         shared: The method's inputs of all steps that all clients share; empty if it reads none.
@@ -60,7 +60,7 @@ class LocalStep:
         key: A key of their use, equal for any number of clients.
     """
 
-    def __init__(self, module: ModuleStep, work: ChunkWork) -> None:
+    def __init__(self, module: ModuleStep, work: ChunkWork, rows: range) -> None:
         self.module, self.work, self.algorithm = module, work, work.algorithm
         self.advances, self.looks_ahead = self.algorithm.overrides("advance"), self.algorithm.looks_ahead
         self._layout, self._decay = work.shared_layout, work.decay
@@ -74,12 +74,13 @@ class LocalStep:
         if self._reads:
             self._read()
         if starts:
+            at = slice(rows.start, rows.stop)
             start: Any = of_each(
                 lambda own, local: self.algorithm.start(work.inputs.x, self._whole(self.shared, own, local)),
-                (tuple(self.own), self.local),
-                len(work.y),
+                (tuple([value[at] for value in self.own]), {name: value[at] for name, value in self.local.items()}),
+                len(rows),
             )
-            work.shared.copy_(start)
+            work.shared[at] = start
 
     def use_rates(self) -> bool:
         """Read the rates of the current step; return whether the method's inputs contain them."""

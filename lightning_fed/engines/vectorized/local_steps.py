@@ -36,11 +36,16 @@ class _Bound:
 
 
 class LocalSteps:
-    """Takes the local steps of a chunk's clients; ``batch_size`` is None if batches have no common size."""
+    """Takes the local steps of some adjacent clients of a chunk; ``batch_size`` is None if batches have no common size.
 
-    def __init__(self, module: ModuleStep, work: ChunkWork, batch_size: int | None, means: ChunkMeans) -> None:
+    The clients ``rows`` of the chunk begin their work here.
+    """
+
+    def __init__(
+        self, module: ModuleStep, work: ChunkWork, rows: range, batch_size: int | None, means: ChunkMeans
+    ) -> None:
         self.module, self.work, self.batch_size, self.means = module, work, batch_size, means
-        self.step = LocalStep(module, work)
+        self.step = LocalStep(module, work, rows)
         self._rates, self._rate = work.rates, -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
@@ -48,7 +53,7 @@ class LocalSteps:
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
         """Take a step of clients on their batches; ``may_trace`` if their shapes recur often enough for a trace."""
-        if self.work.rates is not self._rates:  # a schedule has moved them
+        if self.work.rates != self._rates:  # a schedule has moved them
             self._rates, self._rate = self.work.rates, -self.work.rates[0]
             if self.step.use_rates():
                 self._bound, self._of_chunk = {}, {}
@@ -183,6 +188,8 @@ class LocalSteps:
         client's batch sizes share it.
         """
         step, count = self.step, len(self.work.y)
+        if self.work.optimizer.schedule is not None:  # for other clients, or after the next step, rates may differ
+            return trace.once([*step.shared, *clients.of(step.own)])
         if clients.is_one:
             key = clients.rows, trace.fixed
             if key not in self._of_chunk:

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.data.batches.batches import TensorBatches
@@ -23,9 +24,23 @@ from lightning_fed.engines.vectorized.clients import ChunkMeans
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 
-__all__ = ["RecurringShapes", "Schedule", "batch_sizes", "interleaved"]
+__all__ = ["RecurringShapes", "Schedule", "StartGroup", "batch_sizes", "interleaved"]
 
 _SHARE = 8  # a shape recurs if one in this many steps of the round so far had it
+
+
+class StartGroup(NamedTuple):
+    """Adjacent clients of a chunk whose local schedules begin at one step; they finish before the next group begins.
+
+    Attributes:
+        clients: Their rows in the chunk, those with the most steps first.
+        first_step: The step of the schedule at which they begin, 0 without one.
+        steps: Their steps.
+    """
+
+    clients: range
+    first_step: int
+    steps: Sequence[StepGroup]
 
 
 class Schedule:
@@ -40,13 +55,14 @@ class Schedule:
         self._current_steps: int | None = None  # steps of the current clients
 
     def steps(
-        self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], is_bare: bool
-    ) -> tuple[list[int], list[StepGroup]]:
+        self, plans: Sequence[WorkPlan], rows: Sequence[TensorBatches], starts: Sequence[int], is_bare: bool
+    ) -> tuple[list[int], list[StartGroup]]:
         """Return the client of each row of the chunk, and the clients' steps.
 
-        All clients step together, or in the order of :func:`interleaved` if a step only changes parameters
-        (``is_bare``) and batches are ``rows`` of tensors. That is faster if their smaller batches come at different
-        times, since traces are for full batches.
+        Clients whose local schedules begin at one step (``starts``) have one rate at each of their steps. They step
+        together, or in the order of :func:`interleaved` if a step only changes parameters (``is_bare``) and batches are
+        ``rows`` of tensors. That is faster if their smaller batches come at different times, since traces are for full
+        batches.
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
         module, size = self.module, self.batch_size
@@ -56,15 +72,21 @@ class Schedule:
             full = size
             sizes = [batch_sizes(plan, full) for plan in plans]
         lengths = [own.count(full) for own in sizes]
-        order = sorted(range(len(plans)), key=lengths.__getitem__, reverse=True)
-        return order, list(interleaved([sizes[i] for i in order], full))
+        order = sorted(range(len(plans)), key=lambda i: (starts[i], -lengths[i]))
+        groups, done = list[StartGroup](), 0
+        for first_step, members in groupby(order, starts.__getitem__):
+            own, rest = [sizes[i] for i in members], range(done, len(plans))
+            steps = [StepGroup(rest[some.start : some.stop], at) for some, at in interleaved(own, full)]
+            groups.append(StartGroup(rest[: len(own)], first_step, steps))
+            done += len(own)
+        return order, groups
 
     def run(
         self,
         inputs: RoundInputs,
         plans: Sequence[WorkPlan],
         rows: Sequence[TensorBatches],
-        steps: Sequence[StepGroup],
+        groups: Sequence[StartGroup],
         work: ChunkWork,
         means: ChunkMeans,
     ) -> None:
@@ -73,17 +95,20 @@ class Schedule:
         batches = self.batches(plans, rows, inputs.round, module.reads_index)
         if module.is_random or not rows:
             seed_global(derive_seed(self.seed, Purpose.TRAINING, inputs.round, plans[0].participant.index), self.device)
-        local_steps = LocalSteps(module, work, self.batch_size, means)
         with module.recording():
-            batches_of_steps = batches.in_order(steps)
-            for step in steps:
-                self._current_steps = step.at[0]
+            batches_of_steps = batches.in_order([step for group in groups for step in group.steps])
+            for group in groups:
                 if work.optimizer.schedule is not None:
-                    work.begin_step()
-                self.trainer._signal_connector.check()
-                groups = next(batches_of_steps)
-                may_trace = bool(rows) or self.recurring.note(groups)
-                local_steps.run(work.memory.clients(step.clients), groups, may_trace)
+                    work.begin(group.clients, group.first_step)
+                local_steps = LocalSteps(module, work, group.clients, self.batch_size, means)
+                for step in group.steps:
+                    self._current_steps = step.at[0]
+                    if work.optimizer.schedule is not None:
+                        work.begin_step()
+                    self.trainer._signal_connector.check()
+                    batch_groups = next(batches_of_steps)
+                    may_trace = bool(rows) or self.recurring.note(batch_groups)
+                    local_steps.run(work.memory.clients(step.clients), batch_groups, may_trace)
         self._current_steps = None
 
     def rows(self, plans: Sequence[WorkPlan]) -> list[TensorBatches]:

@@ -414,8 +414,6 @@ def check_settings(engine: Engine) -> None:
         reason = "GradientAccumulationScheduler asks for steps over several batches, which are not offered"
     elif engine.keeps_solver:
         reason = "local_optimizer_state='keep' is not offered: kept states may differ in their numbers of steps"
-    elif engine.optimizer.schedule is not None and engine.optimizer.schedule.mode == "continue":
-        reason = "local_schedule='continue' is not offered: clients may be at different steps of their schedules"
     elif engine.algorithm.trains != "all" and decouples:
         reason = f"{type(engine.algorithm).__name__} lets parameters rest that the weight decay of AdamW would move"
     elif engine.buffers.kept:

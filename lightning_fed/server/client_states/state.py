@@ -62,14 +62,14 @@ def method_part(client: State) -> State:
     return {name: value for name, value in client.items() if name not in (PERSONAL, LOCAL_STEPS)}
 
 
-def with_kept(keep: State, client: State, personal: Tensor, local_steps: int | None = None) -> State:
+def with_kept(keep: State, client: State, personal: Tensor, local_steps: int | Sequence[int] | None = None) -> State:
     """Return clients' states with what methods do not use; an empty ``keep`` means unchanged.
 
     Args:
         keep: The method's new states.
         client: The method's states before.
         personal: The personal parameters [Q] or [S, Q].
-        local_steps: The client's number of local steps in all its rounds, if its schedule counts them.
+        local_steps: The number of a client's local steps in all its rounds, or of each, if schedules count them.
     """
     more = {PERSONAL: personal} if personal.shape[-1] else {}
     if local_steps is not None:
