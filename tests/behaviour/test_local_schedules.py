@@ -313,6 +313,19 @@ def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule
             torch.testing.assert_close(value, two.state[name], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("algorithm", [Scaffold("ii"), FedProxVR(1.0)], ids=lambda a: type(a).__name__)
+def test_engines_agree_where_clients_of_a_chunk_begin_at_rates_of_zero(algorithm: Algorithm) -> None:
+    """In the last round all three clients have rates of zero, and begin at different steps."""
+    SCHEDULES["pause"] = partial(SGD, lr=0.2), lambda optimizer: LambdaLR(optimizer, lambda t: float(not 8 <= t < 24))
+    one, two = (
+        state_of(run("continue", "pause", engine=engine, algorithm=algorithm))
+        for engine in ("sequential", "vectorized")
+    )
+    torch.testing.assert_close(one["step"]["x"], two["step"]["x"], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(one["state"], two["state"], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(one["client_states"], two["client_states"], rtol=1e-11, atol=1e-13)
+
+
 class FineTuned(FederatedCallback):
     """Measures a client's loss after a few steps from each round's model."""
 
