@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
@@ -441,6 +441,25 @@ def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None
     )
     fit(client_privacy=ON, max_rounds=1, datamodule=data(collate_fn=by_label))  # in another order
     assert list(tmp_path.glob("**/*.safetensors"))  # clients' models have noise
+
+
+def test_examples_that_are_loaded_one_by_one_are_separate_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(Dataset[Any]):
+        def __init__(self, own: Any) -> None:
+            self.own = own
+
+        def __len__(self) -> int:
+            return len(self.own)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.own[index]
+
+    def no_trial(*_: Any) -> bool:
+        pytest.fail("a subset loads its examples as its data set does")
+
+    monkeypatch.setattr("lightning_fed.rounds.local_plans._are_separate", no_trial)
+    subsets = [Subset(Rows(own), range(len(own))) for own in clients()]
+    fit(client_privacy=ON, max_rounds=1, datamodule=FederatedDataModule(clients=subsets, batch_size=4))
 
 
 def test_modules_that_read_values_run_one_example_after_another() -> None:
