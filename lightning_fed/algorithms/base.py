@@ -43,6 +43,10 @@ class Algorithm(ArgumentsRepr):
     aside: tuple[str, ...] = ()
     """Messages that are not averaged; :meth:`implied` reads them."""
 
+    scales_with_means: bool = True
+    """Whether half the means make half the server's step. If not, because it multiplies or divides means by each other,
+    an asynchronous server refuses the method: the weights of its messages do not sum to one."""
+
     default_weighting: str = "examples"
     """The run's weighting if the user sets none."""
 

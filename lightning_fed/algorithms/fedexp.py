@@ -44,6 +44,7 @@ class FedExP(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"delta": "weighting", "square": "weighting"}
+    scales_with_means = False  # it divides one by the other's square
     uncompressed = ("square",)
     default_weighting = "uniform"
     uses_path_gradient = False

@@ -37,6 +37,7 @@ class FedNova(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"gradient": "weighting", "lr_sum": "weighting"}
+    scales_with_means = False  # it multiplies two
     uncompressed = ("lr_sum",)  # [P] if parameter groups differ: an omitted entry would be a zero step
 
     def finish(self, y: Vector, run: Run) -> Update:

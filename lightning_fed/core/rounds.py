@@ -173,7 +173,7 @@ class RoundReport:
         sizes: Number of training examples by id.
         steps: Local steps by id.
         weights: Weights in the average by id, which sum to one; or in the unbiased estimate of a sampler with
-            ``probabilities``, which need not.
+            ``probabilities`` or of :class:`lightning_fed.server.OptimalClientSampling`, which need not.
         metrics: The cohort's example-weighted training metrics.
         clients: Each client's report by id.
         loss: The example-weighted mean training loss.

@@ -46,6 +46,7 @@ class Purpose(IntEnum):
     ATTACK_ON_GRADIENTS = 17
     CLIENT_NOISE = 18
     POISSON = 19
+    SENDERS = 20
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

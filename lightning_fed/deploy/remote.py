@@ -16,6 +16,7 @@ from lightning_fed.deploy.message import check_columns
 from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
+from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.run_state import RunState
@@ -89,6 +90,12 @@ class RemoteClients(FederatedDataModule):
             raise FederatedError(
                 f"asynchronous={type(loop.settings.aggregator).__name__}(...) has a simulated clock, and real clients"
                 " take real time. Leave it unset."
+            )
+        if isinstance(loop.settings.aggregator, OptimalClientSampling):
+            raise FederatedError(
+                f"aggregator={loop.settings.aggregator!r} cannot be combined with {type(self).__name__}: it decides who"
+                " sends an update once all norms are known, and a site replies once. Pass"
+                " sampler=UpdateNormSampler(...), which uses the norms of earlier rounds."
             )
         if self._make_val is not None:
             loop.epoch_loop.val_loop._restarting = True  # so that Lightning runs no sanity check before there are words

@@ -11,7 +11,7 @@ import torch
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Cohort, RoundReport
 from lightning_fed.core.tracked_state import TrackedState
-from lightning_fed.core.types import ClientId, State
+from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.cohort import DrawnCohort
 from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
@@ -186,6 +186,9 @@ class ServerRound:
             self._cohort.loss = totals.mean_loss()
         else:
             self.cohort_grad = totals.mean_gradients()
+            if self._is_attacked:  # the norms that have been checked are the honest ones
+                for point, value in self.cohort_grad.items():
+                    self._check_finite(f"full-batch gradient at {point}", value)
             self._cohort.grad = TrackedState(self.cohort_grad, totals.traffic.gradients)
             totals.traffic.gradient_clients = set(self.gradient_members)
         return True
@@ -214,17 +217,32 @@ class ServerRound:
 
     # ------------------------------------------------------------------ the server's step
 
+    @property
+    def _is_attacked(self) -> bool:
+        return self.settings.attack is not None and self.settings.attack.changes_messages
+
+    def _check_finite(self, what: str, mean: Vector) -> None:
+        """Raise if the mean of what the clients have sent is not finite."""
+        if math.isfinite(float(mean.sum())) or bool(torch.isfinite(mean).all()):  # the sum is fast
+            return
+        remedy = f"Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
+        if self._is_attacked:
+            remedy = (
+                f"attack={self.settings.attack!r} changes what bad clients send. Let it send finite numbers, or set"
+                " aggregator=CoordinateMedian() and on_client_error='drop', say, which leave such clients out."
+            )
+        raise FederatedError(
+            f"The mean of the clients' {what} is not finite in round {self._cohort.round}, though every update is."
+            f" {remedy}"
+        )
+
     def close(self, metrics: Mapping[str, float], seconds: float) -> RoundReport:
         """Average the messages, take the server's step, and report."""
         totals, server, done = self._totals, self.server, self._done
         self._cohort.size = len(done)
         messages, models, new_buffers, drift = totals.compute(done)
         for name, value in messages.items():
-            if not (math.isfinite(float(value.sum())) or bool(torch.isfinite(value).all())):  # the sum is fast
-                raise FederatedError(
-                    f"The mean of the clients' message {name!r} is not finite in round {self._cohort.round}, though"
-                    f" every update is. Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
-                )
+            self._check_finite(f"message {name!r}", value)
         buffers = server.buffers if self.settings.buffers == "average" else State()  # the exchanged ones
         bytes_up, bytes_down = totals.traffic.compute(
             self.state,

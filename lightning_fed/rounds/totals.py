@@ -17,6 +17,7 @@ from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
 from lightning_fed.server.aggregation.base import FULL_GRAD
 from lightning_fed.server.aggregation.lora import ProductSums
 from lightning_fed.server.aggregation.mean import Aggregation, Collectives
+from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
@@ -61,10 +62,13 @@ class RoundTotals:
     ) -> None:
         algorithm = self.algorithm = server.algorithm
         self.server, self.members, self.gradient_members = server, members, gradient_members
-        self._rule = algorithm.reduces.get("delta", "examples")
+        rules = algorithm.reduces
+        self._rule = rules.get("delta", "weighting" if "weighting" in rules.values() else "examples")
         make = Aggregation if settings.aggregator is None else settings.aggregator.of_round
+        draws = isinstance(settings.aggregator, OptimalClientSampling)
+        own: dict[str, Any] = {"seed": server.seed, "round": server.round} if draws else {}
         who = list(members.values())
-        self._messages = make(algorithm.reduces, settings.weighting, who, population, algorithm.local_work)
+        self._messages = make(algorithm.reduces, settings.weighting, who, population, algorithm.local_work, **own)
         if gradient_members:
             reduces = {FULL_GRAD + point: algorithm.full_grad_mean for point in algorithm.full_grad_at}
             self._gradients = make(reduces, settings.weighting, list(gradient_members.values()), population, False)
@@ -256,6 +260,7 @@ class RoundTotals:
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
             means, models = self._messages.compute(x)
+            self.traffic.senders = self._messages.senders
         drift = self._drift.compute() if done and not self._lacks_changes else math.nan
         buffers = self.server.buffers
         if self.moved_buffers:  # the others keep their bits
@@ -312,14 +317,17 @@ class Traffic:
         gradients: The mean gradients that the server reads.
         clients: The clients requested to train, by stored index.
         gradient_clients: The clients that send gradients.
+        senders: The clients that send their messages; None for all that train. The others send the norm of their
+            update, and each receives the probability of sending.
     """
 
     def __init__(self, algorithm: Algorithm, x: Tensor) -> None:
         self._vector = x.nbytes
         self._points = set(algorithm.full_grad_at) - {"x"}
-        self._messages = 0
+        self._messages = dict[int, int]()  # bytes by client
         self.server, self.cohort_grad, self.gradients = set[str](), set[str](), set[str]()
         self.clients, self.gradient_clients = set[int](), set[int]()
+        self.senders: Collection[int] | None = None
 
     @property
     def involved(self) -> set[int]:
@@ -328,19 +336,20 @@ class Traffic:
 
     def update(self, reply: Reply, rows: Sequence[int]) -> None:
         """Add the messages of some rows of equal size; a tensor sent under two names counts once."""
-        if reply.message_bytes is not None:
-            self._messages += reply.message_bytes
+        clients = [reply.clients[row] for row in rows]
+        if reply.message_bytes is not None:  # compressed messages come one client at a time
+            self._messages |= dict.fromkeys(clients, reply.message_bytes)
             return
         once: dict[int | str, int] = {}
         for name, value in reply.send.items():
             if name not in reply.implied:
                 own = value[rows[0]]
                 once[own.data_ptr() if own.numel() > 1 else name] = own.nbytes
-        self._messages += len(rows) * sum(once.values())
+        self._messages |= dict.fromkeys(clients, sum(once.values()))
 
     def merge(self, parts: Sequence["Traffic"]) -> None:
         """Combine the parts of all processes."""
-        self._messages = sum([part._messages for part in parts])
+        self._messages = {index: size for part in parts for index, size in part._messages.items()}
         self.server = {name for part in parts for name in part.server}
         self.cohort_grad = {name for part in parts for name in part.cohort_grad}
 
@@ -375,7 +384,12 @@ class Traffic:
         down = len(involved) * once + len(self.clients) * then
         down += max(everyone - len(involved), len(set(measured) - involved)) * self._vector
         gradients = len(self.gradient_clients) * len(self.gradients | self.cohort_grad) * self._vector
-        messages = self._messages + self._messages // max(1, completed) * refused
+        if self.senders is None:
+            messages = sum(self._messages.values())
+            messages += messages // max(1, completed) * refused
+        else:  # who is refused for its norm does not send
+            messages = sum([self._messages[index] for index in self.senders]) + 8 * (completed + refused)
+            down += 8 * (completed + refused)
         return messages + gradients + (completed + refused) * buffers_up + (everyone + len(measured)) * 8, down
 
 

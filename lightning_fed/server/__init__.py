@@ -3,6 +3,7 @@
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK
 from lightning_fed.server.aggregation.krum import Bulyan, Krum, MultiKrum
+from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.aggregation.robust import (
     CoordinateMedian,
@@ -58,6 +59,7 @@ __all__ = [
     "NoiseAttack",
     "NormClipping",
     "OortSampler",
+    "OptimalClientSampling",
     "PowerOfChoiceSampler",
     "RobustAggregator",
     "RoundRobinSampler",

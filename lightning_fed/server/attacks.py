@@ -32,15 +32,16 @@ class Attack(ArgumentsRepr):
         FederatedError: If this is neither a share nor a list of ids.
     """
 
-    def __init__(self, clients: float | Sequence[ClientId]) -> None:
+    def __init__(self, clients: int | float | Sequence[ClientId]) -> None:
         ids = clients if isinstance(clients, Sequence) and not isinstance(clients, str | bytes) else [None]
         is_list = all(type(client_id) in (int, str) for client_id in ids)
         if not is_list and not (isinstance(clients, float) and 0 <= finite(clients) <= 1):
+            hint = f" Write [{clients}] for the client {clients}." if type(clients) is int else ""
             raise FederatedError(
                 f"{type(self).__name__}(clients={format_value(clients)}): clients must be a share in [0.0, 1.0], or a"
-                " list of client ids."
+                f" list of client ids.{hint}"
             )
-        self.clients = clients
+        self.clients: float | Sequence[ClientId] = clients
 
     @property
     def changes_messages(self) -> bool:
@@ -108,7 +109,7 @@ class SignFlipAttack(Attack):
         tensor([-10., -10.])
     """
 
-    def __init__(self, clients: float | Sequence[ClientId], scale: float = 1.0) -> None:
+    def __init__(self, clients: int | float | Sequence[ClientId], scale: float = 1.0) -> None:
         super().__init__(clients)
         self.scale = check_number(type(self).__name__, "scale", scale, positive=True)
 
@@ -135,7 +136,7 @@ class NoiseAttack(Attack):
         NoiseAttack(clients=0.2, std=200.0)
     """
 
-    def __init__(self, clients: float | Sequence[ClientId], std: float) -> None:
+    def __init__(self, clients: int | float | Sequence[ClientId], std: float) -> None:
         super().__init__(clients)
         self.std = check_number(type(self).__name__, "std", std, positive=True)
 
@@ -166,7 +167,7 @@ class LabelFlipAttack(Attack):
         tensor([9, 8, 0])
     """
 
-    def __init__(self, clients: float | Sequence[ClientId], num_classes: int) -> None:
+    def __init__(self, clients: int | float | Sequence[ClientId], num_classes: int) -> None:
         super().__init__(clients)
         self.num_classes = check_count(type(self).__name__, "num_classes", num_classes, least=2)
 

@@ -12,6 +12,8 @@ from lightning_fed.core.seeds import Purpose, generator
 
 __all__ = ["SystemsHeterogeneity"]
 
+_LARGEST_EXPONENT = 700.0  # beyond 709 there is no float
+
 
 class SystemsHeterogeneity(ArgumentsRepr):
     r"""Decide how many local steps each client of a cohort completes.
@@ -111,4 +113,5 @@ class SystemsHeterogeneity(ArgumentsRepr):
         if self.deadline is None:
             return steps
         draw = torch.randn((), generator=generator(seed, Purpose.SPEED, 0, client), dtype=torch.float64)
-        return min(steps, math.floor(self.deadline * math.exp(self.speed_spread * float(draw))))
+        speed = math.exp(min(_LARGEST_EXPONENT, self.speed_spread * float(draw)))
+        return math.floor(min(steps, self.deadline * speed))

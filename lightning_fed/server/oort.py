@@ -13,7 +13,7 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.asynchronous.client_clock import ClientClock
-from lightning_fed.server.sampling import CountingSampler
+from lightning_fed.server.sampling import CountingSampler, has_examples
 
 __all__ = ["OortSampler"]
 
@@ -48,7 +48,8 @@ class OortSampler(CountingSampler):
 
     Left open by the paper, and settled here: numbers of clients are rounded, and if there are too few clients on one
     side, the other side takes their places. All draws are without replacement, ties by stored order. The quantile is
-    interpolated. Clients that took part in more than ``most_rounds`` rounds, if set, are drawn last, uniformly.
+    interpolated. Clients built on demand that turn out to be empty are not drawn. Clients that took part in more than
+    ``most_rounds`` rounds, if set, are drawn last, uniformly.
 
     Args:
         clients_per_round: K, as a count or a share.
@@ -113,6 +114,7 @@ class OortSampler(CountingSampler):
         self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, the number of rounds, D of reports
         self._achieved: list[float] = []  # the sum of U of each round's clients, of the last 2 W rounds
         self._preferred = self.pacer_step or 0.0  # T
+        self._empty: set[ClientId] = set()  # clients found to have no examples, which are not built again
 
     def exploration_in(self, round: int) -> float:
         r"""Return :math:`\varepsilon` in a round, from 0."""
@@ -139,26 +141,46 @@ class OortSampler(CountingSampler):
             sizes = sized.sizes
             unexplored = [place for place in unexplored if sizes[place] > 0]
         exploit = min(len(explored), k - min(len(unexplored), int(self.exploration_in(round) * k + 0.5)))
-        explore = min(len(unexplored), k - exploit)
-        drawn = list[int]()
+        stream = generator(seed, Purpose.COHORT, round, _EXPLORE)
+        drawn = self._explored(seed, round, population, unexplored, k - exploit, stream)
+        exploit = min(len(explored), k - len(drawn))
         if exploit:
             utilities = self._utilities(seed, round, population, explored)
             least = self.cutoff * float(utilities.sort(descending=True).values[exploit - 1])
             admitted = (utilities >= least).nonzero()[:, 0]
-            stream = generator(seed, Purpose.COHORT, round, _EXPLOIT)
-            drawn += [explored[int(i)] for i in admitted[_drawn(utilities[admitted], exploit, stream)]]
-        stream = generator(seed, Purpose.COHORT, round, _EXPLORE)
-        if explore:
-            speeds = torch.ones(len(unexplored), dtype=torch.float64)
-            if isinstance(self.clock, ClientClock):
-                speeds /= torch.tensor(
-                    [self.clock.seconds_of(seed, population, place, round) for place in unexplored], dtype=torch.float64
-                )
-            drawn += [unexplored[i] for i in _drawn(speeds, explore, stream).tolist()]
+            own = generator(seed, Purpose.COHORT, round, _EXPLOIT)
+            drawn += [explored[int(i)] for i in admitted[_drawn(utilities[admitted], exploit, own)]]
         if missing := k - len(drawn):
             others = _drawn(torch.ones(len(tired), dtype=torch.float64), missing, stream)
             drawn += [tired[i] for i in others.tolist()]
         return [population[place] for place in sorted(drawn)]
+
+    def _explored(
+        self,
+        seed: int,
+        round: int,
+        population: Sequence[ClientId],
+        places: Sequence[int],
+        count: int,
+        stream: torch.Generator,
+    ) -> list[int]:
+        """Return at most ``count`` of the places, drawn by speed, without clients that turn out to be empty."""
+        found = list[int]()
+        if not count:
+            return found
+        speeds = torch.ones(len(places), dtype=torch.float64)
+        if isinstance(self.clock, ClientClock):
+            seconds = [self.clock.seconds_of(seed, population, place, round) for place in places]
+            speeds /= torch.tensor(seconds, dtype=torch.float64)
+        for place in map(places.__getitem__, _drawn(speeds, len(places), stream).tolist()):
+            client_id = population[place]
+            if client_id in self._empty or not has_examples(population, client_id):
+                self._empty.add(client_id)
+            else:
+                found.append(place)
+            if len(found) == count:
+                break
+        return found
 
     def _utilities(self, seed: int, round: int, population: Sequence[ClientId], places: Sequence[int]) -> Tensor:
         """Return the utilities, float64, of clients that have taken part."""

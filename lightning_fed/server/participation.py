@@ -62,7 +62,9 @@ class Population(Sequence[ClientId]):
 
     def index_of(self, client_id: ClientId) -> int:
         """Return the stored index of a client; raise if the id is unknown."""
-        if self._index is None:
+        if isinstance(client_id, bool | float):  # equal to an int, and so to a client
+            pass
+        elif self._index is None:
             if isinstance(client_id, int) and client_id in self.ids:
                 return self.ids.index(client_id)
         elif client_id in self._index:
@@ -79,10 +81,8 @@ class Population(Sequence[ClientId]):
 
     def size(self, client_id: ClientId) -> int:
         """Return the number of training examples of a client, n_i."""
-        if client_id in self._sizes:
-            return self._sizes[client_id]
         self.index_of(client_id)  # raises if the id is unknown
-        return self._read_size(client_id)
+        return self._sizes[client_id] if client_id in self._sizes else self._read_size(client_id)
 
     def _read_size(self, client_id: ClientId) -> int:
         """Return the size of a client that is built on demand; raise an error with its name if that fails."""

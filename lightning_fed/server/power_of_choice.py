@@ -11,7 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
-from lightning_fed.server.sampling import CountingSampler, WeightedSampler
+from lightning_fed.server.sampling import CountingSampler, WeightedSampler, has_examples
 
 __all__ = ["PowerOfChoiceSampler"]
 
@@ -104,7 +104,8 @@ class PowerOfChoiceSampler(CountingSampler):
         m, candidates, highest = self.count(len(population)), self._of_candidates(seed, round, population), math.inf
         known = losses
         if self.losses == "last":
-            known = {client_id: self._last.get(client_id, highest) for client_id in candidates}
+            there = [i for i in candidates if i in self._last or has_examples(population, i)]
+            known = {client_id: self._last.get(client_id, highest) for client_id in there}
         ties = torch.rand(len(candidates), generator=generator(seed, Purpose.COHORT, round, _TIES)).tolist()
         ranked = sorted(
             (-known[client_id], tie, place)

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightning_fed.core.arguments import ArgumentsRepr, check_flags, finite
 from lightning_fed.core.client_weights import ClientWeights
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.learning_sampler import LossesOf
@@ -24,6 +25,7 @@ __all__ = [
     "UniformSampler",
     "WeightedSampler",
     "draw",
+    "has_examples",
 ]
 
 Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
@@ -156,6 +158,7 @@ class WeightedSampler(CountingSampler):
         k, p = self.count(len(population)), self.weights.of(population)
         stream = generator(seed, Purpose.COHORT, round)
         if self.replacement:
+            p = p / p.max()  # a sum of very large weights would be infinite
             total = p.cumsum(0)
             drawn = torch.searchsorted(total, torch.rand(k, generator=stream, dtype=p.dtype) * total[-1], right=True)
             # rounding the product up to the full sum would select past the last client of positive weight
@@ -167,7 +170,8 @@ class WeightedSampler(CountingSampler):
                     " positive weight."
                 )
             exponential = -torch.rand(len(p), generator=stream, dtype=p.dtype).log()
-            drawn = torch.where(p > 0, exponential / p, math.inf).argsort()[:k]  # k first exponential clocks
+            times = exponential.log() - p.log()  # logarithms, since a quotient by a very small weight would be infinite
+            drawn = torch.where(p > 0, times, math.inf).argsort()[:k]  # k first exponential clocks
         return [population[i] for i in sorted(drawn.tolist())]
 
 
@@ -269,9 +273,36 @@ def draw(
 
 def _ids(found: Any, who: str, round: int) -> list[ClientId]:
     """Return client ids that a user's sampler has returned, those in arrays and tensors as Python numbers."""
-    if isinstance(found, str) or not hasattr(found, "__iter__"):
-        raise FederatedError(f"{who} must return a list of client ids, found {found!r} in round {round}.")
-    return [i.item() if hasattr(i, "item") else i for i in found]
+    try:
+        items = None if isinstance(found, str | bytes | set | frozenset) else iter(found)
+    except TypeError:  # also of a tensor without dimensions
+        items = None
+    if items is None:
+        hint = " A set has no order of its own: sort it." if isinstance(found, set | frozenset) else ""
+        raise FederatedError(f"{who} must return a list of client ids, found {found!r} in round {round}.{hint}")
+    ids = list[ClientId]()
+    for item in items:
+        client_id = item
+        if hasattr(item, "item"):
+            with suppress(ValueError, RuntimeError):  # of several elements
+                client_id = item.item()
+        if not isinstance(client_id, int | str) or isinstance(client_id, bool):  # True and 1.0 are equal to 1
+            raise FederatedError(
+                f"{who} must return client ids, ints or strs, found {client_id!r} in round {round}. Convert positions"
+                " or a mask to ids, as in [i for i, is_chosen in zip(population, mask) if is_chosen]."
+            )
+        ids.append(client_id)
+    return ids
+
+
+def has_examples(population: Sequence[ClientId], client_id: ClientId) -> bool:
+    """Return whether a client has examples; one that is built on demand may turn out to have none."""
+    if (size_of := getattr(population, "size", None)) is None:
+        return True
+    try:
+        return bool(size_of(client_id) > 0)
+    except ClientError:  # the round reports it when the client is to train
+        return True
 
 
 def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:

@@ -78,6 +78,7 @@ class UpdateNormSampler(CountingSampler):
             norms = torch.tensor([self._norms.get(i, unseen) for i in population], dtype=torch.float64)
         if isinstance(self.weights, ClientWeights):
             w = self.weights.of(population)
+            w = w / w.max()
             norms = norms * (w / w.sum())
         return (1 - self.uniform_share) * optimal_probabilities(norms, m) + self.uniform_share * m / n
 

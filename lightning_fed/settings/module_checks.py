@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -68,6 +69,13 @@ def check_module(trainer: pl.Trainer) -> None:
             f"{name}.{lazy} has no shape yet, and all clients start from the same parameters. Give the layer its sizes,"
             " or run an example through the module before the fit."
         )
+    for key, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.layout != torch.strided:
+            raise FederatedError(
+                f"{name}.{key} is a sparse tensor ({value.layout}), and parameters and buffers must be dense, because"
+                " clients start from copies of them. Call to_dense() on it, or register its indices and values, and"
+                " make the sparse tensor of them in forward."
+            )
 
 
 def check_batch_statistics(module: pl.LightningModule) -> None:

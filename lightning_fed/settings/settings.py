@@ -17,6 +17,7 @@ from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
+from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.attacks import Attack
@@ -365,6 +366,13 @@ class Settings:
             self._check_client_privacy()
         if self.compression is not None and not isinstance(self.compression, Compressor):
             raise FederatedError(f"compression must be a Compressor such as TopK(0.01), found {self.compression!r}.")
+        feeds_back = self.compression is not None and self.compression.error_feedback
+        if feeds_back and isinstance(self.aggregator, OptimalClientSampling):
+            raise FederatedError(
+                f"compression={self.compression!r} cannot be combined with aggregator={self.aggregator!r}: a client"
+                " that is not drawn would have to take back the residual of a message that it has not sent. Use a"
+                " compression without error feedback, such as QSGD()."
+            )
 
     def _settle_learning(self) -> None:
         """Copy a sampler that learns, which is the run's, and check what goes with a sampler that has probabilities."""

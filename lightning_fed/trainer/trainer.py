@@ -86,8 +86,9 @@ class FederatedTrainer(pl.Trainer):
         gradient_sampler: The same for methods that average gradients over a separate cohort (FedDANE).
         weighting: The weights of messages: "examples", "uniform", "steps", or a function of (client_id, size, steps).
             By default the method's own.
-        aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`, or
-            :class:`lightning_fed.server.DifferentialPrivacy`. None for the weighted means.
+        aggregator: Replaces these averages: a robust rule such as :class:`lightning_fed.server.CoordinateMedian`,
+            :class:`lightning_fed.server.DifferentialPrivacy`, or ``OptimalClientSampling``. None for the weighted
+            means.
         attack: Simulated bad clients, to try a rule: :class:`lightning_fed.server.SignFlipAttack`, ``NoiseAttack`` or
             ``LabelFlipAttack``.
         client_privacy: Differential privacy of each client's examples:

@@ -18,6 +18,7 @@ from lightning_fed.server import (
     MultiKrum,
     NoiseAttack,
     NormClipping,
+    OptimalClientSampling,
     TopK,
     TrimmedMean,
 )
@@ -54,6 +55,7 @@ CASES: dict[str, Any] = {
     "pairwise and attacked": partial(
         of, "Scaffold", aggregator=MultiKrum(1), attack=NoiseAttack(0.4, 0.1), clients_per_round=1.0
     ),
+    "few send": partial(of, "FedAvg", aggregator=OptimalClientSampling(1), weighting="steps"),
     "one process idle": partial(of, "FedAvg", aggregator=CoordinateMedian(), clients_per_round=1),
 }
 FEW = (  # every rule once, and what goes through other code
@@ -62,6 +64,7 @@ FEW = (  # every rule once, and what goes through other code
         "Scaffold trimmed",
         "Mime geometric",
         "clipping",
+        "few send",
         "quantized and robust",
         "pairwise and attacked",
     ),

@@ -132,6 +132,11 @@ WRONG: list[tuple[tuple[str, ...], Any, str]] = [
     (("trainer", "algorithm"), {"class_path": "FedProx"}, "mu"),
     (("trainer", "algorithm"), {"class_path": "FedProx", "init_args": {"mu": -1}}, "FedProx(mu="),
     (("trainer", "algorithm"), {"class_path": "FedProx", "init_args": {"nu": 1}}, "nu"),
+    (
+        ("trainer", "attack"),
+        {"class_path": "lightning_fed.server.SignFlipAttack", "init_args": {"clients": 1}},
+        "SignFlipAttack(clients=1): clients must be a share",
+    ),
     (("trainer", "sampler"), {"class_path": "lightning_fed.server.UniformSampler"}, "Both sampler="),
     (("trainer", "server_optimizer"), {"class_path": "lightning_fed.server.FedAdam", "init_args": {"tau": 0}}, "tau"),
     (("trainer", "callbacks"), [{"class_path": "lightning_fed.callbacks.TargetMetric"}], "monitor"),
@@ -159,6 +164,7 @@ WRONG: list[tuple[tuple[str, ...], Any, str]] = [
 
 FEW_MESSAGES = {  # found by the parser, by a class, by the trainer, between two keys, and when the data are there
     *("clients_per_round=31 asks for more clients than the 30", "local_epochs or local_steps, not both"),
+    "SignFlipAttack(clients=1): clients must be a share",
     *("FedAvgg", "nu", "Both sampler=", "max_round", "in_features=65", "os.system", "gone.ckpt"),
     "class_path must be the dotted name of a class, found a dict",
 }

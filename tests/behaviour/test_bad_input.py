@@ -61,6 +61,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "WeightedSampler": {"clients_per_round": 2},
     **{name: {"params": [PARAMETER]} for name in ("FedAdagrad", "FedAdam", "FedAvgM", "FedRMSProp", "FedYogi")},
     "NormClipping": {"max_norm": 1.0},
+    "OptimalClientSampling": {"expected_clients": 2},
     "TrimmedMean": {"beta": 0.1},
     "FedAsync": {"concurrency": 10},
     **{name: {"personal": ["head.*"]} for name in ("FedPer", "FedRep", "LGFedAvg")},

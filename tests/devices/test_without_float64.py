@@ -22,6 +22,7 @@ from lightning_fed.server import (
     NoiseAttack,
     NormClipping,
     OortSampler,
+    OptimalClientSampling,
     PowerOfChoiceSampler,
     SignFlipAttack,
     TrimmedMean,
@@ -76,6 +77,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fresh losses": {"sampler": PowerOfChoiceSampler(2, 4)},
     "utilities": {"sampler": OortSampler(3, exploration=0.4)},
     "update norms": {"sampler": UpdateNormSampler(3), "max_rounds": 3},
+    "few send": {"aggregator": OptimalClientSampling(1)},
     "asynchronous": {"asynchronous": FedBuff(2, 4), "clients_per_round": None},
 }
 

@@ -95,6 +95,7 @@ def test_drift_is_the_spread_of_the_changes_at_every_ratio(options: dict[str, An
     "options",
     [
         {"algorithm": FedNova()},
+        {"algorithm": FedNova(), "weighting": "uniform"},
         {"algorithm": FedAvg(), "aggregator": CoordinateMedian(), "weighting": None},
         {"algorithm": FedAvg(), "compression": TopK(0.5)},
         {"algorithm": FedDyn(0.1), "weighting": None},
@@ -345,3 +346,9 @@ def test_clients_are_listed_as_they_were_drawn(options: dict[str, Any]) -> None:
     (report,) = record.rounds
     assert report.cohort == tuple(drawn)
     assert all(list(part) == drawn for part in (report.sizes, report.steps, report.weights, report.clients))
+
+
+def test_weights_are_those_of_messages_where_no_change_is_sent() -> None:
+    record = Record()
+    run("sequential", algorithm=FedNova(), weighting="uniform", max_rounds=1, callbacks=[record])
+    assert list(record.rounds[0].weights.values()) == [0.25] * 4

@@ -1,5 +1,6 @@
 """Simulated attacks: who is bad, what bad clients send and train on, and what is refused."""
 
+import math
 from collections import namedtuple
 from typing import Any
 
@@ -295,7 +296,7 @@ def test_changed_batches_count_like_their_own() -> None:
     ("make", "message"),
     [
         (lambda: SignFlipAttack(1.5), "clients must be a share in .0.0, 1.0., or a list of client ids"),
-        (lambda: SignFlipAttack(2), "clients must be a share"),
+        (lambda: SignFlipAttack(2), r"clients must be a share .* Write \[2\] for the client 2"),
         (lambda: SignFlipAttack("abc"), "clients must be a share"),
         (lambda: SignFlipAttack(0.5, scale=0.0), "scale must be a positive finite number"),
         (lambda: NoiseAttack(0.5, std=-1.0), "std must be a positive finite number"),
@@ -307,3 +308,18 @@ def test_changed_batches_count_like_their_own() -> None:
 def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
+
+
+class NoNumbers(Attack):
+    """Sends NaN."""
+
+    def message(self, message: Tensor, stream: torch.Generator) -> Tensor:
+        return message * math.nan
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "what"), [(FedAvg(), "message 'delta'"), (Mime(SGDm()), "full-batch gradient at x")]
+)
+def test_numbers_that_are_not_finite_are_those_of_the_attack(algorithm: Any, what: str) -> None:
+    with pytest.raises(FederatedError, match=rf"mean of .* {what} is not finite in round 0, .*attack=NoNumbers.*drop"):
+        run("sequential", algorithm=algorithm, attack=NoNumbers([1]), clients_per_round=6)

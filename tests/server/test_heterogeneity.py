@@ -112,6 +112,7 @@ def test_the_speeds_are_the_same_under_every_deadline() -> None:
 
 def test_without_a_spread_everybody_completes_the_deadline_rounded_down() -> None:
     assert completed(SystemsHeterogeneity(deadline=7.9, speed_spread=0), 0) == [7] * K
+    assert set(completed(SystemsHeterogeneity(deadline=7.9, speed_spread=1e6), 0)) == {None, 40}
     assert completed(SystemsHeterogeneity(deadline=40, speed_spread=0), 0) == [40] * K
     assert completed(SystemsHeterogeneity(deadline=39.5, speed_spread=0, policy="drop"), 0) == [None] * K
     assert completed(SystemsHeterogeneity(deadline=40, speed_spread=0, policy="drop"), 0) == [40] * K

@@ -142,6 +142,24 @@ def test_clients_that_turn_out_to_be_empty_are_not_the_fastest_ones() -> None:
     assert sampler(0, 1, population) == [1, 3]
 
 
+def test_clients_that_turn_out_to_be_empty_take_no_place_of_others() -> None:
+    sizes, built = [0, 4, 0, 6, 0, 5], list[int]()  # unknown until clients are built
+
+    def size_of(client: int) -> int:
+        built.append(client)
+        if client == 5:
+            raise OSError("unreadable")
+        return sizes[client]
+
+    population, sampler = Population(range(6), size_of), OortSampler(2)
+    cohorts = [sampler(0, r, population) for r in range(20)]
+    assert {i for cohort in cohorts for i in cohort} == {1, 3, 5}  # the round reports what fails
+    assert {len(cohort) for cohort in cohorts} == {2}
+    assert max(map(built.count, (0, 2, 4))) == 1
+    sampler.update(0, {1: report(1, 1.0), 3: report(3, 1.0), 5: report(5, 0.1)})
+    assert all(len(sampler(0, r, population)) == 2 for r in range(20))
+
+
 def test_the_mean_loss_stands_in_for_squares_that_are_not_logged() -> None:
     sampler = OortSampler(2)
     sampler.update(0, {"a": report("a", 1.5, size=4), "b": report("b", -2.0, size=3), "c": report("c", 9.0, steps=0)})

@@ -86,12 +86,15 @@ def test_an_unknown_client_is_refused_by_name(unknown: Any) -> None:
         population.size(unknown)
 
 
-@pytest.mark.parametrize("unknown", [-1, 5, "0", 1.0, None])
+@pytest.mark.parametrize("unknown", [-1, 5, "0", 1.0, True, None])
 def test_a_range_of_ids_has_unknown_clients_too(unknown: Any) -> None:
     population = Population(range(5), lambda i: 1)
     assert population.index_of(4) == 4
     with pytest.raises(FederatedError, match=f"There is no client {unknown!r}.*5 clients, such as 0"):
         population.index_of(unknown)
+    for listed in (Population([1, 0], lambda i: 1), Population([1, 0], lambda i: 1, [3, 4])):
+        with pytest.raises(FederatedError, match=f"There is no client {unknown!r}"):
+            listed.size(unknown)
 
 
 def test_known_sizes() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_fed import FederatedError
 from lightning_fed.server import PowerOfChoiceSampler
+from lightning_fed.server.participation import Population
 
 NAMES = ["a", "b", "c", "d", "e", "f"]
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0, "f": 6.0}
@@ -82,6 +83,12 @@ def test_without_a_loss_a_client_is_not_taken() -> None:
     last = PowerOfChoiceSampler(1, 3, losses="last", weights=WEIGHTS)
     last.update(0, reports({"a": math.nan}) | reports({"b": 1.0}, steps=0) | reports({"c": 2.0}))
     assert last.state_dict() == {"losses": {"c": 2.0}}
+
+
+def test_clients_that_turn_out_to_be_empty_have_no_last_loss() -> None:
+    population = Population(range(4), [0, 4, 0, 6].__getitem__)  # unknown until clients are built
+    sampler = PowerOfChoiceSampler(2, 4, losses="last", weights=dict.fromkeys(range(4), 1))
+    assert sampler(0, 0, population, {}) == [1, 3]
 
 
 def test_shares_and_impossible_numbers() -> None:

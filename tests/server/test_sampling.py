@@ -1,6 +1,7 @@
 """Cohorts: functions of (seed, round) alone, of the promised sizes and frequencies, refused by name."""
 
 import math
+import re
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -450,7 +451,31 @@ def test_samplers_take_two_or_three_arguments_and_return_any_iterable(sampler: A
     assert all(type(i) in (int, str) for i in cohort)
 
 
-@pytest.mark.parametrize("found", [None, 3, "abc"])
+@pytest.mark.parametrize("found", [None, 3, "abc", {1, 2}, torch.tensor(3)])
 def test_what_is_no_list_of_ids_is_refused(found: Any) -> None:
-    with pytest.raises(FederatedError, match=f"must return a list of client ids, found {found!r} in round 7"):
+    with pytest.raises(
+        FederatedError, match=re.escape(f"must return a list of client ids, found {found!r} in round 7")
+    ):
         draw(lambda seed, round: found, 0, 7, NAMES, run_seed=0)
+
+
+def test_weights_far_apart_are_all_positive() -> None:
+    sampler = WeightedSampler(3, {"a": 1e308, "b": 0.0, "c": 5e-324, "d": 1e-323}, replacement=False)
+    assert all(sampler(0, r, NAMES) == ["a", "c", "d"] for r in range(10))
+
+
+@pytest.mark.parametrize("unit", [1e308, 5e-324])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_unit_of_weights_does_not_matter(unit: float, replacement: bool) -> None:
+    drawn = [WeightedSampler(2, dict.fromkeys(NAMES, u), replacement) for u in (unit, 1.0)]
+    assert [drawn[0](0, r, NAMES) for r in range(20)] == [drawn[1](0, r, NAMES) for r in range(20)]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [[1, True], np.array([True, False]), [torch.tensor(1.0)], [1.0], [None], [[1]], [1, torch.tensor([1, 2])]],
+    ids=repr,
+)
+def test_truths_and_fractions_are_no_ids(found: Any) -> None:
+    with pytest.raises(FederatedError, match=r"must return client ids, ints or strs, found .* in round 7"):
+        draw(lambda seed, round: found, 0, 7, range(3), run_seed=0)

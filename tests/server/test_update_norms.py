@@ -77,6 +77,12 @@ def test_probabilities_are_of_the_last_weighted_norms_and_never_zero() -> None:
     assert torch.equal(again.probabilities(2, POPULATION), sampler.probabilities(2, POPULATION))
 
 
+def test_the_unit_of_weights_does_not_matter() -> None:
+    large = UpdateNormSampler(2, weights={i: n * 1e307 for i, n in zip(IDS, SIZES, strict=True)})
+    found, wanted = (sampler.probabilities(0, POPULATION) for sampler in (large, UpdateNormSampler(2)))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
 def test_clients_are_included_with_their_probabilities() -> None:
     sampler, rounds = UpdateNormSampler(2), 1000
     sampler.update(0, reports({"a": 2.0, "b": 9.0, "c": 1.0}))

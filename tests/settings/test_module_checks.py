@@ -62,15 +62,19 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             return None
 
-    manual, lazy = Net(), Net()
+    manual, lazy, graph, rows = Net(), Net(), Net(), Net()
     manual.automatic_optimization = False
     lazy.layer = nn.LazyLinear(2)  # type: ignore[assignment]
+    graph.register_buffer("adjacency", torch.eye(3).to_sparse())
+    rows.weight = nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
     check_module(fit_of(Net()))
     for trainer, message in (
         (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round calls"),
         (fit_of(manual), "Net uses manual optimization.*return the loss"),
         (fit_of(Iterates()), "Iterates.training_step.dataloader_iter. is not supported"),
         (fit_of(lazy), "Net.layer.weight has no shape yet"),
+        (fit_of(graph), r"Net.adjacency is a sparse tensor \(torch.sparse_coo\).* Call to_dense"),
+        (fit_of(rows), r"Net.weight is a sparse tensor \(torch.sparse_csr\)"),
     ):
         with pytest.raises(FederatedError, match=message):
             check_module(trainer)

@@ -56,6 +56,7 @@ class Aggregation:
         models_weight: The sum of their weights.
         is_estimate: Whether the weighted sum estimates the mean over all clients, with weights that need not sum to
             one.
+        senders: The clients that send their messages, by stored index, if not all that train do; known at the end.
     """
 
     needs_clients: bool = True
@@ -89,6 +90,7 @@ class Aggregation:
                 raise no_weight([p.client_id for p in self._members.values()])
         self._weight_sums = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
+        self.senders: Collection[int] | None = None
         self.models_weight = 0.0
         self._sums: State = {}
         self.models: Tensor | None = None

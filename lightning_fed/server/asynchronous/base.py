@@ -154,11 +154,13 @@ class Asynchronous(Aggregator):
             needs = "all clients in every round"
         elif not algorithm.local_work:
             needs = "the gradients of a cohort at one model"
+        elif not algorithm.scales_with_means:
+            needs = "means with weights that sum to one"
         if needs is not None:
             raise FederatedError(
                 f"asynchronous={name}(...) cannot be combined with {method}, which needs {needs}: here clients begin"
-                " and end at different times. Use a method whose clients work alone, such as FedAvg, FedProx or"
-                " Scaffold."
+                " and end at different times, and late messages count less. Use a method whose clients work alone, such"
+                " as FedAvg, FedProx or Scaffold."
             )
         run = super().for_run(algorithm, weighting, sampler)
         assert isinstance(run, Asynchronous)

@@ -14,6 +14,7 @@ from lightning_fed.core.types import ClientId
 
 __all__ = ["ClientClock"]
 
+_LARGEST_EXPONENT = 700.0  # beyond 709 there is no float
 _PER_CLIENT, _SLOW, _JITTER = 1, 2, 3  # the purposes of random streams; SystemsHeterogeneity has its own
 
 
@@ -84,7 +85,8 @@ class ClientClock(ArgumentsRepr):
         seconds = float(self._base[2][client])
         if self.jitter:
             stream = generator(derive_seed(seed, Purpose.SPEED, _JITTER + round), Purpose.SPEED, 0, client)
-            seconds *= math.exp(self.jitter * float(torch.randn((), generator=stream, dtype=torch.float64)))
+            exponent = self.jitter * float(torch.randn((), generator=stream, dtype=torch.float64))
+            seconds *= math.exp(min(_LARGEST_EXPONENT, exponent))
         return seconds
 
     def _base_of(self, seed: int, population: Sequence[ClientId]) -> Tensor:
@@ -97,7 +99,8 @@ class ClientClock(ArgumentsRepr):
             base *= torch.tensor(sizes.sizes, dtype=torch.float64)
         if self.spread:
             stream = generator(seed, Purpose.SPEED, _PER_CLIENT)
-            base *= (self.spread * torch.randn(count, generator=stream, dtype=torch.float64)).exp()
+            exponents = self.spread * torch.randn(count, generator=stream, dtype=torch.float64)
+            base *= exponents.clamp(max=_LARGEST_EXPONENT).exp()
         order = torch.randperm(count, generator=generator(seed, Purpose.SPEED, _SLOW))
         base[order[: math.floor(self.slow_share * count + 0.5)]] *= self.slow_factor
         return base

@@ -13,7 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fed import FederatedDataModule, FederatedError, FederatedTrainer
-from lightning_fed.algorithms import Algorithm, FedAvg, FedCM, FedProx, Mime, MimeLite, Scaffnew, Scaffold, ServerOnly
+from lightning_fed.algorithms import (
+    Algorithm,
+    FedAvg,
+    FedCM,
+    FedExP,
+    FedNova,
+    FedProx,
+    Mime,
+    MimeLite,
+    Scaffnew,
+    Scaffold,
+    ServerOnly,
+)
 from lightning_fed.callbacks import SimulatedTime
 from lightning_fed.deploy import InProcess, RemoteClients
 from lightning_fed.server import (
@@ -285,6 +297,8 @@ def test_time_goes_on_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_pa
             r"FedBuff\(\.\.\.\) cannot be combined with Mime, which needs a gradient that is averaged",
         ),
         ({"algorithm": MimeLite()}, "cannot be combined with MimeLite"),
+        ({"algorithm": FedNova()}, "combined with FedNova, which needs means with weights that sum to one"),
+        ({"algorithm": FedExP()}, "combined with FedExP, which needs means with weights that sum to one"),
         ({"algorithm": Scaffnew(prob=0.5)}, "cannot be combined with Scaffnew, which needs all clients"),
         ({"algorithm": ServerOnly(), "local_epochs": None}, "cannot be combined with ServerOnly"),
         ({"algorithm": FedProx(mu=0.1, adaptive=True)}, "cannot be combined with FedProx"),

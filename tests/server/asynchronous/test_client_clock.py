@@ -1,5 +1,6 @@
 """How long clients take, in simulated seconds."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -26,3 +27,10 @@ def test_seconds_follow_examples_speeds_and_a_trace(tmp_path: Path) -> None:
     jitter = ClientClock(jitter=0.5)
     assert len({jitter.seconds_of(0, range(2), 1, r) for r in range(5)}) == 5
     assert jitter.seconds_of(0, range(2), 1, 3) == ClientClock(jitter=0.5).seconds_of(0, range(2), 1, 3)
+
+
+def test_the_widest_spreads_have_times() -> None:
+    for clock in (ClientClock({0: 0.0, 1: 1.0}, spread=1e6), ClientClock({0: 0.0, 1: 1.0}, jitter=1e6)):
+        seconds = [clock.seconds_of(0, range(2), i, r) for i in range(2) for r in range(8)]
+        assert not any(map(math.isnan, seconds))
+        assert max(seconds) > 0
