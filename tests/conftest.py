@@ -154,10 +154,18 @@ def _loggers_propagate() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_process_group_stays() -> Iterator[None]:
-    """End the process group of one that a test's fit leaves: tests that fork in it hang."""
+    """End the process group that a test's fit leaves, and its part of the environment.
+
+    Tests that fork in a group hang, and commands that are started with its rank wait for other processes.
+    """
     import torch
 
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+    before = {name: os.environ[name] for name in names if name in os.environ}
     yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

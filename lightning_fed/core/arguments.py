@@ -132,15 +132,15 @@ def check_paths(owner: str, **paths: Any) -> None:
             )
 
 
-def check_patterns(owner: str, personal: Any, least: int = 0) -> tuple[str, ...]:
-    """Return the names, or patterns of names, of parameters and buffers that stay on each client."""
-    fits = isinstance(personal, Sequence) and not isinstance(personal, str)
-    if not fits or len(personal) < least or not all(isinstance(pattern, str) and pattern for pattern in personal):
+def check_patterns(owner: str, patterns: Any, least: int = 0, name: str = "personal") -> tuple[str, ...]:
+    """Return the names, or patterns of names, of parameters and buffers."""
+    fits = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not fits or len(patterns) < least or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise FederatedError(
-            f"{owner}(personal={format_value(personal)}): personal must be a list of names of parameters, or of"
+            f"{owner}({name}={format_value(patterns)}): {name} must be a list of names of parameters, or of"
             " patterns of them, such as ['head.*']."
         )
-    return tuple(personal)
+    return tuple(patterns)
 
 
 def number(owner: object, name: str, value: object, interval: str) -> float:

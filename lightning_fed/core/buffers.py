@@ -8,7 +8,7 @@ from torch import nn
 from lightning_fed.core.devices import narrowed, widened
 from lightning_fed.core.types import State
 
-__all__ = ["BufferMean", "Buffers", "overwrite"]
+__all__ = ["BufferMean", "Buffers", "held_by", "overwrite"]
 
 
 class Buffers:
@@ -16,13 +16,14 @@ class Buffers:
 
     Args:
         owners: The owning module and its name for the buffer, by qualified name. Buffers are looked up on every use,
-            since a module may assign a new tensor.
+            since a module may assign a new tensor. Parameters that are treated as buffers are among them.
         mode: "average": clients start from the server's buffers, and the server averages floating-point buffers by
             examples, and takes others from the largest client. "server": the clients' changes of buffers are discarded.
             "local": every client keeps its own buffers; the server's mean is for evaluation only.
         personal: The names of buffers that stay on the client in any mode, and are not averaged.
 
     Attributes:
+        owners: The same.
         kept: The names of the buffers that every client keeps.
     """
 
@@ -32,18 +33,23 @@ class Buffers:
         self.mode = mode
         self.personal = personal
         self.kept = frozenset(owners) if mode == "local" else personal
-        self._owners = dict(owners)
+        self.owners = dict(owners)
         self.server = self.read()
 
     def read(self) -> State:
         """Return copies of the module's current buffers."""
-        return {name: owner.get_buffer(key).detach().clone() for name, (owner, key) in self._owners.items()}
+        return {name: held_by(owner, key).detach().clone() for name, (owner, key) in self.owners.items()}
 
     @torch.no_grad()
     def write(self, values: State) -> None:
         """Write values into the module's buffers."""
-        for name, (owner, key) in self._owners.items():
+        for name, (owner, key) in self.owners.items():
             overwrite(owner, key, values[name])
+
+
+def held_by(owner: nn.Module, key: str) -> torch.Tensor:
+    """Return a module's buffer, or parameter that is treated as one, by the module's name for it."""
+    return owner.get_buffer(key) if key in owner._buffers else owner.get_parameter(key)
 
 
 def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
@@ -56,7 +62,7 @@ def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
         key: The module's name for it.
         value: The value; it is copied.
     """
-    buffer = owner.get_buffer(key)
+    buffer = held_by(owner, key)
     if any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
         setattr(owner, key, value.clone())
     else:

@@ -100,8 +100,9 @@ class FlatParameters:
         if len(kinds) > 1:
             found = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())
             raise FederatedError(
-                f"Trainable parameters must share one dtype and one device, found: {found}. Convert them, or freeze"
-                " the odd ones with requires_grad_(False)."
+                f"Trainable parameters must share one dtype and one device, found: {found}. Convert them (a complex"
+                " one to a real one [..., 2], which torch.view_as_complex reads), or freeze the odd ones with"
+                " requires_grad_(False)."
             )
         self.num_shared = len(shared)
         self.layout = Layout(p.shape for p in self.params[: self.num_shared])
@@ -111,6 +112,7 @@ class FlatParameters:
         self.personal: Vector = self.whole[self.layout.numel :]
         self.joins = self.whole.device.type != "cpu" or self.layout.numel <= _SMALL
         self.views = self.whole_layout.views(self.whole)
+        self._places = [view.data_ptr() for view in self.views]
         self.bind(self.views)
 
     @property
@@ -132,8 +134,8 @@ class FlatParameters:
         self.bind(self.views)
 
     def gather(self) -> None:
-        """Copy parameters that are bound to other tensors into ``whole``, and bind them to it."""
-        if list(map(Tensor.data_ptr, self.params)) != list(map(Tensor.data_ptr, self.views)):
+        """Copy parameters that are bound to other tensors, by ``p.data = ...``, into ``whole``, and bind them to it."""
+        if list(map(Tensor.data_ptr, self.params)) != self._places:
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())
             self.restore()

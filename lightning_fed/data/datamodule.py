@@ -421,7 +421,8 @@ class FederatedDataModule(pl.LightningDataModule):
         """Raise, since each client has its own loader."""
         raise FederatedError(
             f"{type(self).__name__} has one loader for each client: train with FederatedTrainer. For a centralised"
-            " baseline give Trainer.fit a DataLoader of the undivided training set."
+            " baseline give Trainer.fit a DataLoader of the undivided training set. For the length of a schedule,"
+            " configure_optimizers can use trainer.estimated_stepping_batches."
         )
 
     @_defined_with_val

@@ -16,7 +16,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.message import digest, printable
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.lora import lora_a
-from lightning_fed.engines.prepared import personal_names
+from lightning_fed.engines.prepared import parameters_as_buffers, personal_names
 from lightning_fed.settings.settings import Settings
 
 __all__ = ["check_facts", "check_single", "facts_of", "optimizer_facts"]
@@ -54,7 +54,8 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
         "average of LoRA": settings.lora,
         "frozen parameters": _checksum(_frozen(settings, module)),
-        "buffers at the start": _checksum(f"{name} {digest(value)}" for name, value in module.named_buffers()),
+        "buffers at the start": _checksum(f"{name} {digest(value)}" for name, value in _buffers(settings, module)),
+        "parameters as buffers": repr(list(settings.as_buffers)),
         "personal parameters": repr(list(settings.personal)),
         "parameters at the start that stay with the client": _checksum(_personal(settings, module)),
         "seed": str(settings.seed),
@@ -120,9 +121,15 @@ def _plain(options: Mapping[str, Any]) -> str:
 
 def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    names, _ = personal_names(settings, module, trained, buffer_owners(module))
+    buffers = buffer_owners(module) | parameters_as_buffers(settings, module, ())
+    names, _ = personal_names(settings, module, trained, buffers)
     names = frozenset(trained) if settings.algorithm.init_client_at_start else names
     return [f"{name} {digest(trained[name])}" for name in sorted(names)]
+
+
+def _buffers(settings: Settings, module: pl.LightningModule) -> list[tuple[str, Tensor]]:
+    own = parameters_as_buffers(settings, module, ())
+    return [*module.named_buffers(), *((name, owner.get_parameter(key)) for name, (owner, key) in own.items())]
 
 
 def _frozen(settings: Settings, module: pl.LightningModule) -> list[str]:

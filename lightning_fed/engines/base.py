@@ -167,7 +167,7 @@ class Engine(ABC):
         self.flat, self.optimizer, self.buffers = prepared.flat, prepared.optimizer, prepared.buffers
         self.data = prepared.data
         self.seed, self.shuffle, self.keeps_solver = prepared.seed, prepared.shuffle, prepared.keeps_solver
-        self.gradients, self.split = GradientPass(self.trainer, self.flat), prepared.split
+        self.gradients, self.split = GradientPass(self.trainer, self.flat, prepared.buffers.owners), prepared.split
         self._has_transfer_hooks = has_transfer_hooks(self.trainer)
         self._metrics = [m for m in self.trainer.lightning_module.modules() if isinstance(m, Metric)]
 

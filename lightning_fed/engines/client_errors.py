@@ -42,9 +42,15 @@ SHARED_STATE = "doesn't match the broadcast shape"
 _KINDS = {  # parts of PyTorch's most common errors, and their cause in the module
     "calling .item() on a Tensor": _VALUE_READ,
     "data-dependent control flow": _VALUE_READ,
+    "Cannot access data pointer of Tensor": "a tensor's memory is read, as .numpy() and functions outside PyTorch do",
     "dynamic shape": "a result's shape depends on values, as that of nonzero() or of a boolean mask does",
     "is not possible because there exists a Tensor": _SHARED_WRITTEN,
     "would mutate a captured Tensor": _SHARED_WRITTEN,
+    "inplace randomness on an unbatched tensor": (
+        "random numbers are drawn into a tensor that all clients share, as torch.distributions does in rsample(); draw"
+        " them with torch.randn_like(x) of a tensor x made from the input"
+    ),
+    "Tensor.requires_grad_()": "it calls requires_grad_() of a tensor, or torch.autograd.functional",
     SHARED_STATE: (
         "a tensor that all clients share is changed in place by the values of each, such as the first state of a"
         " recurrent cell: make it from the input, by x.new_zeros()"

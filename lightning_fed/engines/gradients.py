@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import DummyLogger, call, is_param_in_hook_signature
-from lightning_fed.core.buffers import overwrite
+from lightning_fed.core.buffers import held_by, overwrite
 from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
@@ -48,9 +48,17 @@ def _no_log(*_: Any, **__: Any) -> None:
 
 
 class GradientPass:
-    """Gradients of ``training_step`` at given points, without side effects."""
+    """Gradients of ``training_step`` at given points, without side effects.
 
-    def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
+    Args:
+        trainer: The trainer.
+        flat: The trained parameters.
+        buffers: The owners of what a pass must not change, as :func:`buffer_owners` returns them by default.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, flat: FlatParameters, buffers: Mapping[str, tuple[nn.Module, str]] | None = None
+    ) -> None:
         self.trainer = trainer
         self.flat = flat
         self.split = split_of(trainer)
@@ -62,7 +70,7 @@ class GradientPass:
             for name, child in parent.named_children()
             if isinstance(child, _METRICS)
         ]
-        self._buffers = list(buffer_owners(module).values())
+        self._buffers = list((buffer_owners(module) if buffers is None else buffers).values())
         self._logger: list[pl.loggers.Logger] = [DummyLogger()] if trainer.loggers else []
 
     @contextmanager
@@ -75,7 +83,7 @@ class GradientPass:
         loggers, trainer.loggers = trainer.loggers, self._logger
         grads = [p.grad for p in self.flat.params]
         # a step may have assigned another tensor since the fit began
-        buffers = [(owner, name, owner.get_buffer(name)) for owner, name in self._buffers]
+        buffers = [(owner, name, held_by(owner, name)) for owner, name in self._buffers]
         values = [buffer.clone() for _, _, buffer in buffers]
         attributes: dict[str, Any] = module.__dict__
         logs: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
@@ -88,7 +96,8 @@ class GradientPass:
                 scratch.reset()
             with torch.no_grad():
                 for (owner, name, buffer), value in zip(buffers, values, strict=True):
-                    owner._buffers[name] = buffer
+                    if name in owner._buffers:
+                        owner._buffers[name] = buffer
                     overwrite(owner, name, value)
 
         try:

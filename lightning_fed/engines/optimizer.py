@@ -180,7 +180,8 @@ class FederatedOptimizer(Optimizer):
     @property
     def decay(self) -> list[float]:
         """The coupled weight decay of every parameter: part of the client's loss, and so of every gradient."""
-        return [coupled_decay(self.base, self.base.param_groups[g]) for g in self._groups]
+        of_groups = [coupled_decay(self.base, group) for group in self.base.param_groups]
+        return [of_groups[g] for g in self._groups]
 
     @property
     def rates(self) -> list[float]:
@@ -214,7 +215,6 @@ class FederatedOptimizer(Optimizer):
         self.work, self.plan = work, self.plan_of(work.algorithm)
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._advances = work.algorithm.overrides("advance")
-        self._decay = self.decay if self.plan.injects else []
 
     def end(self) -> None:
         """End a client's local work, and discard the optimizer's state."""
@@ -236,6 +236,7 @@ class FederatedOptimizer(Optimizer):
         work, base = self.work, self._base
         if work is None or base is None:
             raise FederatedError("The federated optimizer was stepped outside a client's local work.")
+        self.flat.gather()  # training_step may have assigned to `.data`
         for p in self.flat.params:
             if p.grad is not None:
                 break
@@ -265,6 +266,7 @@ class FederatedOptimizer(Optimizer):
     def _inject(self, work: LocalWork) -> None:
         algorithm, shared, groups = work.algorithm, self.flat.num_shared, self.base.param_groups
         correct, advance = algorithm.correct, algorithm.advance
+        self._decay = self.decay  # a hook may have changed it since the last step
         if work.second_gradient is not None:
             self._look_ahead(work, work.second_gradient)
         corrects_joined = work.is_joined and algorithm.trains != "personal"

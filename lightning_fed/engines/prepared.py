@@ -28,7 +28,7 @@ from lightning_fed.settings.module_checks import check_buffers, check_optimizati
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
-__all__ = ["PreparedModule", "personal_names"]
+__all__ = ["PreparedModule", "parameters_as_buffers", "personal_names"]
 
 
 class PreparedModule:
@@ -72,8 +72,13 @@ class PreparedModule:
         """Make one vector of the trained parameters, and wrap their optimizer."""
         trainer, settings = self.trainer, self.settings
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
+        owners |= parameters_as_buffers(settings, self.module, dict(named))
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
+        places = [
+            (self.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.flat.names
+        ]
+        self._places = [(owner._parameters, key) for owner, key in places]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         if self.flat.whole.device.type == "cpu":
             keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half of that
@@ -140,6 +145,16 @@ class PreparedModule:
         finally:
             epoch_loop.schedule_step = None
 
+    def check_parameters(self) -> None:
+        """Raise if another object has taken the place of a trained parameter, since the optimizer does not train it."""
+        for name, p, (held, key) in zip(self.flat.names, self.flat.params, self._places, strict=True):
+            if held.get(key) is not p:
+                raise FederatedError(
+                    f"{type(self.module).__name__} has replaced the parameter {name!r}, which the optimizer trains, by"
+                    " another one, which it does not. Write to the parameter instead: with torch.no_grad(),"
+                    " parameter.copy_(value)."
+                )
+
     def begin_round(self, step: int) -> None:
         """Show the rates that a round begins with, given the run's step of its schedules by local step."""
         if self.optimizer.schedule is not None:
@@ -201,6 +216,31 @@ class PreparedModule:
     def _unfreeze(self) -> None:
         for p in self._frozen:
             p.requires_grad_(True)
+
+
+def parameters_as_buffers(
+    settings: Settings, module: nn.Module, trained: Collection[str]
+) -> dict[str, tuple[nn.Module, str]]:
+    """Return the owner and local name, by qualified name, of each untrained parameter that is treated as a buffer."""
+    others = [name for name, _ in module.named_parameters() if name not in trained]
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for pattern in settings.as_buffers:
+        if moved := next((name for name in trained if fnmatchcase(name, pattern)), None):
+            raise FederatedError(
+                f"as_buffers={pattern!r} fits {moved!r}, which the optimizer of {type(module).__name__} trains. Name"
+                " only parameters that it does not train, such as a teacher's."
+            )
+        fitting = [name for name in others if fnmatchcase(name, pattern)]
+        if not fitting:
+            close = get_close_matches(pattern, others, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(map(repr, others)) or 'none'}."
+            raise FederatedError(
+                f"as_buffers={pattern!r} fits no untrained parameter of {type(module).__name__}. {hint}"
+            )
+        for name in fitting:
+            prefix, _, key = name.rpartition(".")
+            found[name] = module.get_submodule(prefix), key
+    return found
 
 
 def personal_names(

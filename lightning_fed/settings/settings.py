@@ -51,6 +51,7 @@ class Settings:
 
     algorithm: Algorithm
     personal: Sequence[str]
+    as_buffers: Sequence[str]
     lora: Literal["separate", "frozen_a", "exact"]
     clients_per_round: int | float | None
     local_epochs: int | None
@@ -98,6 +99,7 @@ class Settings:
         self._set(server_optimizer=plain_sgd if self.server_optimizer is None else self.server_optimizer)
         self._check_algorithm()
         self._set(personal=check_patterns("FederatedTrainer", self.personal))
+        self._set(as_buffers=check_patterns("FederatedTrainer", self.as_buffers, name="as_buffers"))
         self._check_choices()
         self._check_chunk_size()
         self._check_local_work()
@@ -187,6 +189,7 @@ class Settings:
         noted = {"aggregator": repr(self.aggregator), "compression": repr(self.compression)}
         noted |= {"client_privacy": repr(self.client_privacy)} if self.client_privacy else {}
         noted |= {"personal": repr(list(self.personal))} if self.personal else {}
+        noted |= {"as_buffers": repr(list(self.as_buffers))} if self.as_buffers else {}
         noted |= {"lora": repr(self.lora)} if self.lora != "separate" else {}
         # privacy accounting depends on the sampler's probability
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted

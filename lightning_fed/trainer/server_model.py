@@ -30,6 +30,9 @@ class ServerModel:
         self._prepared, self._server = prepared, server
         self._loaded: Vector | None = None  # the parameters [P] that hooks find; None while clients work
         self.change_digest: str | None = None
+        trained = set(map(id, prepared.flat.params))
+        held = {id(p) for group in prepared.optimizer.param_groups for p in group["params"]} - trained
+        self._frozen = [(name, p) for name, p in prepared.module.named_parameters() if id(p) in held]
 
     def show(self) -> None:
         """Let the module hold the server's model, even in the middle of a client's work."""
@@ -41,13 +44,23 @@ class ServerModel:
         prepared.buffers.write(server.buffers)
 
     def begin_round(self) -> None:
-        """Take over what hooks have changed, but no frozen parameter; clients work in the module until :meth:`show`."""
+        """Take over what hooks have changed; clients work in the module until :meth:`show`.
+
+        Raise if a hook has frozen, unfrozen or replaced a parameter.
+        """
+        self._prepared.check_parameters()
         flat = self._prepared.flat
         frozen = [name for name, p in zip(flat.names, flat.params, strict=True) if not p.requires_grad]
         if frozen:
             raise FederatedError(
                 f"A hook has frozen the parameter {frozen[0]!r}: the trained parameters are fixed when the fit starts."
                 " Freeze it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+            )
+        unfrozen = [name for name, p in self._frozen if p.requires_grad]
+        if unfrozen:  # the local optimizer would move it, but no client would send it
+            raise FederatedError(
+                f"A hook has unfrozen the parameter {unfrozen[0]!r}: the trained parameters are fixed when the fit"
+                " starts. Train it from the start, or set requires_grad after the fit, and fit with another trainer."
             )
         self.sync_hook_changes()
         self._loaded = None

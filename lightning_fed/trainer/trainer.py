@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import RoundLines, RoundLogger, RoundProgressBar, RunSummary
@@ -44,6 +44,10 @@ from lightning_fed.trainer.threads import threads_for
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
 
 
+class _NoLoaderError(FederatedError, AttributeError):
+    """For ``getattr`` with a default value, the trainer has no such attribute."""
+
+
 class FederatedTrainer(pl.Trainer):
     """A Lightning Trainer whose epochs are federated rounds.
 
@@ -62,6 +66,9 @@ class FederatedTrainer(pl.Trainer):
         personal: Names of parameters and buffers that stay with each client, or patterns of them such as
             ``["head.*"]``. They are trained with the others, and neither sent nor averaged. Every client keeps its own
             from round to round, and starts with the module's.
+        as_buffers: Names of parameters that the optimizer does not train but local work changes, or patterns of them
+            such as ``["teacher.*"]``: moving averages of weights, as in BYOL, MoCo and DINO. Like buffers, they start
+            from the server's for every client, and are averaged by examples, or treated as ``buffers`` sets.
         lora: The mean of LoRA adapters of peft. "separate" takes the means of A and B, as of any other parameters.
             "frozen_a" freezes A, so that the mean is that of the merged weights (FFA-LoRA). "exact" trains both, and
             adds what is missing to the base weights of the server and all clients (FedEx-LoRA).
@@ -157,6 +164,7 @@ class FederatedTrainer(pl.Trainer):
         *,
         algorithm: Algorithm | None = None,
         personal: Sequence[str] = (),
+        as_buffers: Sequence[str] = (),
         lora: Literal["separate", "frozen_a", "exact"] = "separate",
         max_rounds: int | None = None,
         clients_per_round: int | float | None = None,
@@ -285,6 +293,15 @@ class FederatedTrainer(pl.Trainer):
                 " Set local_steps instead, or give the module the length of its schedule."
             )
         return steps
+
+    @property
+    def train_dataloader(self) -> NoReturn:
+        """Raise, since each client has its own loader."""
+        raise _NoLoaderError(
+            "trainer.train_dataloader does not exist, since each client has its own loader. While a client trains,"
+            " trainer.num_training_batches is its number of batches. For the length of a schedule, use"
+            " trainer.estimated_stepping_batches."
+        )
 
     @property
     def num_training_batches(self) -> int | float:

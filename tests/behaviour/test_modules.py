@@ -444,6 +444,16 @@ def test_estimated_stepping_batches_are_rounds() -> None:
     fit(seeded(OneCycle), max_rounds=4)
 
 
+def test_the_trainer_has_no_loader_of_all_clients() -> None:
+    class Asks(Net):
+        def on_train_start(self) -> None:
+            assert getattr(self.trainer, "train_dataloader", None) is None
+            len(self.trainer.train_dataloader)
+
+    with pytest.raises(FederatedError, match="each client has its own loader.*num_training_batches"):
+        fit(Asks(), data())
+
+
 def test_hooks_given_to_an_instance_are_heard() -> None:
     heard: list[str] = []
     names = ("on_train_batch_end", "on_after_backward", "on_train_epoch_end")

@@ -1,5 +1,6 @@
 """A run over sites has the bits of the simulation, for every method."""
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,27 @@ def warming() -> Warming:
 @pytest.mark.parametrize("mode", ["continue", "total", pytest.param("restart", marks=pytest.mark.thorough)])
 def test_schedules_by_local_step_are_followed_as_in_the_simulation(mode: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "Scaffold ii", local_schedule=mode), tmp_path, warming)
+
+
+class Followed(Net):
+    """A network with a teacher that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            old.data.lerp_(new.data, 0.1)
+
+
+def followed() -> Followed:
+    torch.manual_seed(0)
+    return Followed()
+
+
+def test_parameters_as_buffers_are_treated_as_in_the_simulation(tmp_path: Path) -> None:
+    assert_same_run(partial(make_trainer, "FedAvg", as_buffers=["teacher.*"]), tmp_path, followed)
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "server"])

@@ -1,6 +1,7 @@
 """Parameters that stay with the client: kept, trained, neither sent nor averaged; and clients' own models."""
 
 import copy
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -456,3 +457,29 @@ def test_fedbn_keeps_scales_shifts_and_statistics_with_the_client() -> None:
     assert x.bytes_up < plain.bytes_up - 3 * 3 * 12 * 8, "neither parameters nor statistics of the norm are sent"
     with pytest.raises(FederatedError, match="clients keep their own buffers, such as 'norm.num_batches_tracked'"):
         run(seeded(Normalised), val, **{**options, "callbacks": []}, engine="vectorized")
+
+
+# ---------------------------------------------------------------------- untrained parameters as buffers
+
+AS_BUFFERS = {
+    "body*": "fits 'body.0.weight', which the optimizer of FrozenHead trains",
+    "heads.*": "fits no untrained parameter of FrozenHead. Did you mean 'head.bias'",
+    "head.*": None,
+}
+
+
+class FrozenHead(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("pattern", AS_BUFFERS)
+def test_only_untrained_parameters_can_be_treated_as_buffers(pattern: str) -> None:
+    reason = AS_BUFFERS[pattern]
+    if reason is None:
+        fitted = run(FrozenHead(), as_buffers=[pattern])
+        assert set(fitted.fit_loop.state.buffers) == {"head.weight", "head.bias"}
+        return
+    with pytest.raises(FederatedError, match=re.escape(reason)):
+        run(FrozenHead(), as_buffers=[pattern])

@@ -250,6 +250,16 @@ def test_freezing_a_trained_parameter_during_a_fit_is_refused(engine: str) -> No
         run(engine, callbacks=[hooked("on_train_epoch_start", freeze)])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_unfreezing_a_parameter_of_the_optimizer_during_a_fit_is_refused(engine: str) -> None:
+    def freeze(trainer: Any, module: Any, *_: Any) -> None:
+        module.head.weight.requires_grad_(trainer.current_epoch > 0)
+
+    hooks = [hooked("on_fit_start", freeze), hooked("on_train_epoch_start", freeze)]
+    with pytest.raises(FederatedError, match=r"unfrozen the parameter 'head.weight'.*fixed when the fit starts"):
+        run(engine, callbacks=hooks)
+
+
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
 def test_parameters_may_be_frozen_once_training_has_ended(engine: str) -> None:
     t = run(engine, callbacks=[hooked("on_train_end", lambda trainer, module: module.freeze())])

@@ -4,12 +4,14 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -19,10 +21,12 @@ from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
+from lightning_fed.engines.local_options import LocalOptions
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
+from lightning_fed.engines.vectorized.changes import attribute_tensors, numbers_in, parts_of
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 
 __all__ = ["SequentialEngine"]
@@ -60,6 +64,7 @@ class SequentialEngine(Engine):
         started = time.perf_counter()
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
+            self.flat.gather()  # after a client that failed
             self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
             schedule = self.optimizer.schedule
             first_step = 0 if schedule is None else schedule.start_of(client)
@@ -68,11 +73,15 @@ class SequentialEngine(Engine):
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
+            attributes = {} if self._has_checked_frozen else self._tensors_of_attributes()
             self.epoch_loop.begin_client()
-            with self.epoch_loop._results.of_client(self.trainer.lightning_module):
+            with self.epoch_loop._results.of_client(self.trainer.lightning_module), self._own_options():
                 self._train(inputs, plan)
+            self.flat.gather()
             numbers = self.epoch_loop.close_client()
             if not self._has_checked_frozen:
+                self.prepared.check_parameters()
+                self._check_attributes(attributes)
                 self._check_frozen(frozen)
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -81,6 +90,12 @@ class SequentialEngine(Engine):
             self.optimizer.end()
             if work.num_steps == 0 and who.steps > 0:
                 self._check_no_steps(numbers)
+            if work.num_steps > 0 and not len(numbers.losses) and self.private is None and self.split.size == 1:
+                raise FederatedError(
+                    f"{type(self.trainer.lightning_module).__name__}.training_step returned None for every batch, and"
+                    " stepped the optimizer itself, so the client's loss is not known. Return the loss, and leave"
+                    " backward(), step() and zero_grad() to the trainer."
+                )
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
             counts = schedule is not None and schedule.mode == "continue"
@@ -154,7 +169,7 @@ class SequentialEngine(Engine):
             work.is_joined = self.flat.joins and isinstance(whole.lr, float)
             work.steps = self._steps(inputs, whole, work.is_joined)
             if self.looks_ahead:  # at points that the method computes in every step
-                optimization.gradients, optimization.decay = self.gradients, optimizer.decay
+                optimization.gradients = self.gradients
                 work.whole, work.second_gradient = whole, optimization.second_gradient
         return work
 
@@ -172,6 +187,19 @@ class SequentialEngine(Engine):
             self.trainer.fit_loop.max_batches = length
             self.fetcher.bind(itertools.islice(batches.epoch(stream, self.shuffle), length), length)
             self.epoch_loop.run(self.fetcher)
+
+    @contextmanager
+    def _own_options(self) -> Iterator[None]:
+        """Give the local optimizer its options back after a client's work; raise if its schedule has stepped."""
+        if self.optimizer.schedule is not None:  # sets them before every step
+            yield
+            return
+        options = LocalOptions(self.trainer)
+        try:
+            yield
+        finally:
+            options.restore()
+        options.check_schedules(self.trainer.lightning_module)
 
     def _merged_buffers(self, before: State) -> State:
         """Return the buffers after a client's work: the mean over processes of the changed ones."""
@@ -194,7 +222,7 @@ class SequentialEngine(Engine):
             name, optimization = self.algorithm.anchor_at, self.epoch_loop.automatic_optimization
             point = inputs.x if name == "x" or name is None else inputs.server[name]
             optimization.gradients, optimization.anchor_grad = self.gradients, self.anchor_grad
-            optimization.anchor_point, optimization.decay = layout.views(point), self.optimizer.decay
+            optimization.anchor_point = layout.views(point)
             parts = [self.anchor_grad] if is_joined else layout.views(self.anchor_grad)
             for step, part in zip(steps, parts, strict=True):
                 step.anchor_grad = part
@@ -248,7 +276,7 @@ class SequentialEngine(Engine):
         """Return sums over each frozen parameter, which change with its values; a copy may not fit in memory."""
         trained, sums = {id(p) for p in self.flat.params}, {}
         for name, p in self.trainer.lightning_module.named_parameters():
-            if id(p) not in trained:
+            if id(p) not in trained and name not in self.buffers.owners:
                 value = widened(p.detach()).nan_to_num()
                 sums[name] = float(value.sum()), float(torch.linalg.vector_norm(value))
         return sums
@@ -263,7 +291,35 @@ class SequentialEngine(Engine):
             if sums != before.get(name, sums):
                 raise FederatedError(
                     f"{type(self.trainer.lightning_module).__name__} changes the parameter {name!r} while a client"
-                    " trains, though it is frozen (requires_grad=False): other clients would start from the changed"
-                    " one. Make it a buffer with register_buffer(): buffers start from the server's for every client,"
-                    " and are averaged."
+                    " trains, though the optimizer does not train it: other clients would start from the changed one."
+                    f" Pass as_buffers=[{self._pattern_of(name)!r}] to the trainer, with patterns for all such"
+                    " parameters: like buffers, they then start from the server's for every client, and are averaged."
                 )
+
+    def _tensors_of_attributes(self) -> dict[str, list[Any]]:
+        """Return shapes and numbers of the tensors that plain attributes of modules hold, by attribute."""
+        found: dict[str, list[Any]] = {}
+        for (kind, name), value in attribute_tensors(parts_of(self.trainer.lightning_module)):
+            is_computed = isinstance(value, torch.nn.Parameter) or value.grad_fn is not None  # as by weight_norm
+            if kind == "attribute" and not is_computed:
+                found.setdefault(name, []).append((value.shape, numbers_in(value)))
+        return found
+
+    def _check_attributes(self, before: dict[str, list[Any]]) -> None:
+        """Warn if local work changes a tensor in a plain attribute, such as an average of weights."""
+        after = self._tensors_of_attributes() if before else {}
+        for name, held in before.items():
+            now = after.get(name, [])
+            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
+                rank_zero_warn(
+                    f"{type(self.trainer.lightning_module).__name__} changes a tensor in its attribute {name!r} while a"
+                    " client trains. It goes from one client to the next, and is not in checkpoints. Make it a buffer"
+                    " with register_buffer(), unless it only collects numbers: buffers start from the server's for"
+                    " every client, and are averaged."
+                )
+
+    def _pattern_of(self, name: str) -> str:
+        """Return the shortest pattern of a parameter and its neighbors that fits no trained parameter."""
+        parts = name.split(".")
+        roots = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
+        return next((f"{root}*" for root in roots if not any(own.startswith(root) for own in self.flat.names)), name)

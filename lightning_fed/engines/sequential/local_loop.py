@@ -121,6 +121,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
         self.automatic_optimization.prepare(trainer.callbacks)
+        self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
         self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)
 
@@ -195,8 +196,11 @@ class ClientEpochLoop(_TrainingEpochLoop):
             raise StopIteration
         self.batch_progress.increment_started()
         kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
+        optimizer: Any = trainer.optimizers[0]
+        if self._has_hooks:  # which may have assigned to `.data`
+            optimizer.flat.gather()
         with trainer.profiler.profile("run_training_batch") if self._profiles else _NO_CONTEXT:
-            output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+            output = self.automatic_optimization.run(optimizer, batch_idx, kwargs)
         self.batch_progress.increment_processed()
         loss = output.get("loss")
         if loss is not None:

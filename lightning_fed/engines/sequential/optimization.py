@@ -25,6 +25,7 @@ from lightning_fed.core.types import Vector
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.gradients import GradientPass, check_loss
+from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
@@ -54,7 +55,7 @@ class ClientOptimization(_AutomaticOptimization):
         self.looks_ahead = False  # whether the optimizer will request a second gradient
         self._current_batch: tuple[Any, int, Callable[[], None]] | None = None  # batch, index, and how to draw again
         self.split = BatchSplit()
-        self._has_fast_path = False
+        self.has_fast_path = False
         self._has_context = True  # around forward passes
 
     def prepare(self, callbacks: Sequence[pl.Callback]) -> None:
@@ -66,7 +67,7 @@ class ClientOptimization(_AutomaticOptimization):
             getattr(type(trainer.precision_plugin), name) is not getattr(pl.plugins.precision.Precision, name)
             for name in ("train_step_context", "forward_context")
         )
-        self._has_fast_path = (
+        self.has_fast_path = (
             type(trainer.precision_plugin).optimizer_step
             in (pl.plugins.precision.Precision.optimizer_step, pl.plugins.precision.MixedPrecision.optimizer_step)
             and getattr(trainer.precision_plugin, "scaler", None) is None
@@ -87,13 +88,16 @@ class ClientOptimization(_AutomaticOptimization):
         """Compute the anchor gradient on this batch, if any, then train on the batch."""
         if self.private is not None:
             return self._run_private(self.private, optimizer, batch_idx, kwargs)
+        if self.anchor_grad is not None or self.looks_ahead:
+            assert isinstance(optimizer, FederatedOptimizer)
+            self.decay = optimizer.decay  # a hook may have changed it since the last step
         if self.anchor_grad is not None:
             with preserved_random_state(self.anchor_grad.device):
                 self._add_gradient(self.anchor_point, kwargs["batch"], batch_idx, self.anchor_grad)
         if self.looks_ahead:
             self._current_batch = kwargs["batch"], batch_idx, capture_random_state(self.trainer.strategy.root_device)
         trainer = self.trainer  # a callback may have changed these
-        if self._has_fast_path and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
+        if self.has_fast_path and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
             return self._run_fast_path(optimizer, kwargs)
         return super().run(optimizer, batch_idx, kwargs)
 

@@ -260,10 +260,10 @@ def _version_of(value: Tensor) -> int:
 def numbers_in(tensor: Tensor) -> Any:
     """Return a key that is equal for tensors of equal numbers; for a large one, its id and some numbers."""
     if tensor.layout != torch.strided or tensor.device.type == "meta":
-        return id(tensor), tensor._version
+        return id(tensor), _version_of(tensor)
     kind, flat = (tuple(tensor.shape), tensor.dtype, tensor.device), tensor.detach().reshape(-1)
     if tensor.numel() > _SMALL:
-        kind = (*kind, id(tensor), tensor._version, tensor.data_ptr())  # type: ignore[assignment]
+        kind = (*kind, id(tensor), _version_of(tensor), tensor.data_ptr())  # type: ignore[assignment]
         flat = flat[:: tensor.numel() // _MOST]
     return *kind, flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 

@@ -20,6 +20,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError,
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.local_options import LocalOptions
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
 from lightning_fed.engines.vectorized.changes import ChangeTracker
@@ -212,8 +213,11 @@ class VectorizedEngine(Engine):
             )
             means = ChunkMeans(len(plans))
             self.changes.begin_work()
+            options = LocalOptions(self.trainer) if schedule is None else None  # a schedule sets them before each step
             self.schedule.run(inputs, plans, rows, groups, work, means)
             self.changes.check_work()
+            if options is not None:
+                self._check_options(options)
             delta, send, keep = work.finish()
         if schedule is not None:
             schedule.rest()
@@ -245,6 +249,17 @@ class VectorizedEngine(Engine):
             faults=faults,
             implied=work.implied,
         )
+
+    def _check_options(self, options: LocalOptions) -> None:
+        """Raise if ``training_step`` has begun to change the optimizer, which is that of several clients here."""
+        option, module = options.changed(), self.trainer.lightning_module
+        options.restore()
+        options.check_schedules(module)
+        if option is not None:
+            raise OnlySequentialError(
+                f"engine='vectorized' cannot continue with {type(module).__name__}.training_step: it changes {option!r}"
+                " of the local optimizer, and did not in its trial step. Change that, or use engine='sequential'."
+            )
 
     def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:
         """Blame this engine for an error if the sequential one does the same work without it.

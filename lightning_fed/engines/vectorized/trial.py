@@ -19,6 +19,7 @@ from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
+from lightning_fed.engines.local_options import LocalOptions
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.changes import (
     Marks,
@@ -151,6 +152,7 @@ class TrialStep:
         step.is_random = True  # until known
         with preserved_random_state(step.flat.y.device), step.recording():
             before, random = StepState(self.module), random_state(step.flat.y.device)
+            self._options = LocalOptions(step.trainer)
             try:
                 # alone first: under vmap, a step that assigns to a parameter's `.data` ends the process
                 draw_again = capture_random_state(step.flat.y.device)
@@ -183,6 +185,7 @@ class TrialStep:
                 raise self._refusal(f"it cannot be run for several clients at once ({summary_of(error)})") from error
             finally:
                 before.restore()
+                self._options.restore()
             if noted is not None:
                 noted.restore()
 
@@ -276,6 +279,10 @@ class TrialStep:
             raise self._refusal(f"it changes the attribute {attribute!r}")
         if (parameter := before.changed_tensor("parameter")) is not None:
             raise self._refusal(f"it changes the parameter {parameter!r} in place")
+        if (option := self._options.changed()) is not None:
+            raise self._refusal(f"it changes {option!r} of the local optimizer, which is that of several clients here")
+        if (schedule := self._options.stepped()) is not None:
+            raise self._refusal(f"it steps the schedule {schedule}")
         if foreign_state() != before.foreign:
             raise self._refusal("it draws from Python's or NumPy's generator, once for all clients; draw from torch's")
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.sequential.engine import SequentialEngine
 from tests.helpers.engines import Ordinary, run, state_of
@@ -41,8 +43,170 @@ class Watched(Teacher):
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 def test_a_teacher_that_follows_is_refused_by_name(engine: str) -> None:
-    with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*register_buffer"):
+    with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*as_buffers=\['teacher\.\*'\]"):
         run(engine, Teacher)
+
+
+class Outside(Teacher):
+    """Has a teacher among trained layers, which would have a gradient if the optimizer trained it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict({"teacher": self.teacher.requires_grad_(True), "head": self.head})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.1)
+
+
+def test_the_pattern_that_is_offered_fits_no_trained_parameter() -> None:
+    with pytest.raises(FederatedError, match="as_buffers=\\['teacher\\.\\*'\\]"):
+        run("sequential", Outside)
+
+
+class Pulled(Teacher):
+    """Is pulled towards its teacher."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self(batch[0]) - F.linear(self.body(batch[0]), self.teacher.weight)).square().mean()
+
+
+class PulledToBuffer(Pulled):
+    """The same, with a teacher whose weight is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in list(self.teacher.named_parameters()):
+            delattr(self.teacher, name)
+            self.teacher.register_buffer(name, value.detach().clone())
+
+    def follow(self) -> None:
+        for name, old in self.teacher.named_buffers():
+            old.copy_(0.9 * old + 0.1 * self.head.get_parameter(name).data)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm())], ids=repr)
+def test_a_teacher_may_be_treated_as_buffers(method: Any) -> None:
+    options = {"algorithm": method, "max_rounds": 2}
+    found = run("auto", Pulled, as_buffers=["teacher.*"], **options)
+    expected = run("sequential", PulledToBuffer, **options)
+    assert_same(state_of(found), state_of(expected))
+    for name, value in found.lightning_module.teacher.named_parameters():
+        assert torch.equal(value, expected.lightning_module.teacher.get_buffer(name))
+
+
+class Average:
+    """Keeps an average of weights as an object that is no module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def update(self, module: nn.Module) -> None:
+        for name, p in module.named_parameters():
+            self.shadow[name] = torch.lerp(self.shadow[name].to(p.dtype), p.detach(), 0.1)
+
+
+class Averages(Ordinary):
+    """Moves an average in every step, and collects its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.utils.spectral_norm(self.head)
+        self.average, self.losses, self.last = Average(self), [], None
+        with torch.inference_mode():  # as validation leaves them
+            self.pictures = torch.zeros(200, 200)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.average.update(self)
+        self.losses.append(torch.zeros(()))
+        self.last = self.head.weight_orig.detach().clone()
+
+
+def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None:
+    with pytest.warns(UserWarning, match="Averages changes a tensor in its attribute") as told:
+        run("sequential", Averages)
+    assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
+
+
+class Clamps(Ordinary):
+    """Keeps its weights small after every step, in place."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+    def clamp(self, p: nn.Parameter, bound: float) -> None:
+        p.data.clamp_(-bound, bound)
+
+    def clamp_all(self, bound: float) -> None:
+        for p in self.parameters():
+            self.clamp(p, bound)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.clamp_all(0.28)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.clamp_all(0.27)
+
+
+class Assigns(Clamps):
+    """The same, by assignment to ``.data``."""
+
+    def clamp(self, p: nn.Parameter, bound: float) -> None:
+        p.data = p.data.clamp(-bound, bound)
+
+
+@pytest.mark.parametrize("method", [Scaffold(), FedProx(0.1), Mime(base=SGDm())], ids=repr)
+def test_parameters_may_be_assigned_by_their_data(method: Any) -> None:
+    make = partial(run, "sequential", algorithm=method, max_rounds=2)
+    if isinstance(method, Mime):
+        make = partial(make, local_optimizer_state="reset")
+    assert_same(state_of(make(partial(tuned, Assigns, method))), state_of(make(partial(tuned, Clamps, method))))
+
+
+def tuned(make: type[Clamps], method: Any) -> Clamps:
+    """Return the module; with plain SGD if the method has an optimizer of its own."""
+    module = make()
+    if isinstance(method, Mime):
+        module.make = partial(torch.optim.SGD, lr=0.1)
+    return module
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert {name.removeprefix("buffer.") for name in a} == {name.removeprefix("buffer.") for name in b}
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Replaces(Ordinary):
+    """Clamps a weight by a new parameter, after a batch or after the round."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, self.replace)
+
+    def replace(self, *_: Any) -> None:
+        self.head.weight = nn.Parameter(self.head.weight.clamp(min=0))
+
+
+@pytest.mark.parametrize(("hook", "engine"), [("on_train_batch_end", "auto"), ("on_train_epoch_end", "vectorized")])
+def test_a_trained_parameter_that_is_replaced_is_refused_by_name(hook: str, engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"Replaces has replaced the parameter 'head.weight'.*copy_"):
+        run(engine, partial(Replaces, hook))
+
+
+class StepsItself(Ordinary):
+    """Steps the optimizer in its training step, and returns nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        super().training_step(batch, batch_idx).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_that_returns_no_loss_but_trains_is_refused_by_name() -> None:
+    with pytest.raises(FederatedError, match="StepsItself.training_step returned None.*stepped the optimizer itself"):
+        run("sequential", StepsItself)
 
 
 def test_a_frozen_parameter_that_stays_is_allowed() -> None:

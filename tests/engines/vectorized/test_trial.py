@@ -19,7 +19,7 @@ from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, SGDm
 from lightning_fed.engines.vectorized.changes import marks, parts_of
 from lightning_fed.engines.vectorized.trial import StepState
-from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
+from tests.helpers.engines import Ordinary, assert_agree, assert_close, refused, run, state_of
 from tests.helpers.selection import few
 from tests.helpers.training import data, trainer
 
@@ -240,7 +240,9 @@ RUNS = [name for name in LEFT if name not in ("a removed buffer", *FROZEN)]
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 @pytest.mark.parametrize("name", few(FROZEN, FROZEN[-1:]))
 def test_no_engine_takes_a_step_that_changes_a_frozen_parameter(name: str, engine: str) -> None:
-    with pytest.raises(FederatedError, match=r"Leaves changes the parameter 'layer.frozen' .* though it is frozen"):
+    with pytest.raises(
+        FederatedError, match=r"Leaves changes the parameter 'layer.frozen' .* though the optimizer does not train it"
+    ):
         run(engine, partial(Leaves, LEFT[name][0]), max_rounds=2)
 
 
@@ -352,6 +354,41 @@ def test_other_notes_are_refused_and_undone(name: str) -> None:
     with pytest.raises(FederatedError, match=f"cannot take Notes.training_step: .*({what})"):
         trainer(engine="vectorized").fit(module, data())
     assert module.config.kind is None
+
+
+class Samples(Ordinary):
+    """Draws from a distribution of PyTorch, as variational autoencoders do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = super().forward(x)
+        return torch.distributions.Normal(mean, mean.exp()).rsample()
+
+
+class Requires(Ordinary):
+    """Asks for gradients of a state that it makes itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.zeros(len(x), 1).requires_grad_().detach())
+
+
+class Converts(Ordinary):
+    """Computes its accuracy with NumPy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("acc", (self(batch[0]).argmax(1).detach().cpu().numpy() == batch[1].cpu().numpy()).mean())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Samples, r"as torch.distributions does.*randn_like"),
+        (Requires, r"it calls requires_grad_\(\)"),
+        (Converts, r"a tensor's memory is read, as .numpy\(\)"),
+    ],
+)
+def test_a_common_error_of_several_clients_at_once_has_its_cause(make: Any, reason: str) -> None:
+    refused(make, reason)
 
 
 class Harmless(Leaves):

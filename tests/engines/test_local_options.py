@@ -1,0 +1,101 @@
+"""What a client's steps do to the local optimizer's options and schedules reaches no other client."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, Scaffold
+from tests.helpers.engines import Ordinary, Record, run, state_of
+from tests.helpers.training import clients
+
+ENGINES = ("sequential", "auto")
+
+
+class Cools(Ordinary):
+    """Lowers its rate in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+class CoolsTensor(Cools):
+    """The same, with a rate that is a tensor."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1), foreach=False)
+
+
+def alike() -> FederatedDataModule:
+    """Return three clients with the same examples."""
+    return FederatedDataModule(clients=clients((12,)) * 3, batch_size=4, shuffle=False)
+
+
+@pytest.mark.parametrize("make", [Cools, CoolsTensor])
+def test_every_client_starts_with_the_rates_of_the_round(make: Any) -> None:
+    ends = []
+    for engine in ENGINES:
+        seen = Record()
+        t = run(engine, make, alike, clients_per_round=3, max_rounds=2, callbacks=[seen])
+        assert len({report.update_norm for report in seen.reports[:3]}) == 1
+        assert len({report.update_norm for report in seen.reports[3:]}) == 1
+        ends.append(state_of(t)["x"])
+    assert torch.equal(*ends)
+
+
+class CoolsLater(Ordinary):
+    """Lowers its rate from the second round on, which no trial step shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.current_epoch > 0:
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+def test_rates_that_a_later_step_sets_are_not_missed_by_clients_at_once() -> None:
+    ends = [state_of(run(engine, CoolsLater, alike, clients_per_round=3, max_rounds=3))["x"] for engine in ENGINES]
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)  # the first round runs in another engine
+    with pytest.raises(FederatedError, match="it changes 'lr' of the local optimizer, and did not in its trial step"):
+        run("vectorized", CoolsLater, alike, clients_per_round=3, max_rounds=3)
+
+
+class Steps(Ordinary):
+    """Steps its schedule in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.lr_schedulers().step()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_a_schedule_stepped_while_a_client_trains_is_refused_by_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match="Steps steps its schedule ExponentialLR.*local_schedule='restart'"):
+        run(engine, Steps)
+
+
+class Decays(Ordinary):
+    """Raises its coupled weight decay from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["weight_decay"] = 0.2 * (batch_idx + 1)
+
+
+def test_a_decay_that_a_hook_changes_is_that_of_corrected_steps_too() -> None:
+    first = {"max_rounds": 1, "clients_per_round": 3}  # in which SCAFFOLD's corrections are zero
+    plain = run("sequential", Decays, alike, algorithm=FedAvg(), **first)
+    corrected = run("sequential", Decays, alike, algorithm=Scaffold(), **first)
+    torch.testing.assert_close(state_of(corrected)["x"], state_of(plain)["x"], rtol=1e-12, atol=1e-12)
