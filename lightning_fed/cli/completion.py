@@ -33,9 +33,8 @@ def completion(args: list[str] | None = None) -> None:
     commands = whole.add_subparsers()
     for name, parser in _parsers().items():
         copied = commands.add_parser(name, help=(STAGES.get(name) or OWN[name][1]), add_help=False)
-        for action in parser._actions:
-            if action.help != argparse.SUPPRESS:
-                _copy(action, copied, shtab.FILE)
+        for action in parser._actions:  # shtab leaves out those with help=SUPPRESS
+            _copy(action, copied, shtab.FILE)
     print(shtab.complete(whole, shell))
 
 

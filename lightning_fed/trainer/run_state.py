@@ -370,8 +370,7 @@ class RunState:
     def leave_round(self) -> None:
         """Abandon the current round: the state is as after the last completed one."""
         assert self.rounds is not None
-        self.rounds.leave()
-        self.server.clients.discard()
+        self.rounds.leave()  # staged states are discarded when the fit ends
 
     def end(self) -> None:
         """End a fit, with the server's model in the module."""

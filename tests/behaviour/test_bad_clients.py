@@ -24,6 +24,7 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, FedProx
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.cli.main import main
 from lightning_fed.rounds.failures import Faults
+from lightning_fed.server import OptimalClientSampling
 from tests.helpers import engines
 from tests.helpers.command_line import one_stage
 from tests.helpers.engines import Ordinary, Record, assert_close, assert_plain_agree, plain, results_of, state_of
@@ -326,6 +327,9 @@ def test_traffic_counts_what_was_sent() -> None:
         _, record = outcome("sequential", cause, **DROP)
         assert record.rounds[0].bytes_down == 6 * size, cause
         assert record.rounds[0].bytes_up == sent * size, cause
+    _, record = outcome("sequential", "huge update", aggregator=OptimalClientSampling(6), **DROP)
+    assert record.rounds[0].bytes_up == 5 * size + 6 * 8, "it is refused for its norm, and does not send"
+    assert record.rounds[0].bytes_down == 6 * size + 6 * 8
 
 
 class LogsAll(Touchy):

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
@@ -44,6 +44,7 @@ SCHEDULES: dict[str, tuple[Callable[..., Optimizer], Callable[[Optimizer], Any]]
     "cosine": (partial(SGD, lr=0.2, weight_decay=0.1), partial(CosineAnnealingLR, T_max=9)),
     "one cycle": (partial(SGD, lr=0.2, momentum=0.9), partial(OneCycleLR, max_lr=0.3, total_steps=60)),
     "adam": (partial(Adam, lr=0.1, betas=(0.8, 0.9)), partial(OneCycleLR, max_lr=0.2, total_steps=60)),
+    "decay": (partial(SGD, lr=0.2), partial(ExponentialLR, gamma=0.95)),
     "groups": (partial(SGD, lr=0.2), apart),
 }
 
@@ -194,15 +195,19 @@ def test_a_schedule_may_step_after_several_local_steps() -> None:
 
 
 class Rates(FederatedCallback):
-    """Notes the rate that the optimizer has at the start and at the end of each round, and saves checkpoints."""
+    """Notes the optimizer's rate at the start, between clients and at the end of each round, and saves checkpoints."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.at_start: list[float] = []
+        self.between: list[tuple[int, float]] = []
         self.at_end: list[float] = []
         self.folder = folder
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.at_start.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.between.append((trainer.fit_loop.round, trainer.optimizers[0].param_groups[0]["lr"]))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.at_end.append(trainer.optimizers[0].param_groups[0]["lr"])
@@ -215,21 +220,22 @@ def state_of(fitted: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mode", "engine"),
+    ("mode", "schedule", "engine"),
     [
-        ("continue", "sequential"),
-        ("continue", "vectorized"),
-        pytest.param("total", "vectorized", marks=pytest.mark.thorough),
-        *(pytest.param(mode, "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
+        ("continue", "adam", "sequential"),
+        ("continue", "adam", "vectorized"),
+        ("total", "decay", "sequential"),  # each of its rates follows from the one before
+        pytest.param("total", "adam", "vectorized", marks=pytest.mark.thorough),
+        *(pytest.param(mode, "adam", "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
     ],
 )
-def test_a_run_goes_on_with_the_same_bits(mode: str, engine: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_same_bits(mode: str, schedule: str, engine: Any, tmp_path: Path) -> None:
     options = {"engine": engine, "algorithm": Scaffold("ii"), "chunk_size": 3 if engine == "vectorized" else None}
-    whole = run(mode, "adam", **options)
-    part = run(mode, "adam", max_rounds=2, callbacks=[Rates(tmp_path)], **options)
-    assert same(state_of(run(mode, "adam", ckpt_path=tmp_path / "2.ckpt", **options)), state_of(whole))
+    whole = run(mode, schedule, **options)
+    part = run(mode, schedule, max_rounds=2, callbacks=[Rates(tmp_path)], **options)
+    assert same(state_of(run(mode, schedule, ckpt_path=tmp_path / "2.ckpt", **options)), state_of(whole))
     part.save_checkpoint(tmp_path / "after.ckpt")
-    assert same(state_of(run(mode, "adam", ckpt_path=tmp_path / "after.ckpt", **options)), state_of(whole))
+    assert same(state_of(run(mode, schedule, ckpt_path=tmp_path / "after.ckpt", **options)), state_of(whole))
     part.max_rounds = ROUNDS
     part.fit(part.lightning_module, data())
     assert same(state_of(part), state_of(whole))
@@ -245,8 +251,10 @@ def test_between_rounds_the_optimizer_has_the_rate_of_the_next_local_step() -> N
     assert rates["total"].at_start == pytest.approx([0.2 * scale[t] for t in (0, 8, 16, 22)])
     assert rates["total"].at_end == pytest.approx([0.2 * scale[t] for t in (8, 16, 22, 30)])
     steps = Rates()
-    run("total", callbacks=[steps], local_epochs=None, local_steps=5)
+    run("total", callbacks=[steps], local_epochs=None, local_steps=5, engine="vectorized")
     assert steps.at_start == pytest.approx([0.2 * scale[t] for t in (0, 5, 10, 15)])
+    for noted in (*rates.values(), steps):
+        assert noted.between == [(r, noted.at_start[r]) for r, cohort in enumerate(COHORTS) for _ in cohort]
 
 
 def test_a_client_counts_the_steps_of_its_own_work() -> None:
@@ -303,6 +311,19 @@ def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule
         torch.testing.assert_close(one.x, two.x, rtol=1e-12, atol=1e-13)
         for name, value in one.state.items():
             torch.testing.assert_close(value, two.state[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("algorithm", [Scaffold("ii"), FedProxVR(1.0)], ids=lambda a: type(a).__name__)
+def test_engines_agree_where_clients_of_a_chunk_begin_at_rates_of_zero(algorithm: Algorithm) -> None:
+    """In the last round all three clients have rates of zero, and begin at different steps."""
+    SCHEDULES["pause"] = partial(SGD, lr=0.2), lambda optimizer: LambdaLR(optimizer, lambda t: float(not 8 <= t < 24))
+    one, two = (
+        state_of(run("continue", "pause", engine=engine, algorithm=algorithm))
+        for engine in ("sequential", "vectorized")
+    )
+    torch.testing.assert_close(one["step"]["x"], two["step"]["x"], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(one["state"], two["state"], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(one["client_states"], two["client_states"], rtol=1e-11, atol=1e-13)
 
 
 class FineTuned(FederatedCallback):

@@ -152,23 +152,30 @@ def test_each_trainer_has_its_own_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, max_rounds=1, clients_per_round=1)
-    (file,) = files(tmp_path)
-    before = (tmp_path / file).read_bytes()
+    folder, own = tmp_path / "local", tmp_path / "own"
+    run(folder, max_rounds=1, clients_per_round=1)
+    (file,) = files(folder)
+    before = (folder / file).read_bytes()
+    chosen: dict[str, Any] = {"personal": ["head.*"], "max_rounds": 1, "saver": {"clients": [0, 3, 5]}}
+    run(own, "personal", **chosen)
+    there = files(own)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        FederatedError, match=r"client_\d.safetensors could not be written: No space left.*another folder"
-    ):
-        run(tmp_path, max_rounds=1, clients_per_round=1, local_epochs=2)
-    assert files(tmp_path) == [file]
-    assert (tmp_path / file).read_bytes() == before
-    (tmp_path / file).write_bytes(before[:-9])
+    no_space = r"client_\d.safetensors could not be written: No space left.*another folder"
+    with pytest.raises(FederatedError, match=no_space):
+        run(folder, max_rounds=1, clients_per_round=1, local_epochs=2)
+    assert files(folder) == [file]
+    assert (folder / file).read_bytes() == before
+    with pytest.raises(FederatedError, match=no_space):
+        run(own, "personal", **chosen)
+    assert files(own) == there
+    assert len(there) == 3
+    (folder / file).write_bytes(before[:-9])
     with pytest.raises(FederatedError, match="cannot be read as a client's model"):
-        ClientModels.load(tmp_path, 1, int(file[len("round_000001/client_")]))
+        ClientModels.load(folder, 1, int(file[len("round_000001/client_")]))
 
 
 def work_of_two(folder: Path) -> None:

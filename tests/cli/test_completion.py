@@ -1,11 +1,13 @@
 """The script for completion, in a real bash."""
 
+import argparse
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from lightning_fed.cli.completion import _copy
 from lightning_fed.cli.main import main
 
 ASK = """
@@ -20,12 +22,15 @@ EXPECTED = {
     "lightning-fed co": {"compare", "completion"},
     "lightning-fed fit --trainer.max_r": {"--trainer.max_rounds"},
     "lightning-fed fit --trainer.engine ''": {"sequential", "vectorized", "auto"},
+    "lightning-fed fit --trainer.accelerator ''": {"auto", "cpu", "gpu"},
+    "lightning-fed fit --trainer.enable_progress_bar ''": {"true", "false"},
     "lightning-fed fit --trainer.algorithm FedP": {"FedPer", "FedProx", "FedProxVR"},
     "lightning-fed fit --config run.yaml --model Mn": {"MnistCNN"},
     "lightning-fed fit --config run.yaml --model Nothing": set(),
     "lightning-fed fit --config ru": {"run.yaml"},
     "lightning-fed deploy flower --si": {"--sites"},
     "lightning-fed compare --mode ''": {"max", "min"},
+    "lightning-fed data --mo": set(),  # which has no model
     "lightning-fed new -": {"-h", "--help"},
 }
 
@@ -43,6 +48,14 @@ def test_bash_completes_commands_options_classes_and_files(capsys: pytest.Captur
     assert not done.stderr
     found = [set(line.split()) for line in done.stdout.splitlines()]
     assert dict(zip(EXPECTED, found, strict=True)) == EXPECTED
+
+
+def test_a_percent_sign_in_a_help_text_is_text() -> None:
+    source, copied = argparse.ArgumentParser(), argparse.ArgumentParser()
+    action = source.add_argument("--share")
+    action.help = "Take 50% of the clients."
+    _copy(action, copied, None)
+    assert "Take 50% of the clients." in copied.format_help()
 
 
 def test_without_shtab_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

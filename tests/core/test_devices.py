@@ -77,12 +77,20 @@ def test_an_error_releases_what_it_holds_in_every_function_that_it_left(monkeypa
         except RuntimeError as error:
             raise ValueError("in a client's work") from error
 
+    def handled() -> None:
+        last = torch.zeros(3)
+        held.append(weakref.ref(last))
+        try:
+            named()
+        except ValueError:
+            raise KeyError("while it was handled")  # noqa: B904
+
     with_module(monkeypatch, empty_cache=lambda: emptied.append(1))
-    with pytest.raises(ValueError, match="client") as caught:
-        named()
-    assert [tensor() is None for tensor in held] == [False, False]
+    with pytest.raises(KeyError, match="handled") as caught:
+        handled()
+    assert [tensor() is None for tensor in held] == [False] * 3
     devices.release_memory(caught.value, OTHER)
-    assert [tensor() is None for tensor in held] == [True, True]
+    assert [tensor() is None for tensor in held] == [True] * 3
     assert emptied == [1]
 
 
@@ -98,6 +106,13 @@ def test_the_stream_is_the_default_generator_of_the_devices_index(monkeypatch: p
     assert torch.equal(torch.rand(3, generator=streams[1]), drawn)
     devices.seed_device(torch.device("xpu"), 6)  # without an index, the current device's
     assert streams[0].initial_seed() == 6
+
+
+def test_generators_that_are_made_later_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[torch.Generator] = []
+    with_module(monkeypatch, default_generators=streams, init=lambda: streams.extend([torch.Generator()] * 2))
+    devices.seed_device(OTHER, 5)
+    assert streams[1].initial_seed() == 5
 
 
 def test_a_device_without_generators_is_driven_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +131,19 @@ def test_a_device_without_any_stream_is_refused_by_name(monkeypatch: pytest.Monk
     with_module(monkeypatch)
     with pytest.raises(FederatedError, match=r"no random generator for the device 'xpu:1'"):
         devices.seed_device(OTHER, 5)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that is compared as on an accelerator."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+def test_tensors_of_other_shapes_are_unequal_and_do_not_shift_the_results() -> None:
+    one = torch.ones(2).as_subclass(Elsewhere)
+    pairs = [(one, one[:1]), (one, one.clone()), (one, one + 1), (one[:1], one), (one, one.clone())]
+    assert devices.are_equal(pairs) == [False, True, False, False, True]
+    assert devices.are_equal([(torch.ones(2), torch.ones(1)), (torch.ones(2), torch.ones(2))]) == [False, True]
 
 
 @pytest.mark.parametrize("has", [True, False])

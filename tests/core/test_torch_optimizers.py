@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import (
     coupled_decay,
+    device_of,
     is_plain_sgd,
     refuse_unsupported,
     take_plain_step,
@@ -138,6 +139,14 @@ def test_decay_is_coupled_where_it_is_added_to_the_gradient() -> None:
         assert coupled_decay(optimizer, group) == (0.5 if is_coupled else 0.0), cls
     decoupled = made(torch.optim.NAdam, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True)
     assert coupled_decay(decoupled, decoupled.param_groups[0]) == 0.0
+
+
+def test_counts_of_steps_are_on_the_cpu_unless_the_whole_step_is_on_the_device() -> None:
+    on_device = torch.empty(2, device="meta")
+    assert device_of("exp_avg", on_device, {}).type == "meta"
+    assert device_of("step", on_device, {"fused": None, "capturable": False}).type == "cpu"
+    for name in ("fused", "capturable"):
+        assert device_of("step", on_device, {name: True}).type == "meta"
 
 
 def test_coupled_decay_is_off_inside_and_back_after_an_error() -> None:

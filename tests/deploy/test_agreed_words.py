@@ -97,6 +97,10 @@ def test_sites_number_the_words_of_all_alike_whatever_the_order_and_after_ends_o
             **at, "client": client, "words": {"ward": sorted(WARDS[client])},
         }  # fmt: skip
     assert all("words" not in reply.header for reply in calm.replies if reply.header["phase"] != "words")
+    hello = next(task for task in calm.tasks if task.header["phase"] == "hello")
+    other = {"run": "0123456789abcdef", "words": {"ward": ["arm", *AGREED["ward"]]}}
+    found = calm.answer(replace(hello, header={**hello.header, **other})).header["columns"]
+    assert found[1:3] == ["ward=arm", f"ward={AGREED['ward'][0]}"], "each run has its own words on a site"
 
     killed, checkpoint = Sites(tmp_path / "killed", order=["west", "south", "north"]), tmp_path / "last.ckpt"
 

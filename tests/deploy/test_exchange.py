@@ -153,6 +153,18 @@ def test_absent_clients_are_waited_for_only_where_the_round_needs_them(tmp_path:
         assert list(reports[0].cohort) == ([2, 3] if drops else [0, 1, 2, 3])
 
 
+def test_a_round_does_not_go_on_with_nobody(tmp_path: Path) -> None:
+    class Absents(Wire):
+        def exchange(self, tasks: Mapping[Any, Message], registrations: Mapping[Any, Message]) -> Iterator[Any]:
+            if next(iter(tasks.values())).header["phase"] == "train":
+                yield Absent(tuple(tasks), "its line is cut")
+            yield from super().exchange(tasks, registrations)
+
+    make = partial(ALL, max_rounds=1, on_client_error="drop", max_failed_share=1.0)
+    _, reports = Absents(tmp_path, make).run()
+    assert len(reports[0].cohort) > 0
+
+
 def test_a_client_whose_reply_is_not_valid_is_not_waited_for_but_may_send_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -158,6 +158,21 @@ def phases(tmp_path_factory: pytest.TempPathFactory) -> list[Phase]:
     return [phase for phase in found if phase.reply.client == 2]
 
 
+def test_nobody_moves_without_a_step(phases: list[Phase]) -> None:
+    phase = next(phase for phase in phases if phase.reply.header["phase"] == "train")
+    found = phase.read(told(phase.reply, steps=0))
+    assert not found.send
+    assert not found.changes.any()
+    assert phase.read(phase.reply).changes.any()
+
+
+def test_a_loss_over_no_examples_is_refused(phases: list[Phase]) -> None:
+    phase = next(phase for phase in phases if phase.reply.header["phase"] == "loss")
+    assert phase.read(phase.reply).loss_examples > 0
+    with pytest.raises(FederatedError, match="has a loss over no examples"):
+        phase.read(changed(phase.reply, loss_examples=0))
+
+
 plain = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from([10**400, 2**53])
 )

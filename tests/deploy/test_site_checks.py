@@ -19,6 +19,7 @@ from lightning_fed.callbacks import PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite, Message
 from lightning_fed.deploy.facts import facts_of, optimizer_facts
+from lightning_fed.deploy.site_checks import TaskChecks
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import make_data, make_trainer, parameters
@@ -59,6 +60,7 @@ def site(tmp_path: Path) -> Iterator[FederatedSite]:
 
 REFUSED: dict[str, tuple[Message, str]] = {
     "a run that is a path": (task(run="../../escape"), r"run '\.\./\.\./escape': a run's name is 16 hex digits"),
+    "a run with a path behind it": (task(run=f"{RUN}/../../escape"), "16 hex digits"),
     "a run in capitals": (task(run="ABCDEF0123456789"), "16 hex digits"),
     "a negative round": (task(round=-5), "round = -5"),
     "a round that is true": (task(round=True), "round = True"),
@@ -129,6 +131,24 @@ def test_whatever_a_message_says_a_site_answers_or_refuses(
         one_site.answer(arrived)
     except FederatedError:
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "right", "wrong"),
+    [
+        ({"local_epochs": None, "local_steps": 5}, [15], [14, 16]),  # every round takes as many
+        ({"local_epochs": 2}, [0, 15, 3 * 2**20], [-1, 3 * 2**20 + 1]),
+    ],
+)
+def test_the_step_of_the_runs_schedule_is_one_that_it_can_be_at(
+    options: dict[str, Any], right: list[int], wrong: list[int]
+) -> None:
+    checks = TaskChecks(make_trainer("FedAvg", local_schedule="total", **options))
+    for step in right:
+        checks.check_numbers(task(round=3, first_step=step), STEPS)
+    for step in wrong:
+        with pytest.raises(FederatedError, match=f"first_step = {step}"):
+            checks.check_numbers(task(round=3, first_step=step), STEPS)
 
 
 def test_a_kept_state_survives_a_round_that_cannot_be(tmp_path: Path) -> None:

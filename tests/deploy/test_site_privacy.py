@@ -195,7 +195,8 @@ def test_every_task_that_differs_has_its_own_noise_and_counts_and_the_same_task_
     once = spent()
     wire.answer(replace(task, header={**task.header, "attempt": 7}))
     assert spent() == once, "the attempt changes nothing in the answer"
-    moved = wire.answer(replace(task, tensors={"x": task.tensors["x"] + 1e-6}))
+    other = replace(task, tensors={"x": task.tensors["x"] + 1e-6})
+    moved = wire.answer(other)
     twice = spent()
     assert twice > once
     noise = (reply.tensors["model"] - moved.tensors["model"]).norm()
@@ -205,7 +206,8 @@ def test_every_task_that_differs_has_its_own_noise_and_counts_and_the_same_task_
     assert thrice > twice
     wire.kill()
     assert spent() == thrice, "the account is on the disk"
-    wire.answer(task)
+    for same, answer in ((other, moved), (task, reply)):  # in another order: batches, too, are those of the task
+        assert torch.equal(wire.answer(same).tensors["model"], answer.tensors["model"])
     assert spent() == thrice
     steps = task.header["steps"]
     assert thrice == pytest.approx(ON.epsilon({-(-SIZES[client] // 4): 2 * steps + 1}))
@@ -358,7 +360,10 @@ def test_a_damaged_account_or_secret_is_refused_and_an_unfinished_line_is_not(tm
     whole = account.read_bytes()
     assert json.loads(whole)["sums"] == [[0.8, 5, 3]]
     account.write_bytes(whole + whole[:-9])
+    secret.chmod(0o644)  # as a copy of the folder may have them
+    secret.parent.chmod(0o755)
     again = SitePrivacy(tmp_path / "privacy", ON)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (secret, secret.parent)] == [0o600, 0o700]
     assert (again.seed(task), again.epsilon("a")) == (first.seed(task), first.epsilon("a"))
     assert again.epsilon("a") == ON.epsilon({5: 3})
     assert account.read_bytes() == whole

@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
@@ -20,7 +20,7 @@ from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPr
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from tests.helpers.engines import Ordinary, assert_close, run, state_of
 from tests.helpers.optional import needs_opacus
-from tests.helpers.training import Net, clients, data, fit, parameters, seeded, trainer
+from tests.helpers.training import clients, data, fit, parameters, seeded, trainer
 
 pytestmark = needs_opacus
 
@@ -100,7 +100,7 @@ def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
 @pytest.mark.parametrize(
     "privacy",
     [
-        ClientPrivacy(0.0, 0.3, 1e-3, "shuffle"),
+        ClientPrivacy(0.0, 0.3, 1e-3, "shuffle", examples_at_once=3),  # of 4: the last part is one example
         ON,
         pytest.param(ClientPrivacy(0.8, 0.3, 1e-3, "shuffle"), marks=pytest.mark.thorough),
         pytest.param(ClientPrivacy(0.8, 0.3, 1e-3, "poisson", examples_at_once=2), marks=pytest.mark.thorough),
@@ -282,6 +282,13 @@ class Remembers(Ordinary):
         return self.losses[-1]
 
 
+class RemembersLater(Remembers):
+    """Begins in the second round."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if self.current_epoch else Ordinary.training_step(self, batch, 0)
+
+
 class Measures(Ordinary):
     def __init__(self) -> None:
         super().__init__()
@@ -387,6 +394,7 @@ REFUSED: list[tuple[Any, str]] = [
     (with_(Normed), r"body.1 \(BatchNorm1d\).*GroupNorm"),
     (with_(Counts), "training_step changes the buffer 'steps'"),
     (with_(Remembers), "training_step changes the attribute 'losses', which client_privacy does not cover"),
+    (with_(RemembersLater, max_rounds=2), "training_step changes the attribute 'losses'"),
     (
         with_(Measures, client_privacy=ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1)),
         "training_step changes the metric 'mean_loss'",
@@ -435,6 +443,25 @@ def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None
     assert list(tmp_path.glob("**/*.safetensors"))  # clients' models have noise
 
 
+def test_examples_that_are_loaded_one_by_one_are_separate_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(Dataset[Any]):
+        def __init__(self, own: Any) -> None:
+            self.own = own
+
+        def __len__(self) -> int:
+            return len(self.own)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.own[index]
+
+    def no_trial(*_: Any) -> bool:
+        pytest.fail("a subset loads its examples as its data set does")
+
+    monkeypatch.setattr("lightning_fed.rounds.local_plans._are_separate", no_trial)
+    subsets = [Subset(Rows(own), range(len(own))) for own in clients()]
+    fit(client_privacy=ON, max_rounds=1, datamodule=FederatedDataModule(clients=subsets, batch_size=4))
+
+
 def test_modules_that_read_values_run_one_example_after_another() -> None:
     found = run("sequential", Reads, client_privacy=ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1), **QUICK)
     assert_close(state_of(run("sequential", Ordinary, **QUICK)), state_of(found), rtol=1e-12)
@@ -445,8 +472,25 @@ def test_an_example_without_a_finite_gradient_names_its_client() -> None:
         fit(Infinite(), client_privacy=OFF, max_rounds=1)
 
 
-def test_the_module_is_as_before_after_a_run() -> None:
-    model = Net()
-    fit(model, client_privacy=ON, max_rounds=1)
+class Notes(Ordinary):
+    """Has a ``log_dict`` of its own, which notes values elsewhere than in Lightning's results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: dict[str, Any] = {}
+
+    def log_dict(self, dictionary: Any, **_: Any) -> None:
+        self.noted.update(dictionary)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"loss": loss.detach()})
+        return loss
+
+
+def test_nothing_is_noted_and_the_module_is_as_before_after_a_run() -> None:
+    model = Notes()
+    fit(model, client_privacy=ClientPrivacy(0.8, 0.3, 1e-3, examples_at_once=1), max_rounds=1)
+    assert model.noted == {}
     assert "log" not in vars(model)
     assert "log_dict" not in vars(model)

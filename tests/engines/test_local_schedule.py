@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.local_schedule import LocalSchedule
@@ -62,6 +62,32 @@ def test_steps_in_any_order_have_the_bits_of_a_plain_loop(rates: list[float]) ->
     schedule.release()
     assert rate(optimizer) == rates[0]
     assert scheduler.get_last_lr() == [rates[0]]
+
+
+class InPlace(LRScheduler):
+    """Its rates follow from a list that it changes in place, also when it is loaded."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.past = [0.4]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.past += [0.9 * self.past[-1]] * (self.last_epoch > 0)
+        return [self.past[-1]]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.past[:] = state_dict.pop("past")
+        super().load_state_dict(state_dict)
+
+
+def test_a_schedule_may_change_its_state_in_place() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.4)
+    scheduler = InPlace(optimizer)
+    schedule = LocalSchedule("total", optimizer, [scheduler], stepping(scheduler))
+    for step in (3, 5, 8, 2):
+        schedule.begin_round(step)
+        assert rate(optimizer) == pytest.approx(0.4 * 0.9**step)
+        assert scheduler.past == [0.4]
 
 
 def test_a_client_begins_at_its_own_step(rates: list[float]) -> None:

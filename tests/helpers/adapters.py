@@ -1,6 +1,8 @@
 """A small network with LoRA adapters of peft, and what plain torch makes of a federated run of it."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from lightning_fed import FederatedTrainer  # first, so that peft finds a torchvision that works
 from tests.helpers.training import CLASSES, FEATURES, QUIET
 
-__all__ = ["Adapted", "Reference", "adapted", "exact_trainer", "merged_weights"]
+__all__ = ["Adapted", "Reference", "StandIn", "adapted", "exact_trainer", "merged_weights", "stand_in"]
 
 
 class Network(nn.Module):
@@ -57,6 +59,51 @@ def adapted(**options: Any) -> Adapted:
         if "lora_B" in name:
             nn.init.normal_(p, std=0.3)
     return module
+
+
+class Layer(nn.Module):
+    """A LoRA layer with the attributes of peft's that the package reads, which takes seconds to import."""
+
+    def __init__(self, base: nn.Module, rows: int, columns: int, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, rows, bias=False)})
+        self.lora_embedding_A = nn.ParameterDict()
+        self.active_adapters, self.scaling, self.lora_variant = ["default"], {"default": 2.5}, dict[str, Any]()
+        self.merged, self.fan_in_fan_out = False, is_transposed
+
+    def get_base_layer(self) -> nn.Module:
+        return self.base_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base_layer.weight.t() if self.fan_in_fan_out else self.base_layer.weight
+        return x @ weight.t() + 2.5 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class StandIn(Adapted):
+    """The module without peft. The weight of its second layer is transposed."""
+
+    def __init__(self, lr: float = 0.5) -> None:
+        pl.LightningModule.__init__(self)
+        one, two = Layer(nn.Linear(FEATURES, 8), 8, FEATURES), Layer(nn.Linear(7, 8), 7, 8, is_transposed=True)
+        inner = nn.ModuleDict({"one": one, "two": two, "head": nn.Linear(7, CLASSES)})
+        self.net, self.lr = nn.ModuleDict({"base_model": nn.ModuleDict({"model": inner})}), lr
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        (x, y), inner = batch, self.net["base_model"]["model"]
+        loss = F.cross_entropy(inner["head"](torch.tanh(inner["two"](torch.tanh(inner["one"](x.to(self.dtype)))))), y)
+        self.log("train_loss", loss)
+        return loss
+
+    validation_step = None
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Return the module without peft, always with the same parameters, and let the package find its layers."""
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora", SimpleNamespace(LoraLayer=Layer, Linear=Layer))
+    torch.manual_seed(0)
+    return StandIn()
 
 
 def exact_trainer(**options: Any) -> FederatedTrainer:

@@ -1,5 +1,6 @@
 """The clients' half of a round, asked by hand: answers are functions of the task and the client."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed import FederatedCallback, FederatedError
-from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, Scaffold
+from lightning_fed.algorithms import Algorithm, Ditto, FedAvg, FedDane, Scaffold
 from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.base import OnlySequentialError, Restart
 from lightning_fed.rounds.client_work import ClientWork, gradients_together
@@ -173,20 +174,39 @@ def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
 
 @pytest.mark.parametrize("engine", few(["auto", "vectorized", "sequential"], ["auto"]))
 def test_after_memory_has_run_out_half_as_many_clients_run_and_after_one_another_engine(engine: str) -> None:
+    held = list[Any]()
+
+    def fails() -> None:
+        held.append(weakref.ref(tensor := torch.zeros(3)))
+        raise torch.OutOfMemoryError(f"no memory for {tensor}")
+
     def ask(who: Asked) -> list[Any]:
         found = []
         for clients in ([0, 1, 2], [0, 1], [0]):
             who.work.answer(who.task(TRAIN, clients), clients, None)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                fails()
             wrapped = ClientError("Client 0 failed.")
-            wrapped.__cause__ = cause = torch.OutOfMemoryError("no memory")
+            wrapped.__cause__ = cause = caught.value
             both = [who.work.restart_after(error) for error in (cause, wrapped)]
             assert both[0] == both[1]
+            assert held[-1]() is None, "the error keeps memory of the device"
             found.append(both[0])
+        assert who.work.engine.data._is_full
         return found
 
     less = [Restart(f"cpu has run out of memory with {count} clients at once.", 1) for count in (3, 2)]
     last = {"auto": Restart("cpu has run out of memory with one client at a time.")}.get(engine)
     assert asked(ask, engine=engine) == ([None] * 3 if engine == "sequential" else [*less, last])
+
+
+def test_an_own_solve_runs_as_few_clients_at_once_as_the_work() -> None:
+    def ask(who: Asked) -> Any:
+        with pytest.warns(UserWarning, match="restarts with chunk_size=2"):
+            who.work.restart(0, Restart("no memory.", 2))
+        return [engine.chunk_size for engine in who.work.engines]  # type: ignore[attr-defined]
+
+    assert asked(ask, Ditto(0.1), engine="vectorized") == [2, 2]
 
 
 def test_small_gradients_are_summed_of_several_clients_at_once() -> None:

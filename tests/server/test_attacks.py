@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import Algorithm, FedAvg, FedDyn, FedNova, Mime, Scaffold, ServerOnly, SGDm
+from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedDyn, FedNova, Mime, Scaffold, ServerOnly, SGDm
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import ChangedBatches, RepeatedBatches
 from lightning_fed.server import QSGD, Attack, CoordinateMedian, LabelFlipAttack, NoiseAttack, SignFlipAttack, TopK
@@ -30,7 +30,7 @@ def population(ids: Any = range(10)) -> Population:
 
 def test_a_share_of_the_clients_is_drawn_from_the_seed() -> None:
     attack = SignFlipAttack(0.3)
-    assert len(attack.attackers(0, population())) == 3
+    assert len(attack.attackers(0, population())) == len(SignFlipAttack(0.25).attackers(0, population())) == 3
     assert attack.attackers(0, population()) == attack.attackers(0, population())
     assert len({attack.attackers(seed, population()) for seed in range(10)}) > 5
     assert attack.attackers(0, population()) == NoiseAttack(0.3, std=1.0).attackers(0, population())
@@ -104,10 +104,11 @@ def test_noise_replaces_the_message_and_depends_on_seed_round_and_client() -> No
 
 
 def test_a_message_sent_under_two_names_is_changed_once() -> None:
-    both = torch.ones(4)
-    sent = attacked(NoiseAttack(0.5, 1.0), {"a": both, "b": both, "c": torch.ones(4)}, torch.Generator())
+    both, noise = torch.ones(4), torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    stream = torch.Generator().manual_seed(0)
+    sent = attacked(NoiseAttack(0.5, 1.0), {"a": both, "b": both, "c": torch.ones(4)}, stream)
     assert sent["a"] is sent["b"]
-    assert not torch.equal(sent["a"], sent["c"])
+    assert torch.equal(torch.stack([sent["a"], sent["c"]]), noise)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,22 @@ def test_full_batch_gradients_are_attacked_too() -> None:
         for attack in (None, SignFlipAttack(1.0))
     ]
     torch.testing.assert_close(momenta[0], -momenta[1], rtol=1e-12, atol=0.0)
+    noise = [
+        run("sequential", algorithm=Mime(SGDm()), attack=NoiseAttack(1.0, 1.0), max_rounds=1, clients_per_round=None,
+            sampler=lambda seed, round, population, i=i: [i]).fit_loop.server["m"]
+        for i in (1, 4)
+    ]  # fmt: skip
+    assert not torch.equal(*noise), "every client has its own"
+
+
+def test_a_bad_clients_own_work_reads_its_true_gradient() -> None:
+    # its step is the cohort's gradient, here its own flipped one, and its message is flipped again
+    options = {"algorithm": FedDane(0.1, "same"), "clients_per_round": 1, "max_rounds": 1, "local_epochs": None}
+    honest, bad = (
+        run("sequential", datamodule=lambda: data(batch_size=32), attack=attack, local_steps=1, **options)
+        for attack in (None, SignFlipAttack(1.0))
+    )
+    torch.testing.assert_close(bad.fit_loop.state.x, honest.fit_loop.state.x, rtol=1e-12, atol=1e-14)
 
 
 def test_bad_clients_keep_their_own_states() -> None:
@@ -214,6 +231,7 @@ def test_flipped_labels_are_those_of_data_with_flipped_labels(engine: str) -> No
 def test_labels_are_found_in_pairs_and_mappings() -> None:
     attack, y = LabelFlipAttack(0.5, 4), torch.tensor([0, 3, 1])
     x, flipped = torch.zeros(3, 2), torch.tensor([3, 0, 2])
+    assert type(attack.batch((x, y))) is tuple
     assert torch.equal(attack.batch((x, y))[1], flipped)
     assert torch.equal(attack.batch([x, x, y])[2], flipped)
     found = attack.batch({"image": x, "label": y, "id": y})

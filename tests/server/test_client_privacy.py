@@ -122,7 +122,10 @@ def test_counts_survive_a_checkpoint() -> None:
     ours.add(2, 20, 4)
     ours.add(0, 8, 1)
     assert ours.saved().tolist() == [[0, 2, 1], [2, 4, 4], [2, 5, 4]]
-    again.load(ours.saved())
+    again.add(0, 16, 9)
+    again.add(9, 16, 4)
+    assert list(again.epsilons()) == [0, 9]
+    again.load(ours.saved())  # in place of what there was
     assert again.epsilons() == ours.epsilons()
     assert ledger().saved().shape == (0, 3)
 

@@ -46,7 +46,7 @@ class Turns:
         return {"times": self.times}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.times = dict(state_dict["times"])
+        self.times = state_dict["times"]
 
 
 CLOCK = ClientClock(3.0, slow_share=0.4, spread=0.3)
@@ -273,10 +273,16 @@ def test_each_run_learns_by_itself_and_a_second_fit_goes_on() -> None:
     assert same(state_of(twice), state_of(whole))
 
 
-def test_a_state_given_at_the_start_is_that_of_every_run() -> None:
-    for _ in range(2):
-        _, record = ran("a user's", sampler=Turns({0: 99, 1: 99}), max_rounds=1)
-        assert cohorts(record) == [(2, 3)]
+def test_a_state_given_at_the_start_is_that_of_every_run(tmp_path: Path) -> None:
+    fitted, record = ran("a user's", sampler=Turns({0: 99, 1: 99}), max_rounds=1)
+    ran("", sampler=UniformSampler(2), max_rounds=1)[0].save_checkpoint(tmp_path / "other.ckpt")
+    fitted.max_rounds = 2
+    with pytest.warns(UserWarning, match="nothing that a sampler has learned: Turns begins as in a new run"):
+        fitted.fit(Ordinary(), data(SIZES), ckpt_path=tmp_path / "other.ckpt")
+    assert cohorts(record) == [(2, 3)] * 2
+    noted = fitted.fit_loop.run_state.state_dict()["sampler"]["state"]
+    fitted.fit_loop.settings.sampler.times.clear()  # type: ignore[attr-defined]
+    assert noted["times"].keys() == {0, 1, 2, 3}, "what a checkpoint holds is a copy"
 
 
 def test_a_checkpoint_of_another_sampler_is_told_of(tmp_path: Path) -> None:

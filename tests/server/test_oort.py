@@ -27,6 +27,7 @@ class Reference:
 
     step: float
     window: int
+    clock: ClientClock
     epsilon: float = 0.9
     rounds: int = 0
     utility: dict[str, float] = field(default_factory=dict)
@@ -57,7 +58,8 @@ class Reference:
     def end(self, reports: dict[str, Any]) -> None:
         for i, r in reports.items():
             self.utility[i] = r.size * math.sqrt(r.metrics["square"])
-            self.last[i], self.duration[i] = self.rounds, SECONDS[i]
+            self.last[i] = self.rounds
+            self.duration[i] = self.clock.seconds_of(5, NAMES, NAMES.index(i), self.rounds - 1)
         self.history.append(sum(self.utility[i] for i in reports))
         if self.epsilon > 0.2:
             self.epsilon *= 0.98
@@ -65,8 +67,9 @@ class Reference:
 
 def test_rounds_are_those_of_the_algorithm() -> None:
     random, seed, k = np.random.default_rng(0), 5, 6
-    sampler = OortSampler(k, clock=ClientClock(SECONDS), pacer_step=1.5, window=3, squared_loss="square")
-    reference, raised, restarts = Reference(1.5, 3), set(), 0
+    clock = ClientClock(SECONDS, jitter=0.2)  # every round has its own times
+    sampler = OortSampler(k, clock=clock, pacer_step=1.5, window=3, squared_loss="square")
+    reference, raised, restarts = Reference(1.5, 3, clock), set(), 0
     for number in range(60):
         reference.begin()
         cohort = sampler(seed, number, NAMES)
@@ -91,7 +94,7 @@ def test_rounds_are_those_of_the_algorithm() -> None:
         sampler.update(number, reports)
         reference.end(reports)
         if number % 7 == 0:  # a sampler in its place, with its state, goes on
-            again = OortSampler(k, clock=ClientClock(SECONDS), pacer_step=1.5, window=3, squared_loss="square")
+            again = OortSampler(k, clock=clock, pacer_step=1.5, window=3, squared_loss="square")
             again.load_state_dict(sampler.state_dict())
             sampler, restarts = again, restarts + 1
     assert len(raised) > 3
@@ -112,6 +115,15 @@ def test_clients_are_drawn_in_proportion_to_their_utility_among_those_admitted()
     for name, chance in {"a": 4 / 9, "b": 3 / 9, "c": 2 / 9}.items():
         assert abs(found[name] - chance * rounds) < 5 * math.sqrt(chance * (1 - chance) * rounds)
     assert "d" not in found
+
+
+def test_shares_are_rounded_and_both_draws_are_independent() -> None:
+    sampler = OortSampler(4, exploration=0.4)  # 1.6 of 4
+    sampler.update(0, {i: report(i, 1.0) for i in "abcd"})
+    assert len(set(sampler(0, 0, list("abcdefgh"))) & set("efgh")) == 2
+    pair = OortSampler(2, exploration=0.5)
+    pair.update(0, {i: report(i, 1.0) for i in "ab"})
+    assert {tuple(pair(seed, 0, list("abcd"))) for seed in range(60)} == {(i, j) for i in "ab" for j in "cd"}
 
 
 def test_those_that_have_not_taken_part_are_drawn_by_speed() -> None:
@@ -174,7 +186,8 @@ def test_clients_that_took_part_too_often_come_last() -> None:
         sampler.update(number, {"a": report("a", 9.0)})
     sampler.update(3, {"b": report("b", 1.0), "c": report("c", 1.0)})
     assert all(sampler(0, r, list("abc")) == ["b", "c"] for r in range(20))
-    sampler.update(4, {"c": report("c", 1.0)})
+    sampler.update(4, {"c": report("c", 1.0)})  # its second time, which is not too often
+    assert all(sampler(0, r, list("abc")) == ["b", "c"] for r in range(20))
     sampler.update(5, {"c": report("c", 1.0)})
     drawn = {tuple(sampler(0, r, list("abc"))) for r in range(40)}
     assert drawn == {("a", "b"), ("b", "c")}  # b, and one of the others

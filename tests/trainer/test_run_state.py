@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lightning_fed import FederatedError, FederatedTrainer, algorithms
+from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer, algorithms
 from lightning_fed.server import CoordinateMedian, FedAdam, FedBuff, SystemsHeterogeneity, TopK
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
@@ -172,6 +172,22 @@ def test_states_of_a_fit_that_failed_are_closed_too() -> None:
     with pytest.raises(ValueError, match="enough"):
         fitted(Fails, **DISK)
     assert kept_open() == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_round_that_was_left_leaves_no_states(error: type[BaseException]) -> None:
+    class Leaves(FederatedCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            if trainer.fit_loop.round == 1:
+                raise error("now")
+
+    run = trainer(algorithm=algorithms.Scaffold(), engine="sequential", limit_val_batches=0, callbacks=[Leaves()])
+    with pytest.raises((RuntimeError, SystemExit)):
+        run.fit(seeded(), data())
+    kept = run.fit_loop.state.clients
+    before = kept.state_dict()
+    kept.commit()
+    assert same(kept.state_dict(), before)
 
 
 def test_states_can_be_read_after_another_trainers_fit_in_the_folder() -> None:

@@ -501,7 +501,9 @@ def test_room_for_words_takes_those_of_the_file_or_those_that_are_agreed_on(tmp_
     assert data.feature_names == ["ward=Eye", "ward=eye", "ward unused 3", "ward missing", "no=9", "no=10"]
     with pytest.raises(FederatedError, match=r"words of column 'ward' come from the rows.*agree_on=\['ward'\]"):
         data.describe_columns()
-    data.use_words({"ward": ["Eye", "arm", "eye"], "no": ["9", "10"]})
+    agreed = {"ward": ["Eye", "arm", "eye"], "no": ["9", "10"]}
+    data.use_words(agreed)
+    agreed["ward"].reverse()  # which is not the table's list
     assert tensors(data, "a")[0] == [[0, 0, 1, 0, 0, 1], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]]
     assert data.describe_columns()[:3] == ["ward=Eye", "ward=arm", "ward=eye"]
     data.use_words({})

@@ -97,6 +97,7 @@ def test_a_slow_node_is_waited_for(nodes: Any, tmp_path: Any, clock: Clock, capl
     run(nodes, tmp_path / "last.ckpt", TIMEOUT, 600.0, absent_after=LIMIT, max_rounds=2, **DROPS)
     assert cohorts(caplog) == ["[0, 2, 3]"] * 2
     assert 20 * LIMIT < clock.now < 2 * TIMEOUT
+    assert nodes.asked.count((100, "query")) == 5  # who it is, and twice a round, at twice the distance
 
 
 def test_a_server_that_starts_before_its_nodes_waits_for_them(

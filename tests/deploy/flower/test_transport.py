@@ -15,6 +15,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import Absent, Message
 from lightning_fed.deploy.flower.transport import FlowerTransport
 from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
@@ -114,6 +115,17 @@ def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog
         run(nodes, tmp_path / "last.ckpt", 0.5, 0.1)
     assert "Node 101: it has client nobody, and the run's client_ids are 0, 1, 2, 3." in caplog.text
     assert "Node 102: This SuperNode's client-id is None" in caplog.text
+
+
+def test_registrations_come_before_the_last_reply_after_which_the_fit_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = FlowerTransport(None, [0, 1], 10.0, 10.0)  # type: ignore[arg-type]
+    task, late = (Message({"client": client, "phase": "train", "round": 0}) for client in (0, 1))
+    for name, result in (("_query_nodes", []), ("_send", None), ("_pull", [task, late])):
+        monkeypatch.setattr(transport, name, lambda *_, result=result: result)
+    come = [one.client for one in transport.exchange({0: task}, {1: late}) if not isinstance(one, Absent)]
+    assert come == [1, 0]
 
 
 def test_two_clients_that_read_alike_are_refused() -> None:

@@ -260,7 +260,7 @@ def test_a_module_that_cannot_be_vectorized_with_the_new_value_restarts() -> Non
 
 
 class OnlyFor(FederatedCallback):
-    """Sets something for client 1, and notes the settings that clients and rounds find."""
+    """Sets something for client 1 and for the last one, and notes the settings that clients and rounds find."""
 
     def __init__(self, setter: Setter, round: int | None = None) -> None:
         self.setter, self.round = setter, round
@@ -276,11 +276,11 @@ class OnlyFor(FederatedCallback):
 
     def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
         self._note(trainer, self.found)
-        if client_id == 1 and self.round in (None, round):
+        if client_id in (1, 3) and self.round in (None, round):
             self.setter(trainer, pl_module, 5.0)
 
     def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
-        if client_report.client_id == 1:
+        if client_report.client_id in (1, 3):
             self._note(trainer, self.at_end)
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
@@ -296,6 +296,32 @@ def extended(trainer: Any, module: Any, value: float) -> None:
     module.table["more"] = value
 
 
+def everything(trainer: Any, module: Any, value: float) -> None:
+    for setter in (*SETTERS, extra, extended):
+        setter(trainer, module, 1.1)
+    trainer.fit_loop.corrected_clip = (value, "norm")
+    trainer.datamodule.not_there_before = [value]
+
+
+def test_all_that_a_hook_may_set_holds_for_its_client_alone() -> None:
+    callback = OnlyFor(everything)
+    run("sequential", callbacks=[callback], **{**options_of(method), "datamodule": noisy, "max_rounds": 2})
+    assert len(callback.found) == 2 * 6
+    assert all(one == callback.found[0] for one in callback.found)
+
+
+def test_what_a_hook_has_set_is_put_back_if_the_round_is_left() -> None:
+    class Leaves(OnlyFor):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if pl_module.factor == 5.0:
+                raise KeyboardInterrupt
+
+    module = Adjustable()
+    with pytest.raises(SystemExit):
+        run("sequential", callbacks=[Leaves(attribute)], **{**options_of(attribute), "make": lambda: module})
+    assert module.factor == 1.0
+
+
 @pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, tensor_in_place, rate, extra]))
 def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> None:
     callback = OnlyFor(setter)
@@ -304,7 +330,7 @@ def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> Non
     first, *others = callback.found
     assert len(others) == 2 * 6 - 1
     assert all(one == first for one in others)
-    assert len(callback.at_end) == 2
+    assert len(callback.at_end) == 2 * 2
     assert all(one != first for one in callback.at_end)
     if setter in HARMLESS_ALONE or setter is extra or setter is extended:
         return

@@ -121,6 +121,11 @@ def test_krum_by_hand() -> None:
     assert torch.equal(combined(MultiKrum(1), rows), matrix([3.25, 0, 0])[0])
 
 
+def test_of_two_values_that_are_equally_far_from_the_median_bulyan_takes_the_lower_one() -> None:
+    rows = matrix(*([value, 0, 0] for value in (0, 3, 4, 4.5, 5, 100, 200)))  # Krum selects the first five
+    torch.testing.assert_close(combined(Bulyan(1), rows), matrix([(3 + 4 + 4.5) / 3, 0, 0])[0])
+
+
 def test_of_equal_scores_the_first_client_wins_in_any_order_of_arrival() -> None:
     rows = matrix([0, 0, 0], [1, 0, 0], [5, 0, 0], [6, 0, 0], [50, 0, 0])
     for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
@@ -134,6 +139,9 @@ def test_a_client_drawn_twice_is_there_twice_except_in_sums_over_clients() -> No
     torch.testing.assert_close(together, apart, rtol=1e-12, atol=0.0)
     once = combined(MultiKrum(1), rows, counts=[1, 3, 1, 1, 1, 1], reduces="population")
     torch.testing.assert_close(once, 0.6 * combined(MultiKrum(1), rows, weighting="uniform"))
+    combined(MultiKrum(2), rows, counts=[1, 3, 1, 1, 1, 1], weighting="uniform")  # needs 7, and there are 8
+    with pytest.raises(FederatedError, match="needs at least 7 clients in every round, found a round with 6"):
+        combined(MultiKrum(2), rows, counts=[1, 3, 1, 1, 1, 1], reduces="population")
 
 
 @pytest.mark.parametrize("rule", [Krum(2), MultiKrum(2), Bulyan(2)], ids=repr)

@@ -93,7 +93,9 @@ def test_the_bytes_are_those_of_the_missing_residuals() -> None:
 
     factors, dense = 8 * R * (M + N), 8 * M * N
     assert lora.send([0, 1], x) == 0
+    assert lora.moved_weights == {}, "sites have those of the start"
     close(2)
+    assert lora.moved_weights.keys() == lora.weights.keys() == {"0"}
     assert lora.send([0, 2], x) == 2 * factors  # a new client has the weights of the start
     assert factors < dense < 2 * factors
     close(2)

@@ -90,6 +90,34 @@ def test_a_client_drawn_twice_has_twice_the_weight_and_nobody_sends_more_than_th
     np.testing.assert_allclose(estimate, np.array(weights) @ rows, rtol=1e-12)
 
 
+class Alone:
+    """A process whose sums are added up by the test."""
+
+    rank, size = 0, 2
+
+    def sum(self, tensors: Any) -> None:
+        pass
+
+
+def test_processes_draw_by_the_steps_that_the_clients_of_all_have_taken() -> None:
+    def made(*indices: int) -> Any:
+        aggregation = OptimalClientSampling(2).of_round(
+            {"delta": "weighting"}, "steps", cohort(EXAMPLES), 10, seed=0, round=3
+        )
+        for i in indices:
+            add_one(aggregation, i, 1 + 2 * i, {"delta": torch.from_numpy(ROWS[i])}, X)
+        return aggregation
+
+    whole, parts = made(0, 1, 2, 3), [made(0, 1), made(2, 3)]
+    wanted, _ = whole.compute(X)
+    partials = [part.partial() for part in parts]
+    for part in parts:
+        part.merge(partials, Alone(), X)
+        assert part.senders == whole.senders
+    found = sum(part.compute(X)[0]["delta"] for part in parts)
+    torch.testing.assert_close(found, wanted["delta"], rtol=1e-12, atol=1e-14)
+
+
 def test_an_update_that_is_not_finite_has_a_client() -> None:
     aggregation = OptimalClientSampling(2).of_round(
         {"delta": "weighting"}, "uniform", cohort([1, 1]), 2, seed=0, round=0

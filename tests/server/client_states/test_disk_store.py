@@ -328,10 +328,13 @@ def test_a_forked_process_leaves_the_index_to_its_parent(tmp_path: Path) -> None
         gc.collect()
 
     kept.index.patience = 0.0
+    log = kept.index.path.with_name(f"{kept.index.path.name}-wal")
+    before = log.stat()
     process = multiprocessing.get_context("fork").Process(target=drop)
     process.start()
     process.join(HANGS)
     assert process.exitcode == 0
+    assert (log.stat().st_ino, log.stat().st_size) == (before.st_ino, before.st_size)
     put(kept, {0: 2.0, 1: 1.0})
     shards = recorded(kept)
     assert values(reopened(tmp_path, shards)) == {0: 2.0, 1: 1.0}

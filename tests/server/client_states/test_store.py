@@ -179,6 +179,12 @@ def test_indices_come_back_as_ints(make: Make) -> None:
     assert float(store.get(7)["h"]) == 1.0
 
 
+def test_a_process_loads_the_states_of_its_own_clients(make: Make) -> None:
+    store = make()
+    store.load_state_dict({i: state_of(i) for i in range(5)}, lambda i: i % 2 == 1)
+    assert store.state_dict().keys() == {1, 3}
+
+
 def test_names_shapes_types_and_bits_come_back(make: Make) -> None:
     store = make()
     rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
