@@ -180,7 +180,10 @@ class FederatedOptimizer(Optimizer):
     @property
     def decay(self) -> list[float]:
         """The coupled weight decay of every parameter: part of the client's loss, and so of every gradient."""
-        of_groups = [coupled_decay(self.base, group) for group in self.base.param_groups]
+        base = self.base
+        if len(base.param_groups) == 1:
+            return [coupled_decay(base, base.param_groups[0])] * len(self._groups)
+        of_groups = [coupled_decay(base, group) for group in base.param_groups]
         return [of_groups[g] for g in self._groups]
 
     @property

@@ -4,7 +4,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,8 +74,16 @@ class SequentialEngine(Engine):
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             attributes = {} if self._has_checked_frozen else self._tensors_of_attributes()
             self.epoch_loop.begin_client()
-            with self.epoch_loop._results.of_client(self.trainer.lightning_module), self._own_options():
-                self._train(inputs, plan)
+            options = None
+            if schedule is None:  # which sets them before every step
+                options = LocalOptions(self.optimizer.base, self.trainer.lr_scheduler_configs)
+            try:
+                with self.epoch_loop._results.of_client(self.trainer.lightning_module):
+                    self._train(inputs, plan)
+            finally:
+                _, stepped = (None, None) if options is None else options.take_back()
+            if stepped is not None:
+                raise stepped_schedule(self.trainer.lightning_module, stepped)
             self.flat.gather()
             numbers = self.epoch_loop.close_client()
             if not self._has_checked_frozen:
@@ -187,22 +194,6 @@ class SequentialEngine(Engine):
             self.trainer.fit_loop.max_batches = length
             self.fetcher.bind(itertools.islice(batches.epoch(stream, self.shuffle), length), length)
             self.epoch_loop.run(self.fetcher)
-
-    @contextmanager
-    def _own_options(self) -> Iterator[None]:
-        """Give the local optimizer its options back after a client's work; raise if its schedule has stepped."""
-        if self.optimizer.schedule is not None:  # sets them before every step
-            yield
-            return
-        options = LocalOptions(self.optimizer.base, self.trainer.lr_scheduler_configs)
-        try:
-            yield
-        except BaseException:
-            options.take_back()
-            raise
-        _, schedule = options.take_back()
-        if schedule is not None:
-            raise stepped_schedule(self.trainer.lightning_module, schedule)
 
     def _merged_buffers(self, before: State) -> State:
         """Return the buffers after a client's work: the mean over processes of the changed ones."""
