@@ -147,8 +147,8 @@ def test_a_killed_host_is_named_and_one_process_goes_on(hosts: list[Host], tmp_p
     first, second, *killed = in_processes(partial(on_two, tmp_path, Kills(2, 3)), tmp_path, 4, hosts=hosts)
     assert [outcome.error for outcome in killed] == ["killed"] * 2
     for rank, outcome in enumerate((first, second)):
-        names = rf"FederatedError: Process {rank} on {hosts[0].name} misses "
-        assert re.search(rf"{names}processes 2 \(pid \d+\), 3 \(pid \d+\) on {hosts[1].name}: ", outcome.error)
+        names = rf"FederatedError: Process {rank} on {hosts[0].name} has lost "
+        assert re.search(rf"{names}processes 2 \(pid \d+\), 3 \(pid \d+\) on {hosts[1].name}\.", outcome.error)
     whole = saved(tmp_path / "whole")
     last = tmp_path / "checkpoints" / "last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 1
@@ -167,5 +167,5 @@ def test_a_host_that_is_cut_off_is_named(rank: int, hosts: list[Host], tmp_path:
         own, other = hosts if rank < 2 else reversed(hosts)
         numbers = [r for r in range(4) if r // 2 != rank // 2]
         names = r"processes {} \(pid \d+\), {} \(pid \d+\)".format(*numbers)
-        assert re.search(rf"Process {rank} on {own.name} misses {names} on {other.name}: ", outcome.error)
+        assert re.search(rf"Process {rank} on {own.name} has lost {names} on {other.name}\.", outcome.error)
         assert ("Process 0, which writes logs and checkpoints, is among them." in outcome.error) == (rank > 1)
