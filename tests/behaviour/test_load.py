@@ -99,6 +99,7 @@ def assert_flat(found, bytes_per_round):
     assert found["open_files_end"] == found["open_files_settled"]
     assert found["objects_end"] - found["objects_settled"] < max(100, found["rounds"] / 100)
     assert found["rss_bytes_per_round"] < bytes_per_round
+    assert found["rss_mb_end"] - found["rss_mb_settled"] < 10  # the allocator's steps
     assert found["tensorboard_bytes_per_round"] < 1000
 
 
