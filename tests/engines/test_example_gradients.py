@@ -203,20 +203,23 @@ def test_it_goes_together_with_privacy_of_clients_which_hides_who_spent_what() -
     assert {"privacy/epsilon", "server/update_norm", "round/seconds"} == set(t.callback_metrics)
 
 
+class OneByOne(Dataset[Any]):
+    """Examples that are loaded one by one."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.own[index]
+
+
 @pytest.mark.thorough
 def test_a_loader_and_an_attacked_clients_samples_work_too() -> None:
-    class Lists(Dataset[Any]):
-        def __init__(self, own: Any) -> None:
-            self.own = own
-
-        def __len__(self) -> int:
-            return len(self.own)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.own[index]
-
     def loaded() -> FederatedDataModule:
-        return FederatedDataModule(clients=[Lists(own) for own in clients()], batch_size=4)
+        return FederatedDataModule(clients=[OneByOne(own) for own in clients()], batch_size=4)
 
     options = {"client_privacy": ON, "attack": SignFlipAttack(0.5), **QUICK}
     assert_close(state_of(run("sequential", **options)), state_of(run("sequential", datamodule=loaded, **options)))
@@ -444,21 +447,11 @@ def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None
 
 
 def test_examples_that_are_loaded_one_by_one_are_separate_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rows(Dataset[Any]):
-        def __init__(self, own: Any) -> None:
-            self.own = own
-
-        def __len__(self) -> int:
-            return len(self.own)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.own[index]
-
     def no_trial(*_: Any) -> bool:
         pytest.fail("a subset loads its examples as its data set does")
 
     monkeypatch.setattr("lightning_fed.rounds.local_plans._are_separate", no_trial)
-    subsets = [Subset(Rows(own), range(len(own))) for own in clients()]
+    subsets = [Subset(OneByOne(own), range(len(own))) for own in clients()]
     fit(client_privacy=ON, max_rounds=1, datamodule=FederatedDataModule(clients=subsets, batch_size=4))
 
 

@@ -65,6 +65,27 @@ def test_rates_that_a_later_step_sets_are_not_missed_by_clients_at_once() -> Non
         run("vectorized", CoolsLater, alike, clients_per_round=3, max_rounds=3)
 
 
+class DecaysOnSchedule(Ordinary):
+    """Raises its weight decay in every step, beside a schedule of the rate by local step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for group in self.optimizers().param_groups:
+            group["weight_decay"] += 1.0
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("mode", ["restart", "continue"])
+def test_what_a_schedule_does_not_set_is_restored_beside_one(mode: str) -> None:
+    seen = Record()
+    run("sequential", DecaysOnSchedule, alike, clients_per_round=3, max_rounds=1, local_schedule=mode, callbacks=[seen])
+    assert len({report.update_norm for report in seen.reports}) == 1
+
+
 class Steps(Ordinary):
     """Steps its schedule in every step."""
 

@@ -33,6 +33,7 @@ from tests.helpers.processes import in_processes
 from tests.helpers.training import CLASSES, FEATURES, Net, clients, data
 
 pytestmark = pytest.mark.thorough  # importing peft takes seconds
+NO_PEFT = 'no peft: pip install -e ".[pages]"'
 SIZES = (13, 8, 21, 5)
 MERGED = "net.base_model.model.{}.{}"
 
@@ -306,8 +307,7 @@ def test_a_module_without_adapters_is_refused(lora: str) -> None:
 
 
 def test_other_kinds_of_layers_are_refused() -> None:
-    import peft
-
+    peft = pytest.importorskip("peft", reason=NO_PEFT)
     module = adapted()
     module.words = peft.get_peft_model(
         torch.nn.Sequential(torch.nn.Embedding(4, 3)), peft.LoraConfig(r=2, target_modules=["0"])
@@ -318,7 +318,7 @@ def test_other_kinds_of_layers_are_refused() -> None:
 
 def test_transposed_base_weights() -> None:
     transformers = pytest.importorskip("transformers", reason='no transformers: pip install -e ".[pages]"')
-    import peft
+    peft = pytest.importorskip("peft", reason=NO_PEFT)
 
     class Words(Adapted):
         def __init__(self) -> None:

@@ -74,14 +74,13 @@ class SequentialEngine(Engine):
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             attributes = {} if self._has_checked_frozen else self._tensors_of_attributes()
             self.epoch_loop.begin_client()
-            options = None
-            if schedule is None:  # which sets them before every step
-                options = LocalOptions(self.optimizer.base, self.trainer.lr_scheduler_configs)
+            schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # it steps them itself
+            options = LocalOptions(self.optimizer.base, schedules)
             try:
                 with self.epoch_loop._results.of_client(self.trainer.lightning_module):
                     self._train(inputs, plan)
             finally:
-                _, stepped = (None, None) if options is None else options.take_back()
+                _, stepped = options.take_back()
             if stepped is not None:
                 raise stepped_schedule(self.trainer.lightning_module, stepped)
             self.flat.gather()
