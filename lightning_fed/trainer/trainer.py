@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from lightning_fed.algorithms import Algorithm
 from lightning_fed.callbacks import RoundLines, RoundLogger, RoundProgressBar, RunSummary
@@ -295,13 +295,20 @@ class FederatedTrainer(pl.Trainer):
         return steps
 
     @property
-    def train_dataloader(self) -> NoReturn:
-        """Raise, since each client has its own loader."""
-        raise _NoLoaderError(
-            "trainer.train_dataloader does not exist, since each client has its own loader. While a client trains,"
-            " trainer.num_training_batches is its number of batches. For the length of a schedule, use"
-            " trainer.estimated_stepping_batches."
-        )
+    def train_dataloader(self) -> None:
+        """``None`` in the module's ``setup`` and ``configure_*`` hooks, as in any fit before its loaders are set up.
+
+        Raises:
+            FederatedError: Elsewhere, since each client has its own loader. It is an ``AttributeError`` as well, so
+                ``getattr`` with a default value returns that.
+        """
+        module = self.lightning_module
+        if module is None or module._current_fx_name not in ("setup", "configure_model", "configure_optimizers"):
+            raise _NoLoaderError(
+                "trainer.train_dataloader does not exist, since each client has its own loader. While a client trains,"
+                " trainer.num_training_batches is its number of batches. For the length of a schedule, use"
+                " trainer.estimated_stepping_batches."
+            )
 
     @property
     def num_training_batches(self) -> int | float:
