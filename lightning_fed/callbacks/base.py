@@ -120,16 +120,16 @@ def any_uses_hook(trainer: pl.Trainer, *hooks: str) -> bool:
 
 def reads_reports(trainer: pl.Trainer) -> bool:
     """Return whether a hook may read a client's report before the round's end; this package's read no loss or norm."""
-    return _users_hear(trainer, "on_client_end")
+    return _user_overrides(trainer, "on_client_end")
 
 
-def sets_for_clients(trainer: pl.Trainer) -> bool:
-    """Return whether a hook may set something for one client; this package's own set nothing."""
-    return _users_hear(trainer, "on_client_start")
+def sets_for_clients(trainer: pl.Trainer, *hooks: str) -> bool:
+    """Return whether one of these hooks may set something for one client; this package's own set nothing."""
+    return any(_user_overrides(trainer, hook) for hook in hooks)
 
 
-def _users_hear(trainer: pl.Trainer, hook: str) -> bool:
-    """Return whether a callback of the user's overrides a hook."""
+def _user_overrides(trainer: pl.Trainer, hook: str) -> bool:
+    """Return whether a callback that is not of this package overrides a hook."""
     return any(
         isinstance(c, FederatedCallback)
         and uses_hook(c, hook, FederatedCallback)

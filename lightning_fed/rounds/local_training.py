@@ -208,7 +208,7 @@ class LocalTraining:
         self._ended = 0  # clients of the result whose hook has run
         self._before: Sequence[State] = []  # its clients' states before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
-        self._sets = self._uses_start_hook and sets_for_clients(self.trainer)
+        self._sets = self._uses_start_hook and sets_for_clients(self.trainer, "on_client_start")
         self._uses_end_hook = any_uses_hook(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
-from lightning_fed.callbacks.base import FederatedCallback, any_uses_hook, uses_hook
+from lightning_fed.callbacks.base import FederatedCallback, sets_for_clients, uses_hook
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
@@ -51,7 +51,7 @@ class ClientSettings:
 
     Hooks may set attributes of the module, options of the optimizer and others for one client. The vectorized engine
     calls the hooks of several clients before it trains any of them, so all must set the same values. Nothing is
-    compared if no callback has such a hook.
+    compared if no callback of the user has such a hook: those of this package set nothing.
 
     Settings are the inputs of local work: attributes of the module and its submodules, including collections, tensors
     and the training mode, frozen parameters and ``requires_grad``, options of the local optimizer, and attributes of
@@ -63,7 +63,7 @@ class ClientSettings:
         self.trainer: Any = prepared.trainer
         self._prepared, self.module = prepared, prepared.module
         self._trained = set(map(id, prepared.flat.params))
-        self.is_needed = False  # whether any callback has client hooks in this round
+        self.is_needed = False  # whether a user's callback has client hooks in this round
         self._at_start: Settings = {}  # at the start of the round
         self._buffers: list[int] = []  # ids of buffers at that time
         self._first: tuple[ClientId, Settings] | None = None  # the first client of the chunk whose hooks ran
@@ -73,7 +73,7 @@ class ClientSettings:
 
     def begin_round(self) -> None:
         """Record all settings, if hooks may change them for single clients."""
-        self.is_needed = any_uses_hook(self.trainer, *CLIENT_HOOKS)
+        self.is_needed = sets_for_clients(self.trainer, *CLIENT_HOOKS)
         self._first = self._worked = None
         if self.is_needed:
             self._alive.clear()
@@ -82,6 +82,8 @@ class ClientSettings:
 
     def client_started(self, client_id: ClientId) -> None:
         """Raise if the settings after a client's hook differ from those of the first client of the chunk."""
+        if not self.is_needed:
+            return
         if self._first is None:
             self._first = client_id, self._now(with_data=True)
             return
@@ -115,11 +117,13 @@ class ClientSettings:
 
     def worked(self) -> None:
         """Record settings after the clients of a chunk trained."""
-        if any_uses_hook(self.trainer, "on_client_end"):
+        if sets_for_clients(self.trainer, "on_client_end"):
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:
         """Raise if a client's hook changed settings, since the next clients have already trained."""
+        if not sets_for_clients(self.trainer, "on_client_end"):
+            return
         for kind, name in _differing(self._after, self._now(with_data=True)):
             raise OnlySequentialError(
                 f"engine='vectorized' cannot give each client its own settings: on_client_end changes"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Ditto, FedAvg, FedProx, Mime, Scaffold, SGDm
+from lightning_fed.callbacks import ClientModels, RoundProgressBar, UpdateCosine
 from lightning_fed.engines.vectorized.client_settings import ClientSettings
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
 from tests.helpers.processes import in_processes
@@ -521,13 +522,17 @@ def results_in_two(hook: str) -> Any:
 # ---------------------------------------------------------------------- what is not compared
 
 
-def test_nothing_is_compared_without_hooks_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [None, RoundProgressBar, ClientModels, UpdateCosine])
+def test_nothing_is_compared_without_hooks_of_users(own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Rounds(FederatedCallback):
         def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
             pl_module.factor = 1.0 + round
 
     monkeypatch.setattr(ClientSettings, "_now", lambda *_, **__: pytest.fail("settings were looked at"))
-    run("auto", callbacks=[Rounds()], max_rounds=2, chunk_size=1, **options_of(attribute))
+    callbacks = [Rounds(), *([own()] if own is not None else [])]
+    bar = {"enable_progress_bar": own is RoundProgressBar, "default_root_dir": tmp_path}
+    fit = run("auto", callbacks=callbacks, max_rounds=2, chunk_size=1, **bar, **options_of(attribute))
+    assert fit.fit_loop.clients.engine.name == "vectorized"
 
 
 def test_hooks_that_only_note_what_they_see_keep_the_engine() -> None:
