@@ -16,8 +16,8 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import KeyedStream, Purpose, preserved_random_state
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
+from lightning_fed.engines.changes import changed, marks, tensor_marks
 from lightning_fed.engines.vectorized.batches import flatten
-from lightning_fed.engines.vectorized.changes import changed, marks, tensor_marks
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.trial import hooked_parameter
 from lightning_fed.server.aggregation.privacy import gaussian_noise

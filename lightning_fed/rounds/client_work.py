@@ -19,10 +19,10 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine, OnlySequentialError, Restart, RoundInputs, WorkPlan
 from lightning_fed.engines.choice import make_engine, reason_in
 from lightning_fed.engines.client_errors import NamesClient
+from lightning_fed.engines.client_settings import CLIENT_HOOKS, SettingsSnapshot
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import check_lstm
 from lightning_fed.engines.sequential.engine import SequentialEngine
-from lightning_fed.engines.vectorized.client_settings import CLIENT_HOOKS, SettingsSnapshot
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import stop_at

@@ -29,10 +29,10 @@ from lightning_fed.data.batches.batches import (
 from lightning_fed.data.batches.poisson import PoissonBatches
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
+from lightning_fed.engines.changes import Snapshot
 from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient
 from lightning_fed.engines.gradients import GradientPass, prepare_batch
 from lightning_fed.engines.vectorized.batches import flatten
-from lightning_fed.engines.vectorized.changes import Snapshot
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings, cut
 

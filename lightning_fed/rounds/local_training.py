@@ -16,10 +16,10 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
+from lightning_fed.engines.changes import changed, marks
+from lightning_fed.engines.client_settings import SettingsSnapshot
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
-from lightning_fed.engines.vectorized.changes import changed, marks
-from lightning_fed.engines.vectorized.client_settings import SettingsSnapshot
 from lightning_fed.rounds.failures import Isolation, stop_at
 from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task

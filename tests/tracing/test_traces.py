@@ -12,7 +12,7 @@ from torch.fx.experimental import proxy_tensor
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines.vectorized.changes import marks
+from lightning_fed.engines.changes import marks
 from lightning_fed.tracing import traces
 from lightning_fed.tracing.traces import Trace, Traces
 from tests.behaviour.test_contract import METHODS

@@ -18,6 +18,7 @@ from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
+from lightning_fed.engines.changes import attribute_tensors, numbers_in, parts_of
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
@@ -25,7 +26,6 @@ from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
-from lightning_fed.engines.vectorized.changes import attribute_tensors, numbers_in, parts_of
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 
 __all__ = ["SequentialEngine"]

@@ -18,14 +18,14 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of, summary_of
+from lightning_fed.engines.client_settings import ClientSettings
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
-from lightning_fed.engines.vectorized.changes import ChangeTracker
+from lightning_fed.engines.vectorized.change_tracker import ChangeTracker
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
-from lightning_fed.engines.vectorized.client_settings import ClientSettings
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
     ChunkMemory,

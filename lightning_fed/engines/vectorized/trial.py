@@ -18,10 +18,7 @@ from lightning_fed.core.seeds import capture_random_state, foreign_state, preser
 from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks
-from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
-from lightning_fed.engines.local_options import LocalOptions
-from lightning_fed.engines.vectorized.batches import BatchGroup
-from lightning_fed.engines.vectorized.changes import (
+from lightning_fed.engines.changes import (
     Marks,
     Snapshot,
     attribute_tensors,
@@ -34,6 +31,9 @@ from lightning_fed.engines.vectorized.changes import (
     parts_of,
     tensor_marks,
 )
+from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
+from lightning_fed.engines.local_options import LocalOptions
+from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 

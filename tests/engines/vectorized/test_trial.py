@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, SGDm
-from lightning_fed.engines.vectorized.changes import marks, parts_of
+from lightning_fed.engines.changes import marks, parts_of
 from lightning_fed.engines.vectorized.trial import StepState
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, refused, run, state_of
 from tests.helpers.selection import few

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Ditto, FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.callbacks import ClientModels, RoundProgressBar, UpdateCosine
-from lightning_fed.engines.vectorized.client_settings import ClientSettings
+from lightning_fed.engines.client_settings import ClientSettings
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
@@ -367,7 +367,7 @@ def test_what_training_changes_is_not_put_back() -> None:
 
 
 def test_a_tensor_that_is_too_large_to_copy_may_not_be_written_for_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fed.engines.vectorized.client_settings._COPIED", 2)
+    monkeypatch.setattr("lightning_fed.engines.client_settings._COPIED", 2)
     with pytest.raises(FederatedError, match="on_client_start changes 'numbers' of Adjustable in place: 3 numbers"):
         run("sequential", callbacks=[OnlyFor(tensor_in_place)], **options_of(tensor_in_place))
     run("sequential", callbacks=[OnlyFor(new_tensor)], max_rounds=1, **options_of(new_tensor))

@@ -1,4 +1,4 @@
-"""Detecting and undoing changes of a module's state, other than parameters, between clients run at once."""
+"""Detecting and undoing changes of a module's state, other than its trained parameters."""
 
 import argparse
 import copy
@@ -17,15 +17,11 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
-from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import rank_zero_warn
-from lightning_fed.core.errors import FederatedError
 
 __all__ = [
     "INTERNAL",
     "METRICS",
     "PASSING",
-    "ChangeTracker",
     "Marks",
     "Snapshot",
     "attribute_tensors",
@@ -39,9 +35,6 @@ __all__ = [
     "parts_of",
     "tensor_marks",
 ]
-
-_WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
-
 
 PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
 """Module attributes that Lightning and this package set and reset."""
@@ -370,94 +363,3 @@ def _is_same(inner: Any, content: Any) -> bool:
     if isinstance(inner, set):
         return bool(inner == content)
     return len(inner) == len(content) and all(one is other for one, other in zip(inner, content, strict=True))
-
-
-# ------------------------------------------------------------------ checks during a run
-
-
-class ChangeTracker:
-    """Ensures that nothing changes between clients that run at once."""
-
-    def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
-        self.algorithm = algorithm
-        self.module = trainer.lightning_module
-        self._marks = Marks()
-        self._hooks_changed = False  # whether client hooks of this round changed an attribute
-        self._has_hooks = False  # whether any callback has client hooks in this round
-        self._tensors = Marks()  # see begin_work
-        self._worked = 0  # times that clients worked in this round
-        self._in_a_row = 0  # consecutive rounds before which an attribute changed
-        self._has_warned = False
-
-    def remember(self) -> None:
-        """Record all attributes."""
-        self._marks = marks(self.module, self.algorithm)
-
-    def begin_round(self) -> bool:
-        """Record all attributes; return whether one changed since the last record."""
-        before, self._marks = self._marks, marks(self.module, self.algorithm)
-        self._worked, self._has_hooks = 0, False
-        name = changed(before, self._marks)
-        if name is not None:
-            self._count_change(name)
-        elif not self._hooks_changed:
-            self._in_a_row = 0
-        self._hooks_changed = False
-        return name is not None
-
-    def _count_change(self, name: str) -> None:
-        """Count consecutive rounds in which an attribute changes, and warn once if there are many."""
-        self._in_a_row += 1
-        if self._in_a_row == _WARN_AFTER:
-            rank_zero_warn(
-                f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
-                " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
-                " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
-            )
-
-    def expect_hooks(self) -> None:
-        """Record all attributes between chunks, since client hooks may have set some.
-
-        ``ClientSettings`` compares these. The work of every chunk, and not only of the first, is then compared with
-        this record.
-        """
-        before, is_first = self._marks, not self._has_hooks
-        self.remember()
-        self._worked, self._has_hooks = 0, True
-        name = changed(before, self._marks) if is_first else None
-        if name is not None:
-            self._hooks_changed = True
-            self._count_change(name)
-
-    def begin_work(self) -> None:
-        """Record buffers, metrics and frozen parameters before the first clients of a round."""
-        if not self._worked:
-            self._tensors = tensor_marks(self.module, with_trained=False)
-
-    def check_work(self) -> None:
-        """Raise if ``training_step`` has begun to have side effects; after the first clients of a round."""
-        self._worked += 1
-        if self._worked > 1:
-            return
-        tensors, self._tensors = self._tensors, Marks()
-        kind, name = "attribute", changed(self._marks, marks(self.module, self.algorithm))
-        if name is None and (tensor := changed(tensors, tensor_marks(self.module, with_trained=False))) is not None:
-            kind, _, name = tensor.partition(".")
-        if name is not None:
-            raise FederatedError(
-                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
-                f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
-                " engine='sequential'."
-            )
-
-    def end_round(self) -> None:
-        """Warn once of attributes that changed during clients' work."""
-        if self._has_warned or self._has_hooks or self._worked <= 1:
-            return
-        name = changed(self._marks, marks(self.module, self.algorithm))
-        if name is not None:
-            self._has_warned = True
-            rank_zero_warn(
-                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients train. With"
-                " engine='vectorized' their local steps use its value at the start of the round."
-            )

@@ -11,9 +11,7 @@ from lightning_fed.callbacks.base import FederatedCallback, sets_for_clients, us
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
-from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.prepared import PreparedModule
-from lightning_fed.engines.vectorized.changes import (
+from lightning_fed.engines.changes import (
     INTERNAL,
     METRICS,
     PASSING,
@@ -24,6 +22,8 @@ from lightning_fed.engines.vectorized.changes import (
     numbers_in,
     parts_of,
 )
+from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.prepared import PreparedModule
 
 __all__ = ["CLIENT_HOOKS", "ClientSettings", "SettingsSnapshot"]
 

@@ -12,7 +12,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedNova, Mime, Scaffold, SGDm
-from lightning_fed.engines.vectorized.changes import Snapshot, marks
 from lightning_fed.tracing.traces import Traces
 from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import covering, few
@@ -336,26 +335,3 @@ def test_metrics_of_evaluation_do_not_cost_the_traces(monkeypatch: pytest.Monkey
     made.clear()
     trainer(engine="vectorized", max_rounds=4, chunk_size=1).fit(WithMetric(), EVEN())
     assert len(made) == in_one_round > 0
-
-
-def test_marks_and_snapshots_look_into_collections_and_plain_objects() -> None:
-    module = nn.Linear(2, 2)
-    module.own, module.pairs = Weight(), {"a": [1, {"b": (2.0, torch.zeros(1))}]}
-    module.not_a_number = float("nan")
-    before = marks(module)
-    assert marks(module) == before
-    module.own.value = 1.0
-    assert marks(module) != before
-    before = marks(module)
-    module.pairs["a"][1]["b"][1].add_(1)
-    assert marks(module) != before
-    snapshot = Snapshot([module])
-    module.pairs["a"].append(2)
-    module.pairs["a"][1]["c"] = module.own.value = 3.0
-    snapshot.restore()
-    assert (len(module.pairs["a"]), list(module.pairs["a"][1]), module.own.value) == (2, ["b"], 1.0)
-    module.myself = module.pairs
-    module.pairs["pairs"] = module.pairs  # ends all the same
-    assert marks(module)
-    module.many = list(range(10**6))
-    assert marks(module) == marks(module)
