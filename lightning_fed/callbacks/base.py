@@ -14,8 +14,6 @@ __all__ = [
     "any_uses_hook",
     "boards",
     "call_round_hook",
-    "reads_reports",
-    "sets_for_clients",
     "uses_hook",
     "write_histogram",
 ]
@@ -109,32 +107,18 @@ def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Cal
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
-def any_uses_hook(trainer: pl.Trainer, *hooks: str) -> bool:
-    """Return whether any :class:`FederatedCallback` overrides one of some hooks."""
+def any_uses_hook(trainer: pl.Trainer, *hooks: str, of_users: bool = False) -> bool:
+    """Return whether any :class:`FederatedCallback` overrides one of some hooks.
+
+    With ``of_users``, the callbacks of this package do not count: in hooks for single clients they set nothing, and
+    they read no loss or norm of a client's report.
+    """
     return any(
-        isinstance(callback, FederatedCallback) and uses_hook(callback, hook, FederatedCallback)
+        isinstance(callback, FederatedCallback)
+        and uses_hook(callback, hook, FederatedCallback)
+        and not (of_users and getattr(getattr(callback, hook), "__module__", "").startswith("lightning_fed."))
         for callback in trainer.callbacks
         for hook in hooks
-    )
-
-
-def reads_reports(trainer: pl.Trainer) -> bool:
-    """Return whether a hook may read a client's report before the round's end; this package's read no loss or norm."""
-    return _user_overrides(trainer, "on_client_end")
-
-
-def sets_for_clients(trainer: pl.Trainer, *hooks: str) -> bool:
-    """Return whether one of these hooks may set something for one client; this package's own set nothing."""
-    return any(_user_overrides(trainer, hook) for hook in hooks)
-
-
-def _user_overrides(trainer: pl.Trainer, hook: str) -> bool:
-    """Return whether a callback that is not of this package overrides a hook."""
-    return any(
-        isinstance(c, FederatedCallback)
-        and uses_hook(c, hook, FederatedCallback)
-        and not getattr(getattr(c, hook), "__module__", "").startswith("lightning_fed.")
-        for c in trainer.callbacks
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
-from lightning_fed.callbacks.base import FederatedCallback, sets_for_clients, uses_hook
+from lightning_fed.callbacks.base import FederatedCallback, any_uses_hook, uses_hook
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import OnlySequentialError
@@ -73,7 +73,7 @@ class ClientSettings:
 
     def begin_round(self) -> None:
         """Record all settings, if hooks may change them for single clients."""
-        self.is_needed = sets_for_clients(self.trainer, *CLIENT_HOOKS)
+        self.is_needed = any_uses_hook(self.trainer, *CLIENT_HOOKS, of_users=True)
         self._first = self._worked = None
         if self.is_needed:
             self._alive.clear()
@@ -117,12 +117,12 @@ class ClientSettings:
 
     def worked(self) -> None:
         """Record settings after the clients of a chunk trained."""
-        if sets_for_clients(self.trainer, "on_client_end"):
+        if any_uses_hook(self.trainer, "on_client_end", of_users=True):
             self._after = self._now(with_data=True)
 
     def client_ended(self, client_id: ClientId) -> None:
         """Raise if a client's hook changed settings, since the next clients have already trained."""
-        if not sets_for_clients(self.trainer, "on_client_end"):
+        if not any_uses_hook(self.trainer, "on_client_end", of_users=True):
             return
         for kind, name in _differing(self._after, self._now(with_data=True)):
             raise OnlySequentialError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.callbacks.base import any_uses_hook, call_round_hook, reads_reports, sets_for_clients
+from lightning_fed.callbacks.base import any_uses_hook, call_round_hook
 from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
@@ -208,13 +208,14 @@ class LocalTraining:
         self._ended = 0  # clients of the result whose hook has run
         self._before: Sequence[State] = []  # its clients' states before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
-        self._sets = self._uses_start_hook and sets_for_clients(self.trainer, "on_client_start")
+        self._sets = self._uses_start_hook and any_uses_hook(self.trainer, "on_client_start", of_users=True)
         self._uses_end_hook = any_uses_hook(self.trainer, "on_client_end")
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine
         needs_numbers = settings.drops_failed or settings.aggregator or settings.compression or settings.client_privacy
+        is_read = any_uses_hook(self.trainer, "on_client_end", of_users=True)
         is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
-        engine.reads_later = reads_later and is_alone and not (needs_numbers or reads_reports(self.trainer))
+        engine.reads_later = reads_later and is_alone and not (needs_numbers or is_read)
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 
