@@ -86,6 +86,22 @@ def test_what_a_schedule_does_not_set_is_restored_beside_one(mode: str) -> None:
     assert len({report.update_norm for report in seen.reports}) == 1
 
 
+class DecaysLater(DecaysOnSchedule):
+    """The same from the client's third step on, which no trial step shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx > 1 else Ordinary.training_step(self, batch, 0)
+
+
+@pytest.mark.parametrize("mode", ["restart", "continue", "total"])
+def test_decay_that_a_later_step_sets_beside_a_schedule_is_noticed(mode: str) -> None:
+    options: Any = {"clients_per_round": 3, "max_rounds": 2, "local_schedule": mode}
+    with pytest.raises(FederatedError, match="it changes 'weight_decay' of the local optimizer, and did not in its"):
+        run("vectorized", DecaysLater, alike, **options)
+    ends = [state_of(run(engine, DecaysLater, alike, **options))["x"] for engine in ENGINES]
+    assert torch.equal(*ends)
+
+
 class Steps(Ordinary):
     """Steps its schedule in every step."""
 

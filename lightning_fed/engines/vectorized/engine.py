@@ -213,16 +213,15 @@ class VectorizedEngine(Engine):
             )
             means = ChunkMeans(len(plans))
             self.changes.begin_work()
-            options = None
-            if schedule is None:  # which sets them before each step
-                options = LocalOptions(self.optimizer.base, self.trainer.lr_scheduler_configs)
+            schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # it steps them itself
+            options = LocalOptions(self.optimizer.base, schedules)
             self.schedule.run(inputs, plans, rows, groups, work, means)
             self.changes.check_work()
-            if options is not None and any(changed := options.take_back()):
+            if schedule is not None:
+                schedule.rest()
+            if any(changed := options.take_back()):
                 raise self._refusal_of_options(*changed)
             delta, send, keep = work.finish()
-        if schedule is not None:
-            schedule.rest()
         if self.settings.is_needed:
             self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
