@@ -41,12 +41,23 @@ class Scheduled(MLPClassifier):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class OwnRate(MLPClassifier):
-    """The model with a learning rate for each client."""
+class OwnRate(lightning_fed.FederatedCallback):
+    """Sets a learning rate for each client."""
 
     def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
         """Set the client's rate."""
         trainer.optimizers[0].param_groups[0]["lr"] = 0.05 / (1 + client_id % 2)
+
+
+class Losses(lightning_fed.FederatedCallback):
+    """Keeps the clients' losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        """Keep a loss."""
+        self.losses.append(client_report.loss)
 
 
 def model(cls: type[MLPClassifier] = MLPClassifier) -> pl.LightningModule:
@@ -60,7 +71,8 @@ OPTIONS: dict[str, Callable[[], tuple[pl.LightningModule, dict[str, Any]]]] = {
     '`local_schedule="restart"`': lambda: (model(Scheduled), {"local_schedule": "restart"}),
     '`local_schedule="total"`': lambda: (model(Scheduled), {"local_schedule": "total"}),
     '`local_schedule="continue"`': lambda: (model(Scheduled), {"local_schedule": "continue"}),
-    "a rate for each client in `on_client_start`": lambda: (model(OwnRate), {}),
+    "`on_client_start` sets each client's rate": lambda: (model(), {"callbacks": OwnRate()}),
+    "`on_client_end` keeps each client's loss": lambda: (model(), {"callbacks": Losses()}),
     '`ClientModels("local")`, every round': lambda: (
         model(),
         {"callbacks": ClientModels("local", folder=tempfile.mkdtemp(dir=SCRATCH.name))},
@@ -102,7 +114,7 @@ def milliseconds(module: pl.LightningModule, engine: str, rounds: int, **options
 
 def compare(name: str, engine: str, rounds: int, turns: int) -> str:
     """Return a cell: milliseconds with an option and without, and their ratio; a dash if the engine refuses it."""
-    if engine == "vectorized" and "each client" in name:
+    if engine == "vectorized" and "each client's rate" in name:
         return "trains with `sequential`"
     without: list[float] = []
     with_it: list[float] = []

@@ -506,3 +506,16 @@ def test_the_exponent_of_growth_is_the_slope_of_the_logarithms(scripts):
     assert slope([(10, 3.0), (100, 30.0), (1000, 300.0)]) == pytest.approx(1.0)
     assert slope([(10, 5.0), (1000, 5.0)]) == pytest.approx(0.0)
     assert math.isnan(slope([(10, 5.0), (10, 6.0)]))
+
+
+@pytest.mark.thorough
+def test_an_option_is_timed_in_turns_with_its_absence(scripts, monkeypatch, capsys):
+    options = scripts("options")
+    monkeypatch.setattr(options, "STEPS", 1)
+    chosen = ["`on_client_start` sets each client's rate", "`UpdateNormSampler`"]
+    monkeypatch.setattr(options, "OPTIONS", {name: options.OPTIONS[name] for name in chosen})
+    assert options.main(["--rounds", "1", "--turns", "1"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("|")]
+    assert [row.split(" | ")[0].strip("| ") for row in rows[2:]] == chosen
+    assert rows[2].count(" = ") == 1
+    assert rows[3].count(" = ") == 2
