@@ -226,9 +226,9 @@ class LocalTraining:
         self.put_back_settings()
         held = SettingsSnapshot(self.engine.prepared, with_callbacks=False) if self._sets else None
         before = marks(module) if self._has_measured else None
+        self._held = held  # so that a hook that raises is undone as well
         call_round_hook(self.trainer, "on_client_start", round, client_id)
         if held is not None:
-            self._held = held
             held.keep_changed("on_client_start")
         if before is not None and (name := changed(before, marks(module))) is not None:
             method = type(self.engine.algorithm).__name__

@@ -311,10 +311,18 @@ def test_all_that_a_hook_may_set_holds_for_its_client_alone() -> None:
     assert all(one == callback.found[0] for one in callback.found)
 
 
-def test_what_a_hook_has_set_is_put_back_if_the_round_is_left() -> None:
+@pytest.mark.parametrize("hook", ["on_client_start", "on_train_batch_start"])
+def test_what_a_hook_has_set_is_put_back_if_the_round_is_left(hook: str) -> None:
     class Leaves(OnlyFor):
+        def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+            super().on_client_start(trainer, pl_module, round, client_id)
+            self.leave(hook == "on_client_start" and pl_module.factor == 5.0)
+
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if pl_module.factor == 5.0:
+            self.leave(pl_module.factor == 5.0)
+
+        def leave(self, now: bool) -> None:
+            if now:
                 raise KeyboardInterrupt
 
     module = Adjustable()
