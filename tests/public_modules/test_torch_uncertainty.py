@@ -1,6 +1,6 @@
 """torch-uncertainty: its routines, LightningModules around any network."""
 
-# pip install: torch-uncertainty lightning
+# pip install: torch-uncertainty lightning rich
 
 import torch
 from torch import nn

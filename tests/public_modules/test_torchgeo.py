@@ -1,6 +1,6 @@
 """torchgeo: its tasks, LightningModules for pictures of the earth."""
 
-# pip install: torchgeo
+# pip install: torchgeo requests
 
 from typing import Any
 
