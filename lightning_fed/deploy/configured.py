@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from lightning_fed.cli.configuration import CellParts
-from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.core.types import ClientId
 
@@ -37,15 +36,13 @@ class Configured:
         except Exception as error:
             raise FederatedError(f"{self._file}: {refusal_in(error) or error}") from error
 
-    def trainer(self) -> pl.Trainer:
+    def trainer(self) -> Any:
         """Return the trainer, without a progress bar."""
-        trainer: pl.Trainer = self._parts().trainer
-        return trainer
+        return self._parts().trainer
 
-    def model(self) -> pl.LightningModule:
+    def model(self) -> Any:
         """Return the model, which ``seed_everything`` makes the same everywhere."""
-        model: pl.LightningModule = self._parts().model
-        return model
+        return self._parts().model
 
     def data(self, node_config: Mapping[str, Any] | None = None) -> Any:
         """Return the data module."""

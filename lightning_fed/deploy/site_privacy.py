@@ -26,11 +26,8 @@ class SitePrivacy:
     answer, and any other task has independent noise. Every distinct task that was answered counts, in all runs of the
     folder. A task whose answer would differ from the first one is refused: both have the same noise.
 
-    Args:
-        folder: A folder of this site alone, for the secret and the account.
-        privacy: The settings of the site's trainer.
-        max_epsilon: The site does not answer beyond it.
-        delta: The delta of epsilon; by default that of ``privacy``.
+    ``folder`` is of this site alone, for the secret and the account. The site does not answer beyond ``max_epsilon`` at
+    ``delta``, by default that of ``privacy``, the settings of the site's trainer.
     """
 
     def __init__(
@@ -62,16 +59,8 @@ class SitePrivacy:
     def answer(self, task: Message, batches: int, steps: int, per_epoch: int, work: Callable[[], Message]) -> Message:
         """Return the answer of ``work``, which counts before it leaves the site, also if the work fails.
 
-        Args:
-            task: The task.
-            batches: The batches in an epoch of its client.
-            steps: The requested local steps.
-            per_epoch: The most steps in a local epoch.
-            work: Computes the answer.
-
-        Raises:
-            FederatedError: If the client would spend more than its budget, or if the answer is not the one that the
-                site has given before.
+        The work is ``steps`` local steps, at most ``per_epoch`` of them in an epoch of ``batches``. A client that would
+        spend more than its budget is refused, and so is an answer that is not the one that the site has given before.
         """
         client, key = task.client, digest_of(task)
         first, paid = self._answers.get((client, key), ("", Counter()))

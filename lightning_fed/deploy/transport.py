@@ -71,13 +71,9 @@ def contents_of(tasks: Mapping[ClientId, Message]) -> dict[ClientId, bytes]:
 def replies_in(
     clients: Iterable[ClientId], messages: Mapping[str, bytes], refused: Mapping[str, str], sender: str
 ) -> Iterator[Message | Refusal]:
-    """Yield what a site has sent for several clients, by their numbers as text.
+    """Yield what a site has sent for the clients of one message: replies and reasons, by their numbers in it as text.
 
-    Args:
-        clients: The clients that were asked in one message, in its order.
-        messages: The bytes of replies.
-        refused: The reasons of refusals.
-        sender: The term for the site in the refusal of a client of which nothing was sent.
+    ``sender`` is the term for the site in the refusal of a client of which nothing was sent.
     """
     for number, client_id in enumerate(clients):
         key = str(number)

@@ -123,5 +123,4 @@ class FlareTransport:
             if site.errors > _TRIES:
                 yield from (Refusal(client, f"its site {name!r}: {found}") for client in clients)
             return
-        messages, refused = unpacked(found)
-        yield from replies_in(clients, messages, refused, "site")
+        yield from replies_in(clients, *unpacked(found), "site")

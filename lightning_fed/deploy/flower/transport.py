@@ -170,14 +170,10 @@ class FlowerTransport:
             if message.has_error():
                 self._note_error(sent.node, str(message.error.reason))
             elif sent.clients:
-                yield from self._replies(sent, message.content)
+                self._said.pop(sent.node, None)
+                yield from replies_in(sent.clients, *unpacked(message.content), "node")
             else:
                 self._note_clients(sent, clients_in(message.content))
-
-    def _replies(self, sent: _Sent, content: RecordDict) -> Iterator[Message | Refusal]:
-        self._said.pop(sent.node, None)
-        messages, refused = unpacked(content)
-        yield from replies_in(sent.clients, messages, refused, "node")
 
     def _note_clients(self, asked: _Sent, names: Sequence[str]) -> None:
         unexpected = [name for name in names if name not in self._by_text]
