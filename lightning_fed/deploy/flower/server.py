@@ -19,7 +19,7 @@ from lightning_fed.deploy.site_worker import STARTED_BY, Maker, called, end_with
 __all__ = ["server_app"]
 
 DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0, "absent-after": 300.0}
-"""A run's options in its configuration, in seconds, as :class:`FlowerTransport` explains them."""
+"""A run's options in its configuration, in seconds, as :func:`server_app` explains them."""
 
 _OTHER = "`flwr list` shows it, and `flwr stop` ends it"
 _log = logging.getLogger("flwr")

@@ -43,16 +43,8 @@ class FlowerTransport:
     A client belongs to the first node that names it, for as long as Flower lists that node. A node that names it
     meanwhile is logged and not asked for it.
 
-    Args:
-        grid: What Flower hands to a ServerApp.
-        client_ids: The ids of all clients.
-        timeout: The seconds after which a phase ends without the clients that have not answered.
-        ask_again: The seconds without a reply to a task after which its node is asked whether it still works at it.
-        owners: The file of a public key for each client that only the SuperNode with this key may have.
-        absent_after: The seconds without a node after which a client counts as absent.
-
-    Raises:
-        FederatedError: If two ids have the same text, or ``owners`` names another client or a file without a key.
+    ``grid`` is what Flower hands to a ServerApp; :func:`lightning_fed.deploy.flower.server_app` explains the options,
+    as "phase-timeout", "ask-again" and "absent-after".
     """
 
     def __init__(
@@ -145,15 +137,14 @@ class FlowerTransport:
 
     def _send(self, tasks: Mapping[ClientId, Message]) -> None:
         busy = {sent.node for sent in self._sent.values() if sent.clients}
-        by_node: dict[int, list[ClientId]] = {}
-        for client in tasks:
+        by_node: dict[int, dict[ClientId, Message]] = {}
+        for client, task in tasks.items():
             node = self._node_of.get(client)
             if node is not None and node not in busy and self._not_before.get(node, 0.0) <= time.monotonic():
-                by_node.setdefault(node, []).append(client)
-        for node, clients in by_node.items():
-            contents = contents_of({client: tasks[client] for client in clients})
-            record = packed({str(number): content for number, content in enumerate(contents.values())})
-            self._push(node, record, MessageType.TRAIN, tuple(contents))
+                by_node.setdefault(node, {})[client] = task
+        for node, own in by_node.items():
+            clients, contents = contents_of(own)
+            self._push(node, packed(contents), MessageType.TRAIN, clients)
 
     def _push(self, node: int, content: RecordDict, kind: str, clients: tuple[ClientId, ...]) -> None:
         message = FlowerMessage(content, node, kind, ttl=self._timeout, group_id=self._group)
