@@ -22,9 +22,7 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'transport')}"), name)
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'transport')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -137,7 +137,6 @@ class LocalFlower:
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
