@@ -127,16 +127,15 @@ class Exchange:
                     sender = self._sender(come, tasks)
                     if sender not in missing:
                         continue
+                    awaited.discard(sender)
                     value = read(come)
                 except FederatedError as error:
                     why = printable(str(error))  # it may quote the message
                     if sender is not None:
                         refused[sender] = why
-                        awaited.discard(sender)
                     self._log(why)
                     continue
                 del missing[sender]
-                awaited.discard(sender)
                 yield value
         finally:
             progress.end()
