@@ -14,25 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Absent", "FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport", "reply_from"]
 
-_MODULE_OF = {
-    "Absent": "transport",
-    "FederatedSite": "site",
-    "InProcess": "transport",
-    "Message": "message",
-    "Refusal": "transport",
-    "RemoteClients": "remote",
-    "Transport": "transport",
-    "reply_from": "transport",
-}
+_MODULE_OF = {"FederatedSite": "site", "Message": "message", "RemoteClients": "remote"}
+"""The modules of names; the others are in ``transport``."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used."""
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'transport')}"), name)
 
 
 def __dir__() -> list[str]:

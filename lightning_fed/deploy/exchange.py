@@ -51,22 +51,19 @@ class Exchange:
     def agree(self, columns: Sequence[str]) -> dict[str, list[str]]:
         """Return the words in some columns of all clients that answer, in one order."""
         of_run = {"format": FORMAT, "run": self.run, "phase": WORDS, "round": 0, "attempt": 0, "columns": list(columns)}
-        found: dict[str, dict[ClientId, list[str]]] = {name: {} for name in columns}
         tasks = {client_id: Message({**of_run, "client": client_id}) for client_id in self.sites.client_ids}
 
         def read(reply: Message) -> tuple[ClientId, dict[str, list[str]]]:
             return reply.client, words_in(reply, f"The reply of client {reply.client!r}", columns)
 
-        for client_id, words in self.ask(tasks, read):
-            for name, own in words.items():
-                found[name][client_id] = own
-        agreed = {name: sorted_words(chain(*of_clients.values())) for name, of_clients in found.items()}
+        found = dict(self.ask(tasks, read))
+        agreed = {name: sorted_words(chain.from_iterable(own[name] for own in found.values())) for name in columns}
         for name, own in agreed.items():
             if len(own) > NAMES:
-                client_id = max(found[name], key=lambda client: len(found[name][client]))
+                client_id = max(found, key=lambda client: len(found[client][name]))
                 raise FederatedError(
                     f"The sites have {len(own):,} words of column {name!r} in all, and may agree on {NAMES:,}. Client"
-                    f" {client_id!r} has the most, {len(found[name][client_id]):,}."
+                    f" {client_id!r} has the most, {len(found[client_id][name]):,}."
                 )
             forms: dict[str, str] = {}
             alike = [(forms.setdefault(normalize("NFKC", word).casefold(), word), word) for word in own]
@@ -130,16 +127,15 @@ class Exchange:
                     sender = self._sender(come, tasks)
                     if sender not in missing:
                         continue
+                    awaited.discard(sender)
                     value = read(come)
                 except FederatedError as error:
                     why = printable(str(error))  # it may quote the message
                     if sender is not None:
                         refused[sender] = why
-                        awaited.discard(sender)
                     self._log(why)
                     continue
                 del missing[sender]
-                awaited.discard(sender)
                 yield value
         finally:
             progress.end()

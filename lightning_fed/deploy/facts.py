@@ -34,11 +34,10 @@ def check_single(trainer: Any, need: str, rounds: int = 0) -> None:
         raise FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
 
 
-def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
+def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
     """Return what a server and its sites must have in common, in words, before the module is trained."""
-    loop: Any = trainer.fit_loop
-    settings: Settings = loop.settings
-    if any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in loop.trainer.callbacks):
+    settings: Settings = trainer.fit_loop.settings
+    if any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in trainer.callbacks):
         raise FederatedError(
             "GradientAccumulationScheduler changes the local work from round to round, and sites are not notified."
             " Set accumulate_grad_batches=... for all rounds."

@@ -95,9 +95,8 @@ class Registrations:
 
     def pending(self) -> list[ClientId]:
         """Return the clients that have not registered yet."""
-        return [
-            client_id for client_id in self.client_ids if client_id in self.unregistered and client_id not in self._late
-        ]
+        missing = self.unregistered - self._late.keys()
+        return [client_id for client_id in self.client_ids if client_id in missing]
 
     def accept_late(self) -> bool:
         """Add the clients that registered late; return whether there are any."""

@@ -1,7 +1,7 @@
 """Clients that are elsewhere, as the data module of a fit."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fed.compat.package import pl
@@ -108,7 +108,7 @@ class RemoteClients(FederatedDataModule):
         trainer: Any = self.trainer
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None
-        words = self._known_words(run.sites)
+        words = self._known_words(trainer.fit_loop)
         run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": run.sites.get("versions") or {}}
         self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size)
         server_facts = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
@@ -122,11 +122,10 @@ class RemoteClients(FederatedDataModule):
         self.batch_size = min(sizes, default=1)
         return RemoteWork(trainer, exchange)
 
-    def _known_words(self, of_run: Mapping[str, Any]) -> dict[str, list[str]]:
+    def _known_words(self, loop: FederatedLoop) -> dict[str, list[str]]:
         """Return the words that the sites of a run have agreed on, empty before its first round."""
-        words: dict[str, list[str]] = of_run.get("words", {})
-        trainer: Any = self.trainer
-        if trainer.fit_loop.round == 0:
+        words: dict[str, list[str]] = loop.run_state.sites.get("words", {})
+        if loop.round == 0:
             return {}
         if sorted(words) != sorted(self._agree_on):
             raise FederatedError(

@@ -54,9 +54,8 @@ class RemoteWork(ClientHalf):
             elif known.size:
                 batches = limited(known.batches, trainer.limit_train_batches) * self._settings.algorithm.steps_per_batch
                 steps = self._settings.steps(batches, trainer.accumulate_grad_batches)
-                members.append(
-                    Participant(client_id, self._loop.population.index_of(client_id), known.size, count, steps)
-                )
+                index = self._loop.population.index_of(client_id)
+                members.append(Participant(client_id, index, known.size, count, steps))
         return members
 
     def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:

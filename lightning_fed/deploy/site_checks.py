@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fed.callbacks.client_metrics import ClientAccuracy
-from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
@@ -64,19 +63,13 @@ def check_budget(max_epsilon: Any, delta: Any, privacy: ClientPrivacy | None) ->
 
 
 class TaskChecks:
-    """Check tasks against the trainer of the site: its method, and the work that it plans for a round.
+    """Check tasks against the trainer of the site: its method, and the work that it plans for a round."""
 
-    Args:
-        trainer: The site's trainer.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        own: Any = trainer
-        self._trainer, settings = own, own.fit_loop.settings
-        assert isinstance(settings, Settings)
-        self._settings, self._algorithm = settings, settings.algorithm
+    def __init__(self, trainer: Any) -> None:
+        settings: Settings = trainer.fit_loop.settings
+        self._trainer, self._settings, self._algorithm = trainer, settings, settings.algorithm
         self._is_private = settings.is_private or settings.client_privacy is not None
-        self._measured = max((c.steps for c in own.callbacks if isinstance(c, ClientAccuracy)), default=0)
+        self._measured = max((c.steps for c in trainer.callbacks if isinstance(c, ClientAccuracy)), default=0)
 
     def check_phase(self, message: Message) -> None:
         """Refuse phases that the method does not have, and measures under differential privacy."""
@@ -93,13 +86,11 @@ class TaskChecks:
             LOSS: self._algorithm.population_loss,
             MEASURE: not self._is_private,
         }
-        if not answered.get(phase, False):
-            method, allowed = (
-                type(self._algorithm).__name__,
-                ", ".join(repr(name) for name in answered if answered[name]),
-            )
+        allowed = [name for name, is_answered in answered.items() if is_answered]
+        if phase not in allowed:
             raise FederatedError(
-                f"The server asks for {quoted(phase)}, which {method} does not need: this site answers {allowed}."
+                f"The server asks for {quoted(phase)}, which {type(self._algorithm).__name__} does not need: this site"
+                f" answers {', '.join(map(repr, allowed))}."
             )
 
     def check_numbers(self, message: Message, planned: int) -> None:
@@ -118,17 +109,13 @@ class TaskChecks:
         if mean is not None and not (isinstance(mean, float | int) and math.isfinite(mean) and mean >= 0):
             raise FederatedError(f"{who} has mean_examples = {quoted(mean)}, which must be a number of examples.")
         self._check_plateaus(who, header.get("plateaus"))
-        self._check_first_step(who, header)
-
-    def _check_first_step(self, who: str, header: Mapping[str, Any]) -> None:
-        """Refuse a step of the run that it cannot be at in this round: to get there takes time."""
-        settings, number, found = self._settings, header["round"], header.get("first_step", 0)
-        if settings.local_schedule != "total":
-            _check_int(who, "first_step", found, 0, 0)
-        elif settings.local_steps is not None:
-            _check_int(who, "first_step", found, number * settings.local_steps, number * settings.local_steps)
-        else:
-            _check_int(who, "first_step", found, 0, number * _MOST_STEPS)
+        # A step of the run that it can be at in this round: to get there takes time
+        least, most = 0, number * _MOST_STEPS
+        if self._settings.local_schedule != "total":
+            most = 0
+        elif self._settings.local_steps is not None:
+            least = most = number * self._settings.local_steps
+        _check_int(who, "first_step", header.get("first_step", 0), least, most)
 
     def _check_plateaus(self, who: str, found: Any) -> None:
         configs = [config for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]

@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightning_fed.core.errors import FederatedError
+
 __all__ = [
     "NOT_MINE",
     "READY",
@@ -120,10 +122,9 @@ class SiteWorker:
             from lightning_fed.deploy.message import Message
 
             return REPLY, site.answer(Message.from_bytes(task)).to_bytes()
+        except FederatedError as error:
+            return REFUSED, str(error).encode()
         except Exception as error:
-            errors = sys.modules.get("lightning_fed.core.errors")  # if it is not loaded, the error is not one of them
-            if errors is not None and isinstance(error, errors.FederatedError):
-                return REFUSED, str(error).encode()
             traceback.print_exc()
             self._leave()  # its state is unknown: the next task makes a new one
             return REFUSED, f"{type(error).__name__}: {error} (the site's log is {log_of(self.state_dir)})".encode()
@@ -139,8 +140,6 @@ class SiteWorker:
                 if trainer.fit_loop.settings.client_privacy is None:
                     raise
                 traceback.print_exc()
-                from lightning_fed.core.errors import FederatedError
-
                 raise FederatedError(
                     f"The site's model or data cannot be made. Its own log ({log_of(self.state_dir)}) has the reason,"
                     " which does not leave it under client_privacy."
@@ -221,12 +220,8 @@ def limits_of(node_config: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
         option = name.replace("_", "-").lower()
         if option in _LIMITS and name not in _LIMITS:
             raise ValueError(f"This site's configuration has {name}, which limits nothing. The option is {option}.")
-    return node_config.get("max-epsilon"), node_config.get("privacy-delta"), columns_of(node_config)
-
-
-def columns_of(node_config: Mapping[str, Any]) -> list[str]:
-    """Return the columns of a node's data whose words may leave it: ``share-words="ward,sex"``."""
-    return [name.strip() for name in str(node_config.get("share-words", "")).split(",") if name.strip()]
+    columns = [column.strip() for column in str(node_config.get("share-words", "")).split(",")]
+    return node_config.get("max-epsilon"), node_config.get("privacy-delta"), [*filter(None, columns)]
 
 
 def state_dir_of(node_config: Mapping[str, Any]) -> Path:
@@ -247,8 +242,6 @@ def named(what: str, maker: Maker) -> str:
         module, attribute = getattr(maker, "__module__", ""), getattr(maker, "__qualname__", "")
         is_good = attribute.isidentifier() and module != "__main__"
     if not is_good:
-        from lightning_fed.core.errors import FederatedError
-
         raise FederatedError(
             f"{what}={maker!r} is made in another process, which finds it by its name: give a function at the top of a"
             f' module of the app, or its name, such as {what}="hospital.task:{what}".'
@@ -261,13 +254,10 @@ def called(maker: Maker) -> Callable[..., Any]:
     if not isinstance(maker, str):
         return maker
     module, _, attribute = maker.partition(":")
-    function = getattr(importlib.import_module(module), attribute, None)
+    function: object = getattr(importlib.import_module(module), attribute, None)
     if not callable(function):
-        from lightning_fed.core.errors import FederatedError
-
         raise FederatedError(f"The module {module} has no function {attribute}.")
-    found: Callable[..., Any] = function
-    return found
+    return function
 
 
 def socket_of(state_dir: Path) -> Path:

@@ -57,27 +57,23 @@ def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
     return message if sender == client_id else Refusal(client_id, f"The reply is from client {quoted(sender)}.")
 
 
-def contents_of(tasks: Mapping[ClientId, Message]) -> dict[ClientId, bytes]:
-    """Return the bytes of the first tasks, as many as one message to a site takes; one at least."""
-    contents = dict[ClientId, bytes]()
-    for client_id, task in tasks.items():
+def contents_of(tasks: Mapping[ClientId, Message]) -> tuple[tuple[ClientId, ...], dict[str, bytes]]:
+    """Return the first clients, as many as one message to a site takes, and the bytes of their tasks by number."""
+    contents = dict[str, bytes]()
+    for number, task in enumerate(tasks.values()):
         content = task.to_bytes()
         if contents and sum(map(len, contents.values())) + len(content) > _MOST:
             break
-        contents[client_id] = content
-    return contents
+        contents[str(number)] = content
+    return tuple(tasks)[: len(contents)], contents
 
 
 def replies_in(
     clients: Iterable[ClientId], messages: Mapping[str, bytes], refused: Mapping[str, str], sender: str
 ) -> Iterator[Message | Refusal]:
-    """Yield what a site has sent for several clients, by their numbers as text.
+    """Yield what a site has sent for the clients of one message: replies and reasons, by number.
 
-    Args:
-        clients: The clients that were asked in one message, in its order.
-        messages: The bytes of replies.
-        refused: The reasons of refusals.
-        sender: The term for the site in the refusal of a client of which nothing was sent.
+    ``sender`` is the term for the site in the refusal of a client of which nothing was sent.
     """
     for number, client_id in enumerate(clients):
         key = str(number)

@@ -102,11 +102,9 @@ class FlareTransport:
 
     def _send(self, name: str, site: _Site, missing: Mapping[ClientId, Message], come: Any) -> None:
         """Ask a site for as many of its missing clients as one task of FLARE's takes."""
-        own = {client: task for client, task in missing.items() if self._site_of[client] == name}
-        if contents := contents_of(own):
-            site.clients = tuple(contents)
-            arrays = packed({str(number): content for number, content in enumerate(contents.values())})
-            site.task = self._give(name, arrays, lambda found: come.put((name, found)))
+        if own := {client: task for client, task in missing.items() if self._site_of[client] == name}:
+            site.clients, contents = contents_of(own)
+            site.task = self._give(name, packed(contents), lambda found: come.put((name, found)))
 
     def _replies_in(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
         """Yield what the next task that ends has brought, if one does soon."""
@@ -123,5 +121,4 @@ class FlareTransport:
             if site.errors > _TRIES:
                 yield from (Refusal(client, f"its site {name!r}: {found}") for client in clients)
             return
-        messages, refused = unpacked(found)
-        yield from replies_in(clients, messages, refused, "site")
+        yield from replies_in(clients, *unpacked(found), "site")

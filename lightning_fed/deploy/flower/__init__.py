@@ -22,13 +22,11 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "flwr":
             raise
         raise ModuleNotFoundError('Flower is missing: pip install "lightning_fed[flower]".', name="flwr") from error
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

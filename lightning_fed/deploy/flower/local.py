@@ -137,8 +137,6 @@ class LocalFlower:
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+        return int(probe.getsockname()[1])

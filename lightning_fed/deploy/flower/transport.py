@@ -145,15 +145,14 @@ class FlowerTransport:
 
     def _send(self, tasks: Mapping[ClientId, Message]) -> None:
         busy = {sent.node for sent in self._sent.values() if sent.clients}
-        by_node: dict[int, list[ClientId]] = {}
-        for client in tasks:
+        by_node: dict[int, dict[ClientId, Message]] = {}
+        for client, task in tasks.items():
             node = self._node_of.get(client)
             if node is not None and node not in busy and self._not_before.get(node, 0.0) <= time.monotonic():
-                by_node.setdefault(node, []).append(client)
-        for node, clients in by_node.items():
-            contents = contents_of({client: tasks[client] for client in clients})
-            record = packed({str(number): content for number, content in enumerate(contents.values())})
-            self._push(node, record, MessageType.TRAIN, tuple(contents))
+                by_node.setdefault(node, {})[client] = task
+        for node, own in by_node.items():
+            clients, contents = contents_of(own)
+            self._push(node, packed(contents), MessageType.TRAIN, clients)
 
     def _push(self, node: int, content: RecordDict, kind: str, clients: tuple[ClientId, ...]) -> None:
         message = FlowerMessage(content, node, kind, ttl=self._timeout, group_id=self._group)
@@ -170,14 +169,10 @@ class FlowerTransport:
             if message.has_error():
                 self._note_error(sent.node, str(message.error.reason))
             elif sent.clients:
-                yield from self._replies(sent, message.content)
+                self._said.pop(sent.node, None)
+                yield from replies_in(sent.clients, *unpacked(message.content), "node")
             else:
                 self._note_clients(sent, clients_in(message.content))
-
-    def _replies(self, sent: _Sent, content: RecordDict) -> Iterator[Message | Refusal]:
-        self._said.pop(sent.node, None)
-        messages, refused = unpacked(content)
-        yield from replies_in(sent.clients, messages, refused, "node")
 
     def _note_clients(self, asked: _Sent, names: Sequence[str]) -> None:
         unexpected = [name for name in names if name not in self._by_text]
