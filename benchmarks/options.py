@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import lightning_fed
@@ -66,6 +67,16 @@ def model(cls: type[MLPClassifier] = MLPClassifier) -> pl.LightningModule:
     return cls(in_features=784, hidden=(300, 100), num_classes=62, lr=0.05)
 
 
+def adapted() -> pl.LightningModule:
+    """Return the network with adapters of rank 8 in all layers."""
+    import peft
+
+    module = model()
+    layers = [name for name, part in module.net.named_modules() if isinstance(part, torch.nn.Linear)]
+    module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=8, target_modules=layers))
+    return module
+
+
 ENGINES = ("sequential", "vectorized")
 OPTIONS: dict[str, Callable[[], tuple[pl.LightningModule, dict[str, Any]]]] = {
     '`local_schedule="restart"`': lambda: (model(Scheduled), {"local_schedule": "restart"}),
@@ -86,6 +97,10 @@ OPTIONS: dict[str, Callable[[], tuple[pl.LightningModule, dict[str, Any]]]] = {
     "`UpdateNormSampler`": lambda: (model(), {"sampler": UpdateNormSampler(COHORT)}),
     "`OptimalClientSampling`": lambda: (model(), {"aggregator": OptimalClientSampling(COHORT // 2)}),
 }
+WITHOUT: dict[str, Callable[[], pl.LightningModule]] = {}  # the module without an option, where it is another one
+if find_spec("peft") is not None:
+    OPTIONS |= {f'`lora="{lora}"`': lambda lora=lora: (adapted(), {"lora": lora}) for lora in ("frozen_a", "exact")}
+    WITHOUT = {name: adapted for name in OPTIONS if "lora" in name}
 SCRATCH = tempfile.TemporaryDirectory()
 
 
@@ -119,7 +134,7 @@ def compare(name: str, engine: str, rounds: int, turns: int) -> str:
     without: list[float] = []
     with_it: list[float] = []
     for _ in range(turns):
-        without += milliseconds(model(), engine, rounds)
+        without += milliseconds(WITHOUT.get(name, model)(), engine, rounds)
         module, options = OPTIONS[name]()
         with_it += milliseconds(module, engine, rounds, **options)
     before, after = statistics.median(without), statistics.median(with_it)

@@ -227,15 +227,15 @@ def mime(play: Play, weights: str, c_weights: str) -> Rounds:
         yield x
 
 
-def feddyn(play: Play, weights: str, share: str, alphas: str, sign: str) -> Rounds:
+def feddyn(play: Play, weights: str, share: str, alphas: str, sign: str, first: str) -> Rounds:
     """Acar et al., Algorithm 1: y_i <- y_i - lr (g_i(y_i) - l_i + alpha (y_i - x)); l_i <- l_i - alpha (y_i - x).
 
     h <- h - alpha (1/N) sum_S(y_i - x); x <- mean_S(y_i) - h / alpha. The paper's exact minimizer is the local work.
     """
-    x, alpha = play.x0, play.case.options["alpha"]
-    h, l_i = np.zeros_like(x), {i: np.zeros_like(x) for i in play.clients}
+    x, mean, alpha = play.x0, play.x0, play.case.options["alpha"]
+    h, l_i = np.zeros_like(x), dict[int, Array]()
     if sign == "reversed":
-        yield from _reversed_feddyn(play, weights, alphas)
+        yield from _reversed_feddyn(play, weights, alphas, first)
         return
     mean_size = sum(play.problem.sizes) / len(play.clients)
     for r in play.rounds:
@@ -244,24 +244,30 @@ def feddyn(play: Play, weights: str, share: str, alphas: str, sign: str) -> Roun
         y, cohort = {}, play.case.cohorts[r]
         for i in cohort:
             own = alpha * (mean_size / play.problem.sizes[i] if alphas == "by size" else 1.0)
-            y[i] = play.sgd(x, i, add=-l_i[i], pull=own)
-            l_i[i] = l_i[i] - own * (y[i] - x)
+            start = mean if first == "mean" and i not in l_i else x
+            kept = l_i.get(i, np.zeros_like(x))
+            y[i] = play.sgd(start, i, add=-kept, pull=own)
+            l_i[i] = kept - own * (y[i] - start)
         h = h - alpha * sum(y[i] - x for i in cohort) / (len(play.clients) if share == "1/N" else len(cohort))
-        x = play.mean(weights, y) - h / alpha
+        mean = play.mean(weights, y)
+        x = mean - h / alpha
         yield x
 
 
-def _reversed_feddyn(play: Play, weights: str, alphas: str) -> Rounds:
+def _reversed_feddyn(play: Play, weights: str, alphas: str, first: str) -> Rounds:
     """FedDyn with d_i <- d_i - alpha (y_i - x) in place of + (y_i - x), and x <- mean_S(y_i) + mean_S(d_i)."""
-    x, sizes = play.x0, play.problem.sizes
-    d_i = {i: np.zeros_like(x) for i in play.clients}
+    x, mean, sizes = play.x0, play.x0, play.problem.sizes
+    d_i: dict[int, Array] = {}
     for r in play.rounds:
         y, cohort = {}, play.case.cohorts[r]
         for i in cohort:
             own = play.case.options["alpha"] * (np.mean(sizes) / sizes[i] if alphas == "by size" else 1.0)
-            y[i] = play.sgd(x, i, add=own * d_i[i], pull=own)
-            d_i[i] = d_i[i] - own * (y[i] - x)
-        x = play.mean(weights, y) + play.mean("uniform", {i: d_i[i] for i in cohort})
+            start = mean if first == "mean" and i not in d_i else x
+            kept = d_i.get(i, np.zeros_like(x))
+            y[i] = play.sgd(start, i, add=own * kept, pull=own)
+            d_i[i] = kept - own * (y[i] - start)
+        mean = play.mean(weights, y)
+        x = mean + play.mean("uniform", {i: d_i[i] for i in cohort})
         yield x
 
 
@@ -428,6 +434,7 @@ METHODS = {
             "sign": Question(
                 {"paper": "l_i of the paper", "reversed": "the clients' terms move by -alpha (y - x), not by y - x"}
             ),
+            "first": Question({"x": "", "mean": "a client's first round starts from the mean of the models"}),
         },
         {"h": "h", "l_i": "the clients' gradients"},
     ),

@@ -45,8 +45,8 @@ class ClientModels(Measure):
             ``default_root_dir``.
 
     Raises:
-        FederatedError: If an argument is not allowed; when training starts, if there is no such client, if "personal"
-            finds no personal models, or if the clients are on sites.
+        FederatedError: If an argument is not allowed; when training starts, if there is no such client, or if
+            "personal" finds no personal models. Sites and their server refuse the callback.
 
     Example:
         >>> from lightning_fed.callbacks import ClientModels
@@ -120,11 +120,6 @@ class ClientModels(Measure):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Settle the folder; refuse clients and models that are not there."""
         loop, name = trainer.fit_loop, type(self).__name__
-        if loop.clients is not None and loop.clients.measure_on_sites is not None:
-            raise FederatedError(
-                f"{name} saves models of simulated clients, and the clients of this run are on sites, which keep their"
-                " models. Leave it out."
-            )
         if self.models == "personal" and not loop.settings.has_own_models:
             raise FederatedError(
                 f"{name}(models='personal'): clients of {type(loop.settings.algorithm).__name__} have no personal"

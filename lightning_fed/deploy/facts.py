@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed._version import __version__
+from lightning_fed.callbacks import ClientModels
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.message import digest, printable
@@ -41,6 +42,11 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         raise FederatedError(
             "GradientAccumulationScheduler changes the local work from round to round, and sites are not notified."
             " Set accumulate_grad_batches=... for all rounds."
+        )
+    if any(isinstance(callback, ClientModels) for callback in trainer.callbacks):
+        raise FederatedError(
+            "ClientModels saves models of simulated clients, and the clients of this run are on sites, which keep their"
+            " models. Leave it out of the callbacks of the server and of all sites."
         )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
     work, clip, private = settings.work(), trainer.gradient_clip_algorithm, settings.client_privacy

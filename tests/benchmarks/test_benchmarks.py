@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.optional import needs_opacus
+from tests.helpers.optional import needs_opacus, needs_pyarrow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KEYS = {"system", "workload", "s_per_round", "min", "max", "peak_rss_mb", "setup_s", "loss_end", "config"}
@@ -519,3 +519,11 @@ def test_an_option_is_timed_in_turns_with_its_absence(scripts, monkeypatch, caps
     assert [row.split(" | ")[0].strip("| ") for row in rows[2:]] == chosen
     assert rows[2].count(" = ") == 1
     assert rows[3].count(" = ") == 2
+
+
+@needs_pyarrow
+def test_the_rules_of_tables_are_timed(scripts, capsys):
+    tables = scripts("client_tables")
+    assert tables.main(["--rows", "400"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("|")]
+    assert [row.split(" | ")[0].strip("| ") for row in rows[2:]] == list(tables.CASES)

@@ -97,6 +97,7 @@ def test_lightning_fed_resumes_exactly(modules, cases, name):
         ("fedadam", {"correction": "Adam", "v0": "0"}, "v starts at 0; Adam's bias correction"),
         ("mime", {"weights": "steps"}, "x weighted by local steps"),
         ("feddyn, some clients", {"share": "1/|S|"}, "h moves by 1/|S|"),
+        ("feddyn, some clients", {"first": "mean"}, "a client's first round starts from the mean of the models"),
         ("fednova", {"weights": "uniform"}, "x averaged uniformly"),
     ],
 )

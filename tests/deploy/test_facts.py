@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
+from lightning_fed.callbacks import ClientModels
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
 from lightning_fed.deploy.facts import check_facts, optimizer_facts
@@ -97,6 +98,16 @@ def test_local_work_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
     with pytest.raises(FederatedError, match="GradientAccumulationScheduler changes the local work"):
         Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[scheduler])).run()
+
+
+@pytest.mark.parametrize("models", ["local", "personal"])
+def test_models_of_clients_are_not_saved_on_either_side(models: Any, tmp_path: Path) -> None:
+    plain = partial(make_trainer, "Ditto")
+    wire = Wire(tmp_path, lambda: plain(callbacks=[ClientModels(models, folder=tmp_path / "models")]))
+    for fitted in (None, plain()):  # first the server has the callback too
+        with pytest.raises(FederatedError, match="ClientModels saves models of simulated clients"):
+            wire.run(trainer=fitted)
+    assert not (tmp_path / "models").exists()
 
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {

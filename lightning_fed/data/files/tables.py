@@ -149,7 +149,8 @@ class Columns:
                 )
             number = _TRUTHS.get(text.lower()) if number is None else number
             if number is None or len(held) > 1:  # truth values are numbers, but not next to others
-                self.left_out[name] = f"{self.line(int(np.argmax(rows == position)))} holds {text!r}"
+                beside = "" if number is None or text.lower() in _TRUTHS else " next to true or false"
+                self.left_out[name] = f"{self.line(int(np.argmax(rows == position)))} holds {text!r}{beside}"
                 return None
             numbers.append(number)
         values: npt.NDArray[np.float64] = np.array(numbers, np.float64)[rows]
@@ -228,7 +229,10 @@ def read_columns(
     for name in numbers:
         columns.add_numbers(name, table.column(name), may_miss(name))
         if name in numeric and name in columns.left_out:
-            raise FederatedError(f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}.")
+            raise FederatedError(
+                f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}. Correct the row, or"
+                " declare the words of the column."
+            )
     for name, vocabulary in words.items():
         columns.add_words(name, table.column(name), vocabulary, may_miss(name), name in unknown)
     columns.heading = heading
