@@ -18,7 +18,7 @@ from lightning_fed.compat.private import (
     is_param_in_hook_signature,
 )
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
+from lightning_fed.engines.batch_hooks import has_transfer_hooks, is_users_own, uses_batch_hook
 from lightning_fed.engines.logged import RoundResults
 from lightning_fed.engines.sequential.optimization import ClientOptimization
 from lightning_fed.engines.sequential.readings import ClientNumbers
@@ -117,6 +117,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._uses = {
             hook: self._profiles
             or is_overridden(hook, module, pl.LightningModule)
+            or is_users_own(trainer.strategy, hook)
             or any(uses_batch_hook(callback, hook) for callback in trainer.callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
