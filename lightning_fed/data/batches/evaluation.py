@@ -13,7 +13,7 @@ from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import TensorBatches, batching_problem
-from lightning_fed.data.batches.examples import check_map_style, is_map_style
+from lightning_fed.data.batches.examples import check_map_style, check_positions, is_map_style
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import BatchSettings, BatchTransform, Chain, options_of
 
@@ -58,6 +58,7 @@ def check_evaluation(owner: str, name: str, data: Any) -> None:
     several = isinstance(data, list | tuple) and any(isinstance(part, kinds) for part in data)
     for part in data if several else (data,):
         if part is None or isinstance(part, kinds):
+            check_positions(part, f"{owner}({name}=...)")
             continue
         if not is_map_style(part):
             raise FederatedError(
@@ -86,6 +87,7 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
     A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which yields the same batches much
     faster. The loader's ``dataset.source`` is then the given data set.
     """
+    check_positions(dataset, "A data set to evaluate")
     direct = TensorBatches.of(dataset, settings) if hasattr(dataset, "__len__") else None
     if direct is not None:
         # By keyword: Lightning records the arguments of a loader, and builds another one from them to predict.
