@@ -17,6 +17,7 @@ from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, Ten
 from lightning_fed.data.batches.counting import BatchSizeOf
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.batches.evaluation import (
+    are_several,
     check_client_val,
     check_evaluation,
     evaluation_loader,
@@ -439,8 +440,9 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._eval_loader(self._need("predict", self.test if self.predict is None else self.predict))
 
     def _eval_loader(self, data: EvalData) -> EvalLoader:
-        if isinstance(data, (list, tuple)) and data and all(isinstance(part, (Dataset, DataLoader)) for part in data):
-            return [cast("AnyLoader", self._eval_loader(part)) for part in data]
+        if are_several(data):
+            parts = cast("Sequence[AnyDataset | AnyLoader]", data)
+            return [cast("AnyLoader", self._eval_loader(part)) for part in parts]
         if isinstance(data, DataLoader):
             return data if self.batch_transform is None else transformed_loader(data, self.batch_transform)
         settings = replace(self.batch_settings, batch_size=self.eval_batch_size or 256)

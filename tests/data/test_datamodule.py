@@ -336,6 +336,15 @@ def test_evaluation_loaders():
     assert data.predict_dataloader().batch_size == 7
 
 
+def test_a_list_of_examples_may_lie_beside_data_sets_and_none_may_not():
+    pairs = [*tensors(3)]
+    loaders = FederatedDataModule([tensors(1)], val=[tensors(4), pairs]).val_dataloader()
+    assert [len(loader.dataset) for loader in loaders] == [4, 3]
+    assert len(FederatedDataModule([tensors(1)], val=pairs).val_dataloader().dataset) == 3
+    with pytest.raises(FederatedError, match=r"FederatedDataModule\(test=...\) has a NoneType"):
+        FederatedDataModule([tensors(1)], test=[tensors(4), None])
+
+
 class Listed(Dataset):
     """The examples of another data set, which hides that they are tensors."""
 
