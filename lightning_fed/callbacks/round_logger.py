@@ -55,7 +55,7 @@ class RoundLogger(FederatedCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the settings in TensorBoard, which reads only the first hyper-parameters of a log: all go in here."""
-        for board in boards(trainer) if trainer.loggers else ():
+        for board in boards(trainer) if trainer.loggers and trainer.enable_autolog_hparams else ():
             given = [one.hparams_initial for one in (pl_module, trainer.datamodule) if one and one._log_hyperparams]
             named = {name: value for part in given for name, value in part.items() if name[:1] != "_"}
             board.log_hyperparams(named | _settings(trainer))  # without the command line's notes on how to load

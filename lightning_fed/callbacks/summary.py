@@ -87,7 +87,8 @@ class RunSummary(FederatedCallback):
             trainer.print("\n".join(["", "Federated run finished", *lines]))
         for board in boards(trainer) if loop.has_run else ():  # else the run had ended before, and was shown then
             board.experiment.add_text("summary", "\n".join(f"  {line}" for line in lines), loop.round)
-            if board._default_hp_metric and (score := self._score(trainer)) is not None:
+            shows_hparams = board._default_hp_metric and trainer.enable_autolog_hparams
+            if shows_hparams and (score := self._score(trainer)) is not None:
                 board.log_metrics({"hp_metric": score}, loop.round)
 
     def _score(self, trainer: pl.Trainer) -> float | None:

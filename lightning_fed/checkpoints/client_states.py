@@ -371,6 +371,8 @@ class ClientStatesStorage:
                     self._hold(folder)
                 yield
                 if folder is not None:
+                    if isinstance(saving := self.trainer.strategy.checkpoint_io, pl.plugins.AsyncCheckpointIO):
+                        saving.teardown()  # waits for the file, or its states would count as garbage
                     folder.collect_if_due(self.trainer.global_rank)
         finally:
             self.checkpoint = None

@@ -58,8 +58,8 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     """Return the newest checkpoint of a run, or None.
 
     It searches the folders of the trainer's ModelCheckpoints and of stopped SLURM jobs; then, if the logger numbers its
-    versions automatically, its earlier versions. It may return a damaged one, since the user must choose to continue
-    from an older one.
+    versions automatically, its earlier versions; and the files of OnExceptionCheckpoints. It may return a damaged one,
+    since the user must choose to continue from an older one.
     """
     found_folders = folders(trainer, whole)
     root = local_path(trainer.default_root_dir)
@@ -68,6 +68,8 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     if not found and _numbers_versions(trainer):
         numbered = [folder for folder in found_folders if folder.match("version_*/checkpoints")]
         found = by_age(*(other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")))
+    rescued = [local_path(c.ckpt_path) for c in trainer.callbacks if isinstance(c, pl.callbacks.OnExceptionCheckpoint)]
+    found += [file for file in rescued if file is not None and file.is_file()]
     for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
         if not whole or damage_of(file) is not None or resumable(file):
             return str(file)

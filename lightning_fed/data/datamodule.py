@@ -17,6 +17,7 @@ from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, Ten
 from lightning_fed.data.batches.counting import BatchSizeOf
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.batches.evaluation import (
+    are_several,
     check_client_val,
     check_evaluation,
     evaluation_loader,
@@ -252,10 +253,7 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If a client's data set is not map-style, or ``client_val`` has an unknown client id.
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
-        unexpected = set(self.client_val).difference(self._clients.ids) if self.client_val else set()
-        if unexpected:
-            named = ", ".join(sorted(map(repr, unexpected)))
-            raise FederatedError(f"client_val has unknown client ids: {named}.")
+        _check_client_val_ids(self.client_val, self._clients.ids)
 
     @property
     def num_clients(self) -> int:
@@ -439,8 +437,9 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._eval_loader(self._need("predict", self.test if self.predict is None else self.predict))
 
     def _eval_loader(self, data: EvalData) -> EvalLoader:
-        if isinstance(data, (list, tuple)) and data and all(isinstance(part, (Dataset, DataLoader)) for part in data):
-            return [cast("AnyLoader", self._eval_loader(part)) for part in data]
+        if are_several(data):
+            parts = cast("Sequence[AnyDataset | AnyLoader]", data)
+            return [cast("AnyLoader", self._eval_loader(part)) for part in parts]
         if isinstance(data, DataLoader):
             return data if self.batch_transform is None else transformed_loader(data, self.batch_transform)
         settings = replace(self.batch_settings, batch_size=self.eval_batch_size or 256)
@@ -525,9 +524,22 @@ class FederatedDataModule(pl.LightningDataModule):
         return data
 
 
+def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[ClientId]) -> None:
+    """Raise for validation sets of clients that do not exist."""
+    known = ids if isinstance(ids, range) or not client_val else set(ids)
+    unexpected = sorted(repr(key) for key in client_val if key not in known)
+    if unexpected:
+        shown = ", ".join(map(repr, ids[:3])) + (", ..." if len(ids) > 3 else "")
+        raise FederatedError(
+            f"client_val has unknown client ids: {', '.join(unexpected)}. The {len(ids):,} clients are {shown}."
+        )
+
+
 def check_ids(data: FederatedDataModule) -> None:
     """Raise if the data module's client ids are invalid."""
     if data._overrides("client_ids"):
         check_client_ids(type(data).__name__, data.client_ids)
     if data._overrides("client_ids") or data._client_ids is not None:
         data._check_number(data.client_ids, data.num_clients)
+    if data.client_val:
+        _check_client_val_ids(data.client_val, data.client_ids)

@@ -11,7 +11,9 @@ __all__ = [
     "CALLBACK_STEP_HOOKS",
     "STEP_HOOKS",
     "has_transfer_hooks",
+    "is_users_own",
     "overridden_hooks",
+    "plugin_step_hooks",
     "time_by_rounds",
     "uses_batch_hook",
 ]
@@ -31,6 +33,24 @@ STEP_HOOKS = (
 CALLBACK_STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """The callbacks' hooks between batch and step."""
 
+_PRECISION_HOOKS = (
+    "pre_backward",
+    "backward",
+    "post_backward",
+    "optimizer_step",
+    "clip_gradients",
+    "clip_grad_by_norm",
+    "clip_grad_by_value",
+)
+_STRATEGY_HOOKS = (
+    "on_train_batch_start",
+    "training_step",
+    "pre_backward",
+    "backward",
+    "post_backward",
+    "optimizer_step",
+)
+_OURS = ("lightning_fed", "pytorch_lightning", "lightning", "lightning_fabric")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
@@ -43,9 +63,9 @@ _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
 
 
 def has_transfer_hooks(trainer: pl.Trainer) -> bool:
-    """Return whether the module or the data module overrides a hook for transferring batches."""
+    """Return whether the module, the data module or a user's strategy overrides a hook for transferring batches."""
     owners = (trainer.lightning_module, pl.LightningModule), (trainer.datamodule, pl.LightningDataModule)
-    return any(
+    return is_users_own(trainer.strategy, "batch_to_device") or any(
         is_overridden(hook, owner, base) for hook in _TRANSFER_HOOKS for owner, base in owners if owner is not None
     )
 
@@ -65,6 +85,20 @@ def overridden_hooks(trainer: pl.Trainer) -> list[str]:
             if uses_batch_hook(callback, hook)
         ]
     return found
+
+
+def plugin_step_hooks(trainer: pl.Trainer) -> list[str]:
+    """Return the hooks between batch and step of a user's precision plugin or strategy, as ``Class.hook``."""
+    owners: Any = ((trainer.precision_plugin, _PRECISION_HOOKS), (trainer.strategy, _STRATEGY_HOOKS))
+    return [f"{type(owner).__name__}.{hook}" for owner, hooks in owners for hook in hooks if is_users_own(owner, hook)]
+
+
+def is_users_own(owner: Any, hook: str) -> bool:
+    """Return whether a hook of a module, callback or plugin is the user's, not Lightning's or this package's."""
+    if hook in vars(owner):
+        return True
+    definer = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
+    return definer is not None and definer.__module__.split(".")[0] not in _OURS
 
 
 def uses_batch_hook(callback: pl.Callback, hook: str) -> bool:

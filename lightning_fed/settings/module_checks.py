@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl, refuse_foreign
+from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
@@ -63,6 +64,8 @@ def check_module(trainer: pl.Trainer) -> None:
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise FederatedError(f"{name}.training_step(dataloader_iter) is not supported: take `batch` instead.")
+    if is_overridden("configure_gradient_clipping", module, pl.LightningModule):
+        _check_own_clipping(trainer)
     lazy = next((key for key, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise FederatedError(
@@ -76,6 +79,24 @@ def check_module(trainer: pl.Trainer) -> None:
                 " clients start from copies of them. Call to_dense() on it, or register its indices and values, and"
                 " make the sparse tensor of them in forward."
             )
+
+
+def _check_own_clipping(trainer: pl.Trainer) -> None:
+    """Raise if the module's own clipping would not see the gradient of the step."""
+    hook, loop = f"{type(trainer.lightning_module).__name__}.configure_gradient_clipping", trainer.fit_loop
+    method = loop.settings.algorithm
+    if loop.corrected_clip is not None:
+        raise FederatedError(
+            f"gradient_clip_on='corrected' cannot be combined with {hook}, which is called before the correction."
+            " Remove it, and the trainer clips the corrected gradient by gradient_clip_val. Or leave gradient_clip_on"
+            " at 'gradient'."
+        )
+    if method.looks_ahead:
+        raise FederatedError(
+            f"{hook} would clip the first gradient of {type(method).__name__}, which determines the point of the second"
+            " one, and not the step. Remove it, and pass gradient_clip_val with gradient_clip_on='corrected', which"
+            " clips the step."
+        )
 
 
 def check_batch_statistics(module: pl.LightningModule) -> None:

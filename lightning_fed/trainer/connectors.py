@@ -225,8 +225,15 @@ class RoundLoggerConnector(_LoggerConnector):
 
     @property
     def should_update_logs(self) -> bool:
-        """Return whether callbacks that log per batch may do so: at the first batch of every n-th round."""
-        return bool(super().should_update_logs and (not self.trainer.training or self._first_loop_iter is not False))
+        """Return whether callbacks that log per batch may do so: in the first local step of every n-th round.
+
+        That is at its first batch, and after each of its batches, since some wait for the last one.
+        """
+        if not super().should_update_logs:
+            return False
+        loop, count = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop.epoch_loop.batch_progress.current
+        is_after_batch = loop.is_in_first_step and count.processed == count.ready
+        return bool(not self.trainer.training or self._first_loop_iter is not False or is_after_batch)
 
 
 def install(trainer: pl.Trainer) -> None:

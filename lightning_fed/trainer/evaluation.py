@@ -22,6 +22,7 @@ from lightning_fed.data.batches.counting import count_examples, sampled_length
 from lightning_fed.data.batches.evaluation import EvaluationLoader
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.base import Engine
+from lightning_fed.engines.batch_hooks import is_users_own
 from lightning_fed.engines.gradients import prepare_batch, preserved_modes
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.engines.processor import lstm_errors
@@ -29,8 +30,6 @@ from lightning_fed.server.client_states.state import PERSONAL, ClientState, meth
 from lightning_fed.strategies.processes import Ranks, metrics_alone
 
 __all__ = ["ClientEvaluation", "SharedEvaluationLoop", "mean_loss", "own_model", "validation_batches"]
-
-_OURS = ("lightning_fed", "pytorch_lightning", "lightning")
 
 
 class SharedEvaluationLoop(_EvaluationLoop):
@@ -110,15 +109,7 @@ class SharedEvaluationLoop(_EvaluationLoop):
             return False
         prefix = "on_test" if stage == "test" else "on_validation"
         hooks = [f"{prefix}_{name}" for name in ("batch_end", "epoch_end", "end")]
-        return not any(_is_users_own(owner, hook) for owner in (module, *trainer.callbacks) for hook in hooks)
-
-
-def _is_users_own(owner: Any, hook: str) -> bool:
-    """Return whether a hook of a module or callback is the user's, not Lightning's or this package's."""
-    if hook in vars(owner):
-        return True
-    definer = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
-    return definer.__module__.split(".")[0] not in _OURS
+        return not any(is_users_own(owner, hook) for owner in (module, *trainer.callbacks) for hook in hooks)
 
 
 def validation_batches(data: FederatedDataModule, client_id: ClientId) -> ClientBatches:

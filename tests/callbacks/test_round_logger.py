@@ -79,6 +79,16 @@ def split(partition: Partition) -> FederatedDataModule:
 
 
 @needs_matplotlib
+def test_hyper_parameters_are_not_logged_if_that_is_turned_off(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    fit(logger=logger, max_rounds=1, enable_autolog_hparams=False)
+    assert logger.hparams == {}
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert "hp_metric" not in events.Tags()["scalars"]
+    assert "_hparams_/session_start_info" not in events.summary_metadata
+
+
 def test_a_new_run_shows_its_method_and_split_once_and_a_resumed_one_does_not_repeat_them(tmp_path: Path) -> None:
     def run(rounds: int, **options: Any) -> EventAccumulator:
         logger = TensorBoardLogger(tmp_path, name="", version="run")

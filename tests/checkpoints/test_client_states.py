@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
 from lightning_fed import FederatedCallback
@@ -655,3 +657,23 @@ def test_each_process_reads_its_states_until_it_drops_them(tmp_path: Path) -> No
     assert not any(o.error for o in outcomes), outcomes[0].trace + outcomes[1].trace
     assert [o.value for o in outcomes] == [3, 3]
     assert not states_files(tmp_path / "client_states")
+
+
+class Slow(TorchCheckpointIO):
+    """Takes longer to write its first file than rounds take."""
+
+    seconds = 0.5
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(self.seconds)
+        self.seconds = 0.0
+        super().save_checkpoint(*args, **kwargs)
+
+
+def test_states_of_a_checkpoint_that_is_written_in_the_background_are_kept(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**keeping(tmp_path), "plugins": AsyncCheckpointIO(Slow()), "algorithm": Scaffold()}
+    run(**{**options, "max_rounds": 3})
+    straight = run(algorithm=Scaffold(), max_rounds=4)
+    for epoch in range(3):
+        resumed = run(algorithm=Scaffold(), max_rounds=4, load=tmp_path / f"epoch={epoch}.ckpt")
+        assert torch.equal(resumed[0], straight[0])

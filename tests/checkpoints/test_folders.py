@@ -2,11 +2,14 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from lightning_fed import ClientError
 from lightning_fed.algorithms import Scaffold
 from tests.helpers.checkpoints import run_keeping as run
 from tests.helpers.training import fit, parameters, seeded
@@ -34,6 +37,32 @@ def test_last_goes_on_from_the_former_version_of_a_numbered_logger(tmp_path: Pat
     assert Path(last.log_dir).name == "version_2_Scaffold"
     assert "version_1_Scaffold" in str(last.ckpt_path)
     assert torch.equal(last.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+class Fails(pl.Callback):
+    """Raises in a round."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == self.round:
+            raise RuntimeError("my own")
+
+
+def test_last_may_be_what_was_saved_on_an_exception(tmp_path: Path) -> None:
+    def keeping() -> dict[str, Any]:
+        keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_epochs=2, save_top_k=-1)
+        return {"keep": keep, "callbacks": [OnExceptionCheckpoint(tmp_path / "rescued")]}
+
+    options = keeping()
+    options["callbacks"].append(Fails(3))
+    with pytest.raises(ClientError, match="my own"):
+        run(tmp_path, 5, **options)
+    time.sleep(0.02)
+    resumed = run(tmp_path, 5, ckpt_path="last", **keeping())
+    assert resumed.ckpt_path.endswith("on_exception.ckpt")
+    assert torch.equal(resumed.fit_loop.state.x, fit(seeded(), algorithm=Scaffold(), max_rounds=5))
 
 
 def test_last_without_any_begins(tmp_path: Path) -> None:

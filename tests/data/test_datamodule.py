@@ -196,6 +196,18 @@ def test_ids_and_a_number_of_clients_that_differ_are_refused():
         check_ids(Both(["a", "b"]))
 
 
+def test_validation_sets_of_unknown_clients_on_demand_are_refused():
+    check_ids(OnDemand(client_val={0: tensors(1), 999_999: tensors(1)}))
+    with pytest.raises(
+        FederatedError, match=r"unknown client ids: '0', 1000000. The 1,000,000 clients are 0, 1, 2, ..."
+    ):
+        check_ids(OnDemand(client_val={"0": tensors(1), 1_000_000: tensors(1), 1: tensors(1)}))
+    named = Named(["a", "b"])
+    named.client_val = {"a": tensors(1), "c": tensors(1)}
+    with pytest.raises(FederatedError, match=r"unknown client ids: 'c'. The 2 clients are 'a', 'b'\."):
+        check_ids(named)
+
+
 def test_overridden_ids_are_checked_in_fit():
     class Overridden(FederatedDataModule):
         client_ids = frozenset("ab")
@@ -334,6 +346,15 @@ def test_evaluation_loaders():
     assert data.predict_dataloader().dataset.source is val
     data.eval_batch_size = 7
     assert data.predict_dataloader().batch_size == 7
+
+
+def test_a_list_of_examples_may_lie_beside_data_sets_and_none_may_not():
+    pairs = [*tensors(3)]
+    loaders = FederatedDataModule([tensors(1)], val=[tensors(4), pairs]).val_dataloader()
+    assert [len(loader.dataset) for loader in loaders] == [4, 3]
+    assert len(FederatedDataModule([tensors(1)], val=pairs).val_dataloader().dataset) == 3
+    with pytest.raises(FederatedError, match=r"FederatedDataModule\(test=...\) has a NoneType"):
+        FederatedDataModule([tensors(1)], test=[tensors(4), None])
 
 
 class Listed(Dataset):

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     Timer,
 )
+from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from torch import Tensor
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.engines.batch_hooks import (
@@ -21,11 +25,12 @@ from lightning_fed.engines.batch_hooks import (
     STEP_HOOKS,
     has_transfer_hooks,
     overridden_hooks,
+    plugin_step_hooks,
     time_by_rounds,
     uses_batch_hook,
 )
 from tests.helpers.engines import Ordinary, refused
-from tests.helpers.training import clients, data, trainer
+from tests.helpers.training import clients, data, fit, seeded, trainer
 
 MODULE_HOOKS: dict[str, Callable[..., Any]] = {
     "on_train_batch_start": lambda self, batch, batch_idx: None,
@@ -51,7 +56,8 @@ CALLBACK_HOOKS = [
 
 def using(module: pl.LightningModule, *callbacks: pl.Callback, datamodule: Any = None) -> Any:
     """Return what stands for a trainer."""
-    return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), datamodule=datamodule)
+    strategy = SingleDeviceStrategy("cpu")
+    return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), datamodule=datamodule, strategy=strategy)
 
 
 def test_every_hook_of_single_batches_is_found_in_module_and_callbacks() -> None:
@@ -119,3 +125,55 @@ def test_hooks_of_single_batches_in_a_checkpoint_callback_are_called(tmp_path: P
     callback = PerBatch(tmp_path)
     trainer(callbacks=callback, enable_checkpointing=True, max_rounds=1).fit(Ordinary(), data())
     assert callback.heard
+
+
+class Doubled(Precision):
+    """Doubles the loss before backward."""
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        return super().pre_backward(2 * tensor, module)
+
+
+class DoubledAfterwards(Precision):
+    """Doubles the gradient where Lightning clips it, which it asks for in every step."""
+
+    def clip_gradients(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for parameter in self.main_params(optimizer):
+            parameter.grad.mul_(2)
+
+
+class DoubledIn(SingleDeviceStrategy):
+    """Doubles the inputs on their way to the device, on a CPU too."""
+
+    def batch_to_device(self, batch: Any, *_: Any, **__: Any) -> Any:
+        return [2 * batch[0], batch[1]]
+
+
+@pytest.mark.parametrize("plugin", [Doubled, DoubledAfterwards], ids=lambda plugin: plugin.__name__)
+def test_a_users_precision_plugin_is_called_between_batch_and_step(plugin: type[Precision]) -> None:
+    assert torch.equal(fit(plugins=plugin(), max_rounds=1), fit(seeded(lr=0.2), max_rounds=1))
+    hook = plugin_step_hooks(SimpleNamespace(precision_plugin=plugin(), strategy=SingleDeviceStrategy("cpu")))
+    refused(Ordinary, rf"{hook[0]} is called for every batch", plugins=plugin())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_users_strategy_moves_every_batch(engine: str) -> None:
+    doubled = [torch.utils.data.TensorDataset(2 * x.tensors[0], x.tensors[1]) for x in clients()]
+    expected = fit(seeded(Ordinary), FederatedDataModule(doubled, batch_size=4), engine=engine, max_rounds=1)
+    moved = FederatedDataModule(clients(), batch_size=4)
+    found = fit(seeded(Ordinary), moved, engine=engine, max_rounds=1, strategy=DoubledIn("cpu"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_hooks_of_a_users_strategy_are_found_and_those_of_lightning_are_not() -> None:
+    seen = []
+
+    class Watches(SingleDeviceStrategy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch_idx)
+
+    fit(strategy=Watches("cpu"), max_rounds=1, datamodule=data(sizes=(12,)), clients_per_round=1)
+    assert seen == [0, 1, 2]
+    refused(Ordinary, r"Watches\.on_train_batch_start is called for every batch", strategy=Watches("cpu"))
+    for plugin in (Precision(), DoublePrecision(), HalfPrecision(), MixedPrecision("bf16-mixed", "cpu")):
+        assert plugin_step_hooks(SimpleNamespace(precision_plugin=plugin, strategy=SingleDeviceStrategy("cpu"))) == []

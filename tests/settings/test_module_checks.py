@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedDataModule
-from lightning_fed.algorithms import Adam, FedAvg, MimeLite
+from lightning_fed.algorithms import Adam, FedAvg, FedSAM, MimeLite
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.gradients import buffer_owners
@@ -25,6 +25,7 @@ from lightning_fed.settings.module_checks import (
     check_schedules,
     no_federated_data,
 )
+from tests.helpers import training
 from tests.helpers.training import clients
 
 
@@ -144,3 +145,22 @@ def test_buffers_that_are_sent_past_an_aggregator_are_refused() -> None:
             with pytest.raises(FederatedError, match=f"cannot be combined with buffers='{mode}'.*'running_mean'"):
                 check_buffers(CoordinateMedian(), buffers)
     check_buffers(CoordinateMedian(), Buffers({}, "average"))
+
+
+class Clips(training.Net):
+    """Clips in its own way."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
+def test_a_modules_own_clipping_is_refused_where_it_would_not_see_the_gradient_of_the_step() -> None:
+    own = training.fit(training.seeded(Clips), max_rounds=1)
+    assert torch.equal(own, training.fit(max_rounds=1, gradient_clip_val=0.01))
+    corrected = {"gradient_clip_val": 1.0, "gradient_clip_on": "corrected"}
+    with pytest.raises(FederatedError, match=r"gradient_clip_on='corrected' cannot be combined with Clips.configure_"):
+        training.fit(Clips(), **corrected)
+    with pytest.raises(
+        FederatedError, match=r"Clips.configure_gradient_clipping would clip the first gradient of FedSAM"
+    ):
+        training.fit(Clips(), algorithm=FedSAM(0.1))

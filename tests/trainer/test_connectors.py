@@ -1,12 +1,14 @@
 """Checkpoints and logs of a trainer, whose epochs are rounds."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
+from pytorch_lightning.loggers import CSVLogger
 
 from lightning_fed import ClientError, FederatedCallback, FederatedError
 from lightning_fed.algorithms import Scaffold
@@ -135,6 +137,18 @@ def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path, caplog:
 def test_a_newest_checkpoint_that_is_not_there_is_missed_by_name() -> None:
     with pytest.raises(FederatedError, match=r"FederatedTrainer.validate\(ckpt_path='last'\) found no checkpoint"):
         trainer().validate(seeded(), data(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_callbacks_that_log_per_batch_log_the_first_step_of_every_nth_round(accumulated: int, tmp_path: Path) -> None:
+    rates = LearningRateMonitor("step")
+    throughput = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    options: dict[str, Any] = {"logger": CSVLogger(tmp_path), "callbacks": [rates, throughput], "max_rounds": 4}
+    fit(**options, accumulate_grad_batches=accumulated, log_every_n_steps=2)
+    assert [len(values) for values in rates.lrs.values()] == [2, 2]
+    with (next(tmp_path.rglob("metrics.csv"))).open() as file:
+        steps = [row["step"] for row in csv.DictReader(file) if row["train/batches"]]
+    assert steps == ["1", "3"]
 
 
 class Noted(FederatedCallback):

@@ -13,11 +13,20 @@ from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import TensorBatches, batching_problem
-from lightning_fed.data.batches.examples import check_map_style, is_map_style
+from lightning_fed.data.batches.examples import check_map_style, check_positions, is_map_style
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import BatchSettings, BatchTransform, Chain, options_of
 
-__all__ = ["EvaluationLoader", "check_client_val", "check_evaluation", "evaluation_loader", "transformed_loader"]
+__all__ = [
+    "EvaluationLoader",
+    "are_several",
+    "check_client_val",
+    "check_evaluation",
+    "evaluation_loader",
+    "transformed_loader",
+]
+
+_KINDS = (Dataset, DataLoader)
 
 
 class _SeededLoader(DataLoader[Any]):
@@ -54,10 +63,10 @@ class EvaluationLoader(_SeededLoader):
 
 def check_evaluation(owner: str, name: str, data: Any) -> None:
     """Raise unless an argument is None, a data set, a loader, or a list of these."""
-    kinds = (Dataset, DataLoader)
-    several = isinstance(data, list | tuple) and any(isinstance(part, kinds) for part in data)
+    several = are_several(data)
     for part in data if several else (data,):
-        if part is None or isinstance(part, kinds):
+        if isinstance(part, _KINDS) or (part is None and not several):
+            check_positions(part, f"{owner}({name}=...)")
             continue
         if not is_map_style(part):
             raise FederatedError(
@@ -67,10 +76,15 @@ def check_evaluation(owner: str, name: str, data: Any) -> None:
         check_map_style(part, f"{owner}({name}=...)")
 
 
+def are_several(data: Any) -> bool:
+    """Return whether data to evaluate are a list of data sets or loaders, and not one list of examples."""
+    return isinstance(data, list | tuple) and any(isinstance(part, _KINDS) for part in data)
+
+
 def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
     """Raise unless clients' validation sets are None or map-style data sets."""
     for client_id, data in client_val.items():
-        if isinstance(data, list | tuple) and any(isinstance(part, Dataset | DataLoader) for part in data):
+        if are_several(data):
             raise FederatedError(
                 f"{owner}(client_val[{client_id!r}]=...) has {kind_of(data)} of"
                 f" {type(data[0]).__name__}: give one map-style Dataset with __len__ and __getitem__; ConcatDataset"
@@ -86,6 +100,7 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
     A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which yields the same batches much
     faster. The loader's ``dataset.source`` is then the given data set.
     """
+    check_positions(dataset, "A data set to evaluate")
     direct = TensorBatches.of(dataset, settings) if hasattr(dataset, "__len__") else None
     if direct is not None:
         # By keyword: Lightning records the arguments of a loader, and builds another one from them to predict.

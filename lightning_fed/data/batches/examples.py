@@ -16,6 +16,7 @@ __all__ = [
     "BareInputs",
     "as_labels",
     "check_map_style",
+    "check_positions",
     "class_counts",
     "column_of",
     "inner_indices",
@@ -143,6 +144,37 @@ def check_map_style(dataset: Any, owner: str) -> None:
             f"{owner} has {kind_of(dataset)} of {len(dataset)} arrays, which would be {len(dataset)} examples:"
             " give torch.utils.data.TensorDataset(inputs, labels), whose examples are pairs."
         )
+    check_positions(dataset, owner)
+
+
+def check_positions(dataset: Any, owner: str) -> None:
+    """Raise if the indices of a subset are no positions, such as a mask, which reads as the positions 0 and 1."""
+    while isinstance(dataset, Subset):
+        if not _are_positions(dataset.indices):
+            raise FederatedError(
+                f"{owner} has a Subset whose indices are {_shown(dataset.indices)}, and not the positions of its"
+                " examples. Give integers [n]; those of a mask are mask.nonzero().flatten().tolist()."
+            )
+        dataset = dataset.dataset
+
+
+def _are_positions(indices: Any) -> bool:
+    """Return whether indices are integers [n], as far as their type or the first of them tells."""
+    if not hasattr(indices, "__len__"):
+        return False
+    shape = getattr(indices, "shape", (len(indices),))
+    if len(shape) != 1 or len(indices) == 0:
+        return len(shape) == 1
+    first = next(iter(indices))
+    if isinstance(first, Tensor):
+        return not (first.ndim or first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
+    return hasattr(first, "__index__") and not isinstance(first, bool | np.bool_)
+
+
+def _shown(indices: Any) -> str:
+    if hasattr(indices, "dtype"):
+        return f"{kind_of(indices)} of {indices.dtype}, shape {list(indices.shape)}"
+    return kind_of(indices) + (f" that begins with {indices[0]!r}" if isinstance(indices, list | tuple) else "")
 
 
 def column_of(dataset: Any, name: str, owner: str) -> list[Any]:

@@ -76,6 +76,13 @@ class BatchSettings:
         for batch, examples in batches:
             if self.augment is not None and stream is not None:
                 batch = self.augment(batch, stream)
+                if isinstance(batch, (list, tuple)) and any(part is stream for part in batch):
+                    raise FederatedError(
+                        f"augment={self.augment!r} returned the generator as a part of the batch: it must be a function"
+                        " (batch, generator) -> batch, which a transform of torchvision is not. Apply that one in the"
+                        " data set, where it draws anew for every image, or use RandomFlip and RandomCrop of"
+                        " lightning_fed.data."
+                    )
             if self.transform is not None:
                 batch = self.transform(batch)
             yield batch, examples

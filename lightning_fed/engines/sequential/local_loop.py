@@ -18,7 +18,7 @@ from lightning_fed.compat.private import (
     is_param_in_hook_signature,
 )
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
+from lightning_fed.engines.batch_hooks import has_transfer_hooks, is_users_own, uses_batch_hook
 from lightning_fed.engines.logged import RoundResults
 from lightning_fed.engines.sequential.optimization import ClientOptimization
 from lightning_fed.engines.sequential.readings import ClientNumbers
@@ -74,6 +74,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._loss_weights: list[int] = []
         self._split = BatchSplit()
         self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
+        self.is_in_first_step = False  # of the first client of a round
         self.schedule_step: int | None = None  # while a schedule by local step takes a step
 
     def teardown(self) -> None:
@@ -117,6 +118,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._uses = {
             hook: self._profiles
             or is_overridden(hook, module, pl.LightningModule)
+            or is_users_own(trainer.strategy, hook)
             or any(uses_batch_hook(callback, hook) for callback in trainer.callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
@@ -183,6 +185,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
                 batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
         self.batch_progress.increment_ready()
         connector._first_loop_iter = connector._first_loop_iter is None  # like connector.on_batch_start()
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.is_in_first_step = connector._first_loop_iter
         self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, examples, None
         skips_epoch = self._uses["on_train_batch_start"] and not is_idle and self._start_hooks(batch, batch_idx) == -1
         if skips_epoch:

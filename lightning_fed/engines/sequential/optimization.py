@@ -22,7 +22,7 @@ from lightning_fed.compat.private import (
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
-from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
+from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS, plugin_step_hooks
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.gradients import GradientPass, check_loss
 from lightning_fed.engines.optimizer import FederatedOptimizer
@@ -41,8 +41,8 @@ class ClientOptimization(_AutomaticOptimization):
     At an anchor, which is known in advance, it is computed before the first one. At a point that depends on the first
     one, the optimizer calls :meth:`second_gradient` after backward.
 
-    If neither the module nor a callback overrides a hook between batch and step, and there is no gradient scaler, a
-    fast path makes the same calls without looking up each hook: the same bits in a fraction of the time.
+    If no module, callback or plugin overrides a hook between batch and step, and there is no gradient scaler, a fast
+    path makes the same calls without looking up each hook: the same bits in a fraction of the time.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -75,6 +75,7 @@ class ClientOptimization(_AutomaticOptimization):
             and isinstance(trainer.profiler, PassThroughProfiler)
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
+            and not plugin_step_hooks(trainer)
             and not any(is_overridden(hook, module, pl.LightningModule) for hook in STEP_HOOKS)
             and not any(uses_hook(callback, hook) for callback in callbacks for hook in CALLBACK_STEP_HOOKS)
         )

@@ -17,7 +17,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay
 from lightning_fed.engines.base import Engine
-from lightning_fed.engines.batch_hooks import overridden_hooks
+from lightning_fed.engines.batch_hooks import overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
     Marks,
     Snapshot,
@@ -399,7 +399,7 @@ def check_settings(engine: Engine) -> None:
     """Raise for a setting, hook or optimizer that does not support several clients at once."""
     trainer, module = engine.trainer, engine.trainer.lightning_module
     reason = None
-    hooks = overridden_hooks(trainer)
+    hooks = [*overridden_hooks(trainer), *plugin_step_hooks(trainer)]
     base = engine.optimizer.base
     decouples = any(group.get("weight_decay") and not coupled_decay(base, group) for group in base.param_groups)
     hooked = hooked_parameter(module)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data import Dirichlet, FederatedDataset
+from lightning_fed.data import Dirichlet, FederatedDataModule, FederatedDataset
 from lightning_fed.data.batches.examples import BareInputs, check_map_style, column_of, labels_of, rows_in
 
 
@@ -138,6 +138,46 @@ def test_rows_of_a_subset_are_none_of_them_negative():
     assert rows_in(tensors(4), [-1, 0]).tolist() == [3, 0]
     with pytest.raises(FederatedError, match="examples -5 to 0, but its TensorDataset has only 4"):
         rows_in(tensors(4), [-5, 0])
+
+
+MASK = torch.tensor([False, True, True, False])
+
+
+@pytest.mark.parametrize(
+    ("indices", "found"),
+    [
+        (MASK, r"a Tensor of torch.bool, shape \[4\]"),
+        (MASK.numpy(), r"a ndarray of bool, shape \[4\]"),
+        (MASK.tolist(), "a list that begins with False"),
+        (MASK.nonzero(), r"a Tensor of torch.int64, shape \[2, 1\]"),
+        (torch.tensor([1.0, 2.0]), "a Tensor of torch.float32"),
+        ([1.5], "a list that begins with 1.5"),
+        (slice(2), "a slice"),
+    ],
+)
+def test_indices_of_a_subset_that_are_no_positions_are_refused(indices, found):
+    part = Subset(tensors(4), indices)
+    message = rf"has a Subset whose indices are {found}.*mask.nonzero\(\).flatten\(\).tolist\(\)"
+    for make in (
+        lambda: FederatedDataModule([part]),
+        lambda: FederatedDataModule([Subset(part, [0])]),
+        lambda: FederatedDataModule([tensors(4)], val=part),
+        lambda: FederatedDataModule([tensors(4)], test=[tensors(4), part]),
+        lambda: FederatedDataModule([tensors(4)], client_val={0: part}),
+    ):
+        with pytest.raises(FederatedError, match=message):
+            make()
+    late = FederatedDataModule([tensors(4)])
+    late.val = part
+    with pytest.raises(FederatedError, match=message):
+        late.val_dataloader()
+
+
+@pytest.mark.parametrize(
+    "indices", [np.arange(2), MASK.nonzero()[:, 0], range(2), (0, 1), [*torch.arange(2)], [], np.array([])]
+)
+def test_positions_of_any_kind_are_taken(indices):
+    assert FederatedDataModule([Subset(tensors(4), indices)]).client_size(0) == len(indices)
 
 
 def test_bare_inputs_are_examples_without_labels():

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Iid
 from lightning_fed.data.batches.settings import BatchSettings, Chain, chain
+from tests.helpers.training import classification
 
 
 class Augmented(Dataset):
@@ -99,3 +101,11 @@ def test_an_augmentation_takes_one_number_from_the_generator_of_an_epoch():
     first, second = (BatchSettings(augment=len).augment_stream(stream) for _ in range(2))
     assert first.initial_seed() == int(torch.randint(2**63 - 1, (), generator=twin))
     assert first.initial_seed() != second.initial_seed()
+
+
+def test_a_function_of_inputs_alone_is_refused_as_augmentation():
+    data = FederatedDataModule([classification(4, 0)], augment=v2.RandomHorizontalFlip())
+    with pytest.raises(
+        FederatedError, match=r"augment=RandomHorizontalFlip\(p=0.5\) returned the generator.*RandomFlip"
+    ):
+        next(data.client_batches(0).epoch(torch.Generator()))
