@@ -37,7 +37,7 @@ from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
-from lightning_fed.trainer.logger import name_default_runs
+from lightning_fed.trainer.logger import name_default_runs, unwritable_logs
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.threads import threads_for
 
@@ -383,6 +383,10 @@ class FederatedTrainer(pl.Trainer):
             if not isinstance(error, ClientError):  # which ends a run that was not refused
                 remove_refused_logs(self)
             raise
+        except OSError as error:
+            if (refusal := unwritable_logs(self, error)) is None:
+                raise
+            raise refusal from error
         except SystemExit:  # Lightning's answer to an interrupt; a run without a whole round leaves nothing to look at
             remove_refused_logs(self)
             raise
