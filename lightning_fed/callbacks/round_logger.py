@@ -1,6 +1,7 @@
 """What every round writes to the loggers."""
 
 import math
+from functools import partial
 from typing import Any
 
 from lightning_fed.callbacks.base import FederatedCallback, boards, write_histogram
@@ -10,10 +11,12 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server.asynchronous.client_clock import ClientClock
+from lightning_fed.server.step import plain_sgd
 
 __all__ = ["RoundLogger", "SimulatedTime"]
 
 _SHOWN = ("clients_per_round", "local_epochs", "local_steps", "engine", "seed")
+_IF_SET = ("server_optimizer", "heterogeneity", "aggregator", "attack", "compression", "client_privacy", "asynchronous")
 _RELEASED = ("server/update_norm", "round/seconds")  # follow from the models, or say nothing of clients' data
 
 
@@ -109,11 +112,24 @@ def _settings(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what tells runs apart. The method is called algorithm: TensorBoard shows the first five names alone."""
     settings, partition = trainer.fit_loop.settings, getattr(trainer.datamodule, "partition", None)
     values = {name: getattr(settings, name) for name in _SHOWN}
+    chosen = {name: getattr(settings, name) for name in _IF_SET}
+    parts = {name: _described(part) for name, part in chosen.items() if part not in (None, plain_sgd)}
+    if settings.asynchronous is not None:
+        del parts["aggregator"]  # it is the same object
     return {
         "algorithm": repr(settings.algorithm),
         **values,
         "partition": None if partition is None else repr(partition),
+        **parts,
     }
+
+
+def _described(part: Any) -> str:
+    """Return the name of a part of the run with its options, also of one that the command line makes later."""
+    if not isinstance(part, partial):
+        return str(getattr(part, "__qualname__", repr(part)))
+    made = next((one for one in part.args if isinstance(one, type)), part.func)
+    return f"{_described(made)}({', '.join(f'{name}={value!r}' for name, value in part.keywords.items())})"
 
 
 def _forget(writer: Any, step: int) -> None:

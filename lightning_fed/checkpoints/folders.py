@@ -47,11 +47,32 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
 
 
 def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore the ModelCheckpoints' score of their newest top k, which Lightning saves but does not load."""
+    """Restore the ModelCheckpoints' scores that Lightning saves but does not load.
+
+    These are the newest score of the top k, and for a run that goes on in a new folder the best checkpoints so far.
+    Otherwise the best one of such a run would be that of its later rounds alone. The files stay where they are.
+    """
     for callback in _saving_callbacks(trainer, whole=False):
         state = states.get(callback.state_key, {})
         if state.get("dirpath") == callback.dirpath:
             callback.current_score = state.get("current_score")
+        elif state.get("best_k_models"):
+            _restore_best(trainer, callback, state["best_k_models"])
+
+
+def _restore_best(trainer: pl.Trainer, callback: pl.callbacks.ModelCheckpoint, scores: Mapping[str, Any]) -> None:
+    """Give a ModelCheckpoint the best ones of another folder; those that are gone no longer count.
+
+    Remote ones do not count either, since Lightning would remove them when there are better ones.
+    """
+    there = [path for path in scores if local_path(path) is not None and _exists(trainer, path)]
+    there.sort(key=scores.__getitem__, reverse=callback.mode == "max")  # best first
+    kept = there if callback.save_top_k == -1 else there[: callback.save_top_k]
+    callback.best_k_models = {path: scores[path] for path in kept}
+    callback.best_model_path = kept[0] if kept else ""
+    if kept:
+        callback.best_model_score = scores[kept[0]]
+        callback.kth_best_model_path, callback.kth_value = kept[-1], scores[kept[-1]]
 
 
 def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:

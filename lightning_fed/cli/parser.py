@@ -41,10 +41,26 @@ _NEEDED = (
 _CODE = re.compile(r"``([^`]+)``")
 _OF_STAGE = re.compile(r"\b(?:fit|validate|test|predict)\.(data|model)\b(?=,|$)", re.MULTILINE)
 _FEW = 30  # options that a hint lists
+_IN_ROUNDS = {
+    "max_steps": "End the run after the round in which the clients' local steps reach this number; -1 for no limit.",
+    "min_steps": "Do not let a callback end the run before the clients' local steps reach this number.",
+    "min_epochs": "Do not let a callback end the run before this number of rounds.",
+    "check_val_every_n_epoch": "Validate the server's model every n rounds.",
+    "val_check_interval": (
+        'A time, such as "00:00:10:00" for ten minutes: validate at the end of the round in which it has passed since'
+        " the last validation. Or a number of rounds, with check_val_every_n_epoch=None."
+    ),
+    "limit_train_batches": "The batches of a client's local epoch: a number, or a share of them as a float.",
+}
+"""The help of arguments of Lightning's Trainer that count rounds or local steps here."""
 _OPTIONAL = re.compile(
     r"\s+(?:- )?Does not validate against any of the Union subtypes"
     r"\n +Subtypes: [^\n]+, <class 'NoneType'>\]\n +Errors:"
     r"((?:\n.*)*?)\n +- Expected a <class 'NoneType'>\n +Given value type: [^\n]+\n +Given value: ([^\n]+)"
+)
+_LACKING = re.compile(
+    r"Parser key \"(trainer\.\w+|data|model|optimizer|lr_scheduler)\":"
+    r"\s+- Problem with given class_path '[\w.]*?(\w+)':\s+the following arguments are required: ([\w, ]+)"
 )
 _NO_NAME = re.compile(r"unhashable type: '(\w+)'")
 
@@ -85,7 +101,9 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end."""
         cause = _OF_STAGE.sub(r"--\1", _only_cause(message))
-        super().error("\n".join([cause, *self._hints(message)]), ex)
+        below = [*self._below().values()]
+        parser: Any = below[0] if len(below) == 1 else self  # whose --help has the options
+        LightningArgumentParser.error(parser, "\n".join([cause, *self._hints(message)]), ex)
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):
@@ -94,6 +112,10 @@ class Parser(LightningArgumentParser):
         keys = [option.removeprefix("--") for option in options]
         if "required: " in message and "model" in message:
             return [_NEEDED]
+        if lacking := _LACKING.search(_only_cause(message)):
+            key, kind, names = lacking.groups()
+            added = " ".join(f"--{key}.{name} VALUE" for name in names.split(", "))
+            return [f"Add {added}. --{key}.help {kind} describes them."]
         other = next(filter(None, map(advice_on_path, re.findall(r"[\w.]+\.\w+", message))), None)
         if other is not None:
             return [other]
@@ -126,7 +148,9 @@ def _cause(found: re.Match[str]) -> str:
     causes, value = found.groups()
     if "class_path" in value:  # which jsonargparse looks up before it knows that it is a name
         causes = _NO_NAME.sub(r"class_path must be the dotted name of a class, found a \1", causes)
-    is_shown = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", causes) or value.startswith(("{", "NestedArg"))
+    is_shown = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", causes) or value.startswith(
+        ("{", "NestedArg", "Namespace(")
+    )
     return causes if is_shown else f"{causes}. Got value: {value}"
 
 
@@ -213,6 +237,9 @@ def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
         "Lightning's arguments of a Trainer": lambda name: name.split(".")[0] == "trainer",
         "Others": lambda name: True,
     }
+    for action in actions:
+        if (said := _IN_ROUNDS.get(action.dest.removeprefix("trainer."))) is not None:
+            action.help = f"{said} (type: %(type)s, default: %(default)s)"
     parser._action_groups.clear()
     for title, belongs in titles.items():
         chosen = [action for action in actions if belongs(action.dest)]

@@ -12,6 +12,7 @@ from lightning_fed.checkpoints.search import last_of_newest_run, roots
 from lightning_fed.cli.commands import STAGES
 from lightning_fed.cli.parser import LightningArgumentParser, LightningCLI, Parser, arrange
 from lightning_fed.compat.package import NAMES, USED, pl
+from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.settings.environment import arguments_of_environment
 from lightning_fed.trainer.trainer import FederatedTrainer
@@ -25,6 +26,7 @@ _EVALUATED = (
 )
 
 _SHOWN = (pl.callbacks.ProgressBar, pl.callbacks.ModelSummary)
+_WRITER = pl.callbacks.BasePredictionWriter
 
 
 class FederatedCLI(LightningCLI):
@@ -79,6 +81,11 @@ class FederatedCLI(LightningCLI):
                 raise _no_checkpoint(subcommand, self.trainer)
             if arguments["ckpt_path"] == _INITIAL:
                 arguments["ckpt_path"] = None
+        if subcommand == "predict" and not any(isinstance(c, _WRITER) for c in self._callbacks()):
+            rank_zero_info(
+                "No callback writes the predictions: add a subclass of BasePredictionWriter to trainer.callbacks, or"
+                " call trainer.predict in Python, which returns them."
+            )
         return arguments
 
     def instantiate_classes(self) -> None:
@@ -87,12 +94,15 @@ class FederatedCLI(LightningCLI):
         command = "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
         if self.trainer.max_steps != -1:  # which would end the run at once
             command += " --trainer.max_steps -1"
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = self._callbacks()
         for callback in list(callbacks):
             if isinstance(callback, RunSummary):
                 callback.resume_with = command
             elif isinstance(callback, _SHOWN) and not shows_information():
                 callbacks.remove(callback)
+
+    def _callbacks(self) -> list[pl.Callback]:
+        return self.trainer.callbacks  # type: ignore[no-any-return,attr-defined]
 
 
 def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:

@@ -49,6 +49,7 @@ def compare(args: Sequence[str]) -> None:
         if not series.get(metric.name):
             raise unknown(name, "metric", metric.name, sorted(series))
     head, rows = _table(runs, metric, options.target)
+    print(markdown(head, rows))  # first, since the figure needs matplotlib
     figure = _figure(runs, metric, options.target)
     out = Path(options.out)
     try:
@@ -60,7 +61,7 @@ def compare(args: Sequence[str]) -> None:
     (out / "compare.md").write_text(text, encoding="utf-8")
     with (out / "compare.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([head, *rows])
-    print(f"{markdown(head, rows)}\n\nwritten to {out}")
+    print(f"\nwritten to {out}: compare.md, compare.csv and compare.png")
 
 
 def read_log(folder: Path) -> Series:

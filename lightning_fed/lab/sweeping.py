@@ -34,6 +34,10 @@ from lightning_fed.lab.yaml_files import check_keys, read_yaml, unknown
 __all__ = ["make_parser", "sweep"]
 
 _KEYS = ("metrics", "axes", "skip", "seeds", "by", "figures", "tables")
+_GRID = (
+    "The grid, a YAML file, such as {metrics: {val_acc: {mode: max}}, axes: {lr: {key: model.init_args.lr, values:"
+    " [0.1, 0.3]}}}."
+)
 _LEFT_OUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
 _PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 
@@ -215,6 +219,6 @@ def make_parser() -> ArgumentParser:
         required=True,
         help="A configuration of `lightning-fed fit`. Give several to combine them.",
     )
-    parser.add_argument("--grid", type=str, required=True, help="The grid, a YAML file.")
+    parser.add_argument("--grid", type=str, required=True, help=_GRID)
     add_run_options(parser, "swept")
     return parser

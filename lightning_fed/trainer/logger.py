@@ -1,8 +1,11 @@
 """The logger that a trainer has by default."""
 
-from lightning_fed.compat.package import pl
+from pathlib import Path
 
-__all__ = ["MethodLogger", "name_default_runs"]
+from lightning_fed.compat.package import pl
+from lightning_fed.core.errors import FederatedError
+
+__all__ = ["MethodLogger", "name_default_runs", "unwritable_logs"]
 
 
 class MethodLogger(pl.loggers.TensorBoardLogger):
@@ -25,3 +28,17 @@ def name_default_runs(trainer: pl.Trainer, method: str) -> None:
         if type(logger) is pl.loggers.TensorBoardLogger:
             logger.__class__ = MethodLogger
             logger.method = method
+
+
+def unwritable_logs(trainer: pl.Trainer, error: OSError) -> FederatedError | None:
+    """Return the refusal of a run whose logs cannot be written, or None if the error is about another file."""
+    if not isinstance(error.filename, str):
+        return None
+    for logger in trainer.loggers:
+        place = getattr(logger, "root_dir", None)
+        if isinstance(place, str) and Path(error.filename).absolute().is_relative_to(Path(place).absolute()):
+            return FederatedError(
+                f"The logs cannot be written to {error.filename}: {error.strerror}. Choose another folder with"
+                " default_root_dir, or with the save_dir of your logger."
+            )
+    return None

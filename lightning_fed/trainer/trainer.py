@@ -37,7 +37,7 @@ from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
-from lightning_fed.trainer.logger import name_default_runs
+from lightning_fed.trainer.logger import name_default_runs, unwritable_logs
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.threads import threads_for
 
@@ -212,8 +212,8 @@ class FederatedTrainer(pl.Trainer):
             name_default_runs(self, type(settings.algorithm).__name__)
         self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
         if not kwargs.get("fast_dev_run"):  # which Lightning counts in steps: n batches a client, in one round
-            steps = self.fit_loop.epoch_loop
-            steps.max_steps, steps.min_steps = kwargs.get("max_steps", -1), kwargs.get("min_steps")
+            steps, given = self.fit_loop.epoch_loop, dict(kwargs)  # kwargs.get would set what --help shows
+            steps.max_steps, steps.min_steps = given.get("max_steps", -1), given.get("min_steps")
         if (seconds := self._val_check_time_interval) is not None:
             # which Lightning leaves unset; EarlyStopping asks for it, to look only after rounds that validate
             self.val_check_interval = _duration(seconds)
@@ -383,6 +383,10 @@ class FederatedTrainer(pl.Trainer):
             if not isinstance(error, ClientError):  # which ends a run that was not refused
                 remove_refused_logs(self)
             raise
+        except OSError as error:
+            if (refusal := unwritable_logs(self, error)) is None:
+                raise
+            raise refusal from error
         except SystemExit:  # Lightning's answer to an interrupt; a run without a whole round leaves nothing to look at
             remove_refused_logs(self)
             raise

@@ -1,6 +1,7 @@
 """What every round writes to the loggers."""
 
 import csv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.callbacks import SplitPicture
 from lightning_fed.data import Dirichlet, FederatedDataModule, Iid, Partition
-from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
+from lightning_fed.server import BernoulliSampler, DifferentialPrivacy, FedAdam, FedBuff, TrimmedMean
 from tests.helpers.optional import needs_matplotlib
 from tests.helpers.training import classification, clients, fit, seeded, trainer
 
@@ -66,6 +67,41 @@ def test_tensorboard_tells_methods_apart_and_shows_losses_and_summary(tmp_path: 
         started = HParamsPluginData.FromString(plugin.content).session_start_info.hparams
         assert started["algorithm"].string_value.startswith(f"FedProx(mu={mu}")
         assert {"lr", "dropout", "clients_per_round", "local_epochs", "partition"} <= set(started)
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, {}),
+        ({"server_optimizer": FedAdam}, {"server_optimizer": "FedAdam"}),
+        ({"server_optimizer": partial(FedAdam, lr=0.5)}, {"server_optimizer": "FedAdam(lr=0.5)"}),
+        (  # as the command line gives it
+            {"server_optimizer": partial(lambda kind, params, **options: kind(params, **options), FedAdam, lr=0.5)},
+            {"server_optimizer": "FedAdam(lr=0.5)"},
+        ),
+        ({"aggregator": TrimmedMean(0.1)}, {"aggregator": "TrimmedMean(beta=0.1)"}),
+        (
+            {"asynchronous": FedBuff(size=2, concurrency=2), "clients_per_round": None},
+            {"asynchronous": repr(FedBuff(size=2, concurrency=2))},
+        ),
+    ],
+    ids=lambda value: ", ".join(value),
+)
+def test_settings_show_the_parts_of_a_run_that_are_not_the_defaults(
+    options: dict[str, Any], shown: dict[str, str], tmp_path: Path
+) -> None:
+    parts = {
+        "server_optimizer",
+        "heterogeneity",
+        "aggregator",
+        "attack",
+        "compression",
+        "client_privacy",
+        "asynchronous",
+    }
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    fit(algorithm=FedAvg(), logger=logger, max_rounds=1, **options)
+    assert {name: value for name, value in logger.hparams.items() if name in parts} == shown
 
 
 def events_of(logger: TensorBoardLogger) -> EventAccumulator:

@@ -69,3 +69,42 @@ def test_last_without_any_begins(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no last checkpoint available"):
         begun = run(tmp_path, 2, ckpt_path="last")
     assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))
+
+
+def test_a_resumed_run_in_a_new_folder_knows_the_best_checkpoint_of_all_rounds(tmp_path: Path) -> None:
+    def keeping(place: str, rounds: int, **options: Any) -> ModelCheckpoint:
+        # the drift of later rounds is never as large as that of the first
+        keep = ModelCheckpoint(tmp_path / place, monitor="client/drift", mode="max", save_last=True, save_top_k=2)
+        run(tmp_path, rounds, keep=keep, **options)
+        return keep
+
+    straight = keeping("straight", 6)
+    first = keeping("first", 3)
+    second = keeping("second", 6, ckpt_path=first.last_model_path)
+    assert Path(second.best_model_path) == Path(first.best_model_path)
+    assert second.best_model_score == straight.best_model_score
+    assert [*map(torch.Tensor.item, second.best_k_models.values())] == [
+        *map(torch.Tensor.item, straight.best_k_models.values())
+    ]
+    assert Path(first.best_model_path).is_file()  # another run's files are not removed
+    assert Path(second.last_model_path) == tmp_path / "second" / "last.ckpt"
+
+
+def test_a_resumed_run_in_a_new_folder_keeps_its_own_best_one_where_the_earlier_are_gone(tmp_path: Path) -> None:
+    first = ModelCheckpoint(tmp_path / "first", monitor="client/drift", mode="max", save_last=True)
+    run(tmp_path, 3, keep=first)
+    Path(first.best_model_path).unlink()
+    second = ModelCheckpoint(tmp_path / "second", monitor="client/drift", mode="max")
+    run(tmp_path, 5, keep=second, ckpt_path=first.last_model_path)
+    assert Path(second.best_model_path).parent == tmp_path / "second"
+    assert Path(second.best_model_path).is_file()
+
+
+def test_a_resumed_run_that_keeps_fewer_checkpoints_goes_on_from_the_best(tmp_path: Path) -> None:
+    first, second = (
+        ModelCheckpoint(tmp_path / name, monitor="client/drift", mode="max", save_last=True, save_top_k=k)
+        for name, k in (("first", 3), ("second", 1))
+    )
+    run(tmp_path, 3, keep=first)
+    run(tmp_path, 4, keep=second, ckpt_path=first.last_model_path)
+    assert second.best_k_models == {first.best_model_path: first.best_model_score}

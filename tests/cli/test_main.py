@@ -114,11 +114,12 @@ def test_the_printed_resume_command_goes_on_after_max_steps(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("runs")
-def test_validate_and_predict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_and_predict(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     for command in ("validate", "predict"):  # a new project's test runs `test`
         run(command, "--config", QUICKSTART, "--ckpt_path", last(0), "--trainer.logger", "false")
     out = capsys.readouterr().out
     assert "val_acc" in out
+    assert "No callback writes the predictions: add a subclass of BasePredictionWriter" in caplog.text
 
 
 EVALUATIONS = few(["test", "validate", "predict"], ["test"])

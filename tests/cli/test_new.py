@@ -50,9 +50,9 @@ def test_a_new_project_works_as_its_readme_says(tmp_path: Path) -> None:
     commands = [[sys.executable, "-m", "lightning_fed", "new", NAME]]
     readme = (cli_new._TEMPLATES / "README.md.in").read_text()
     shown = [line.split() for line in readme.splitlines() if line.startswith("    ")]
-    assert [words[0] for words in shown] == ["lightning-fed", "lightning-fed", "pytest"]
-    module = {"lightning-fed": "lightning_fed", "pytest": "pytest"}
-    commands += [[sys.executable, "-m", module[words[0]], *words[1:]] for words in shown]
+    assert [words[0] for words in shown] == ["lightning-fed", "lightning-fed", "python"]
+    begins = {"lightning-fed": ["-m", "lightning_fed"], "python": []}
+    commands += [[sys.executable, *begins[words[0]], *words[1:]] for words in shown]
     for folder, command in zip((tmp_path, *[tmp_path / NAME] * 3), commands, strict=True):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
         assert not done.returncode, done.stdout + done.stderr

@@ -48,6 +48,10 @@ def fit(*args: str, config: str = QUICKSTART) -> None:
         thorough(["--model.lrr", "0.2"], "Did you mean lr instead of lrr?"),
         thorough(["--data.num_client", "3"], "Did you mean num_clients instead of num_client?"),
         (["--trainer.algorithm", "FedProx", "--trainer.algorithm.muu", "3"], "Did you mean mu instead of muu?"),
+        (["--trainer.algorithm", "FedProx"], "Add --trainer.algorithm.mu VALUE. --trainer.algorithm.help FedProx desc"),
+        thorough(
+            ["--data", "ClientTable"], "Add --data.path VALUE --data.client VALUE --data.target VALUE. --data.help "
+        ),
         thorough(
             ["--data.partition", "Shards", "--data.partition.num_client", "3"], "Did you mean num_clients instead of"
         ),
@@ -111,6 +115,7 @@ def test_fit_alone_names_what_to_give_it(capsys: pytest.CaptureFixture[str]) -> 
     assert "--config FILE" in answer
     assert "--model MLPClassifier --data Digits" in answer
     assert "required: --data, --model" in answer
+    assert "lightning-fed fit --help" in answer
 
 
 @pytest.mark.parametrize(
@@ -163,6 +168,7 @@ def test_help_is_in_the_order_of_use_and_without_markup(command: str, capsys: py
     assert "--trainer.max_rounds" in own
     assert "--trainer.max_time" in lightnings
     assert not re.search(r":\w+:`|``", shown)
+    assert not re.search("resolver|Unknown|training epoch", shown)
     assert ("initial" in " ".join(shown.split())) is (command != "fit")
 
 

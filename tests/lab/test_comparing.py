@@ -1,6 +1,7 @@
 """Runs side by side, from the logs that any run writes."""
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_a_mistake_is_named(args: list[str], message: str) -> None:
             (Path(folder) / "metrics.csv").write_text(text)
     with pytest.raises(SystemExit, match=message):
         main(["compare", *args])
+
+
+def test_the_table_does_not_need_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("log").mkdir()
+    Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="matplotlib: pip install"):
+        main(["compare", "log"])
+    assert "| log | 1 | 0.5 | 0.5 |" in capsys.readouterr().out
 
 
 def test_a_log_without_values_is_named(tmp_path: Path) -> None:
