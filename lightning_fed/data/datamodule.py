@@ -253,7 +253,8 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If a client's data set is not map-style, or ``client_val`` has an unknown client id.
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
-        _check_client_val_ids(self.client_val, self._clients.ids)
+        if self.client_val:
+            _check_client_val_ids(self.client_val, self._clients.ids)
 
     @property
     def num_clients(self) -> int:
@@ -526,7 +527,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
 def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[ClientId]) -> None:
     """Raise for validation sets of clients that do not exist."""
-    known = ids if isinstance(ids, range) or not client_val else set(ids)
+    known = ids if isinstance(ids, range) else set(ids)
     unexpected = sorted(repr(key) for key in client_val if key not in known)
     if unexpected:
         shown = ", ".join(map(repr, ids[:3])) + (", ..." if len(ids) > 3 else "")
