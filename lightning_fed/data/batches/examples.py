@@ -144,7 +144,8 @@ def check_map_style(dataset: Any, owner: str) -> None:
             f"{owner} has {kind_of(dataset)} of {len(dataset)} arrays, which would be {len(dataset)} examples:"
             " give torch.utils.data.TensorDataset(inputs, labels), whose examples are pairs."
         )
-    check_positions(dataset, owner)
+    if isinstance(dataset, Subset):
+        check_positions(dataset, owner)
 
 
 def check_positions(dataset: Any, owner: str) -> None:
