@@ -200,6 +200,11 @@ class FederatedDataModule(pl.LightningDataModule):
         self.batch_size_of = batch_size_of
         self.worker_init_fn = worker_init_fn
         self.loader_options = check_options(name, loader_options)
+        if self.loader_options and not num_workers:
+            raise FederatedError(
+                f"{name}(loader_options={self.loader_options!r}) is for loader processes, and num_workers=0 starts"
+                " none. Set num_workers, or leave loader_options unset."
+            )
         self._check_sources(clients)
         if clients is not None:
             self.set_clients(clients)
@@ -232,7 +237,10 @@ class FederatedDataModule(pl.LightningDataModule):
             ... ).num_clients
             2
         """
-        return cls(partition=partition, val=val, **{**settings_of(loader), **kwargs})
+        settings = settings_of(loader)
+        if kwargs.get("num_workers") == 0:
+            del settings["loader_options"]
+        return cls(partition=partition, val=val, **{**settings, **kwargs})
 
     # Clients
 

@@ -727,6 +727,7 @@ def test_a_configuration_file_can_choose_torchvisions_data_sets_and_functions_of
         augment=crop,
         batch_size_of="torch.numel",
         worker_init_fn="torch.manual_seed",
+        num_workers=1,
         loader_options={"timeout": 5, "prefetch_factor": 3},
     )
     assert (several.batch_size_of, several.worker_init_fn) == (torch.numel, torch.manual_seed)

@@ -80,6 +80,16 @@ def test_unknown_loader_options_are_refused(options):
         FederatedDataModule(clients=[Augmented(None)], loader_options=options)
 
 
+def test_loader_options_without_workers_are_refused():
+    with pytest.raises(
+        FederatedError, match=r"loader_options=\{'timeout': 3\}\) is for loader processes, and num_workers=0"
+    ):
+        FederatedDataModule(clients=[Augmented(None)], loader_options={"timeout": 3})
+    loader = DataLoader(Augmented(None), num_workers=1, timeout=3)
+    assert FederatedDataModule.from_loader(loader, Iid(2)).loader_options["timeout"] == 3
+    assert FederatedDataModule.from_loader(loader, Iid(2), num_workers=0).loader_options == {}
+
+
 def test_functions_of_a_batch_are_chained_in_order():
     assert chain("Data", "transform", None) is chain("Data", "transform", []) is None
     assert chain("Data", "transform", [len]) is chain("Data", "transform", len) is len
