@@ -18,7 +18,8 @@ def listing() -> str:
         rows = list(csv.DictReader(file))
     lines = [("name", "scales", "CPU time", "data", "what")]
     for row in rows:
-        took = f"{row['cpu_hours']} h at {row['published']}" if row["published"] else "not run"
+        hours = "<0.1" if row["cpu_hours"] == "0.0" else row["cpu_hours"]
+        took = f"{hours} h at {row['published']}" if row["published"] else "not run"
         paper = row["paper"].partition(" (")[0] if "arXiv" in row["paper"] else "our own comparison"
         about = f"{row['title']} ({paper})"
         lines.append((row["name"], row["scales"], took, row["data"] or "none", about))

@@ -16,6 +16,7 @@ def test_the_list_shows_every_experiment_with_scales_time_and_data(capsys: pytes
     assert {line.split()[0] for line in lines[1:]} == {path.stem for path in PAPERS.glob("*.yaml")}
     (line,) = (line for line in lines if line.startswith("mime_fig3 "))
     assert re.search(r"full, part.*\d\.\d+ h at part .*EMNIST", line)
+    assert not any(" 0.0 h" in line for line in lines)
 
 
 def test_the_list_needs_no_pytorch_and_a_run_says_something_before_it_loads_it() -> None:
