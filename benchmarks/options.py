@@ -128,7 +128,7 @@ def milliseconds(module: pl.LightningModule, engine: str, rounds: int, **options
 
 
 def compare(name: str, engine: str, rounds: int, turns: int) -> str:
-    """Return a cell: milliseconds with an option and without, and their ratio; a dash if the engine refuses it."""
+    """Return a cell: milliseconds with an option and without, and their ratio; or the engine that trains instead."""
     if engine == "vectorized" and "each client's rate" in name:
         return "trains with `sequential`"
     without: list[float] = []
