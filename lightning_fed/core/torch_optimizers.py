@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from inspect import unwrap
 from operator import itemgetter
 from typing import Any
 
@@ -123,9 +125,16 @@ def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
 
 def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
     """Return the decay that the optimizer adds to a group's gradient (rather than to the step)."""
-    if not isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay", False):
+    kind: Any = type(optimizer)
+    if not _couples(kind) or group.get("decoupled_weight_decay", False):
         return 0.0
     return float(group.get("weight_decay", 0.0))
+
+
+@cache
+def _couples(cls: Any) -> bool:
+    """Return whether a class takes the steps of one that adds the decay to the gradient; a subclass may take others."""
+    return any(issubclass(cls, known) and unwrap(cls.step) is unwrap(known.step) for known in _COUPLED)
 
 
 def device_of(name: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
