@@ -174,6 +174,17 @@ class LocalStep:
             taken: StepOutput = clients.each(take, (dims,))(given)
         return taken
 
+    def of_module(self, clients: Clients, group: BatchGroup) -> StepOutput:
+        """Take a step of the first of some clients as the module itself does, which traces are compared with."""
+        row, module = clients.rows[0], self.module
+        y = clients.views if clients.is_one else self.work.layout.views(clients.y[0])
+        local = {name: value[row] for name, value in self.local.items()}
+        given = StepInput(
+            y, group.first, [value[row] for value in self.own], local, self.shared, self.point(self.shared)
+        )
+        with torch.no_grad(), module.drawing_nothing():
+            return self(module.own_gradient, given, group.spec, group.batch_idx)
+
     # ------------------------------------------------------------------ inputs of the method
 
     def point(self, shared: Sequence[Tensor]) -> list[Tensor]:
