@@ -16,8 +16,10 @@ from lightning_fed.core.errors import FederatedError
 
 __all__ = [
     "STEP_COUNTS",
+    "copies_of_parameters",
     "coupled_decay",
     "device_of",
+    "inner_optimizers",
     "is_plain_sgd",
     "refuse_unsupported",
     "take_plain_step",
@@ -66,6 +68,34 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
         raise FederatedError(
             f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead."
         )
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers with a state of their own that an optimizer wraps, as Lookahead does."""
+    found, waiting = list[Optimizer](), [optimizer]
+    while waiting:
+        for value in vars(waiting.pop()).values():
+            if isinstance(value, Optimizer) and not any(value is known for known in (optimizer, *found)):
+                found.append(value)
+                waiting.append(value)
+    return [inner for inner in found if inner.state is not optimizer.state]
+
+
+def copies_of_parameters(optimizer: Optimizer) -> str | None:
+    """Return the name of an attribute that holds copies of parameters from before the first step, or None."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, value in vars(optimizer).items():
+        for tensor in () if name in ("state", "param_groups") else _tensors_in(value):
+            if any(tensor is not p and tensor.shape == p.shape and torch.equal(tensor, p) for p in params):
+                return name
+    return None
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors_in(part)
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
