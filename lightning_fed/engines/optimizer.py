@@ -216,7 +216,9 @@ class FederatedOptimizer(Optimizer):
         if kept:
             self._load_solver(solver_entries(kept, len(self.flat.params)))
         else:
-            self._clear_state()
+            self.base.state.clear()
+            for inner in self._inner:  # after a client that failed
+                inner.state.clear()
         self.work, self.plan = work, self.plan_of(work.algorithm)
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._advances = work.algorithm.overrides("advance")
@@ -225,14 +227,11 @@ class FederatedOptimizer(Optimizer):
         """End a client's local work, and discard the optimizer's state."""
         assert self.work is not None
         self.work.lr_sum, self.work = self._lr_sum(), None
-        self._clear_state()
-        if self.schedule is not None:
-            self.schedule.rest()
-
-    def _clear_state(self) -> None:
         self.base.state.clear()
         for inner in self._inner:
             inner.state.clear()
+        if self.schedule is not None:
+            self.schedule.rest()
 
     def counts(self) -> dict[str, float]:
         """Return the numbers in attributes of the wrapped optimizers, which are not reset for the next client."""
@@ -240,7 +239,7 @@ class FederatedOptimizer(Optimizer):
             f"{type(optimizer).__name__}.{name}": value
             for optimizer in (self.base, *self._inner)
             for name, value in vars(optimizer).items()
-            if type(value) in (int, float) and name != "_step_count"  # which schedulers set
+            if type(value) in (int, float)
         }
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

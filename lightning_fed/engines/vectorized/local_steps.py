@@ -249,21 +249,32 @@ class LocalSteps:
             return self._call(bound, clients, group)
         before = clients.y.clone()
         point = before if clients.is_one else before[0]
-        own = self.step.of_module(clients, group)
-        expected = OwnStep(own.loss, own.values, module.sizes)
+        with module.drawing_nothing():
+            if self.step.is_gradient:
+                views = self.work.layout.views(point)
+                own: Sequence[Tensor | None]
+                own, own_loss, own_values = module.own_gradient(views, group.first, group.spec, group.batch_idx)
+            else:
+                own, own_loss, own_values = self.step.of_module(clients, group)
+        expected = OwnStep(own_loss, own_values, module.sizes)
         error: RuntimeError | None = None
         what: str | None = None
         try:
             found = self._call(bound, clients, group, factor=-1.0)
-            directions = self._directions_of_first(bound, clients, before, found)
+            if trace.graph.moves:
+                directions = self.work.layout.views(point - (clients.y if clients.is_one else clients.y[0]))
+                if bound.moving:
+                    self._add_constants(directions, bound, clients)
+            else:
+                directions = _first_of(found[0][: len(clients.views)], clients)
             clients.y.copy_(before)
             loss, values = _of_first(found, clients)
             what = self._difference(loss, values, expected, trace.checked.get(kind))
             if what is None and not module.agrees_in_gradient(
-                directions, own.directions, point, lambda: self._again(clients, group).directions
+                directions, own, point, lambda: self._again(clients, group).directions
             ):
                 what = "has another gradient"
-            if what is None and (name := module.other_value(values, own.values)) is not None:
+            if what is None and (name := module.other_value(values, own_values)) is not None:
                 # an accuracy may depend on rounding of several clients at once: compare with the traced function
                 untraced = self._again(clients, group).values
                 if name not in untraced or not module.agrees(values[name], untraced[name]):
@@ -290,18 +301,13 @@ class LocalSteps:
             module.give_up(str(what))
         return None
 
-    def _directions_of_first(self, bound: _Bound, clients: Clients, before: Tensor, found: Found) -> Sequence[Tensor]:
-        """Return the first client's directions of a trace that was called with the factor -1."""
-        if not bound.trace.graph.moves:
-            return _first_of(found[0][: len(clients.views)], clients)
-        moved = before - clients.y if clients.is_one else before[0] - clients.y[0]
-        directions = self.work.layout.views(moved)
+    def _add_constants(self, directions: Sequence[Tensor], bound: _Bound, clients: Clients) -> None:
+        """Add the constant parts of the first client's directions."""
         constant = {id(view): part for view, part in zip(bound.moving, bound.constant, strict=True)}
         for direction, view in zip(directions, clients.views, strict=True):
             if id(view) in constant:
                 (part,) = _first_of([constant[id(view)]], clients)
                 direction.add_(part)
-        return directions
 
     def _again(self, clients: Clients, group: BatchGroup) -> StepOutput:
         """Return the first client's step of the traced function, without the trace."""

@@ -184,32 +184,39 @@ class ModuleStep:
 
     def agrees(self, value: Tensor, real: Tensor) -> bool:
         """Return whether two losses or logged values [] are equal up to rounding."""
-        rtol, atol = self._tolerances(value.dtype) if value.is_floating_point() else (0.0, 0.0)
+        rtol, atol = 0.0, 0.0
+        if value.is_floating_point():
+            rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else value.dtype, (5e-2, 1e-6))
         a, b = map(float, numbers_of([value, real]))
         return math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
 
     def agrees_in_gradient(
-        self, found: Sequence[Tensor], real: Sequence[Tensor], point: Tensor, again: Callable[[], Sequence[Tensor]]
+        self,
+        found: Sequence[Tensor],
+        real: Sequence[Tensor | None],
+        point: Tensor,
+        again: Callable[[], Sequence[Tensor]],
     ) -> bool:
         """Return whether a trace's gradients are the module's up to rounding.
 
         Args:
             found: The trace's gradients, one per parameter.
-            real: The module's own.
+            real: The module's own; None if the loss does not depend on a parameter.
             point: The parameters: a gradient that was taken from a move along it has their rounding.
             again: Computes the module's in another way: near an optimum they consist of rounding, and differ as much.
         """
-        mine, theirs = _joined(found), _joined(real)
-        rtol, atol = self._tolerances(theirs.dtype)
-        off, largest, at = numbers_of([value.abs().max() for value in (mine - theirs, theirs, point)])
+        mine, theirs = torch.cat([*map(torch.flatten, found)]), list[Tensor]()
+        for own, like in zip(real, found, strict=True):
+            theirs.append(torch.zeros_like(like) if own is None else own)
+        own = torch.cat([*map(torch.flatten, theirs)])
+        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else own.dtype, (5e-2, 1e-6))
+        difference, largest, at = numbers_of([(mine - own).abs().max(), own.abs().max(), point.abs().max()])
         room = rtol * largest + atol + 4 * torch.finfo(point.dtype).eps * at
-        if not off > room:  # the client's data may be NaN
+        if not difference > room:  # the client's data may be NaN
             return True
-        (rounding,) = numbers_of([(_joined(again()) - theirs).abs().max()])
-        return off <= _ROUNDING * rounding
-
-    def _tolerances(self, dtype: torch.dtype) -> tuple[float, float]:
-        return _TOLERANCES.get("mixed" if self._is_mixed else dtype, (5e-2, 1e-6))
+        other = torch.cat([*map(torch.flatten, again())])
+        (rounding,) = numbers_of([(other - own).abs().max()])
+        return difference <= _ROUNDING * rounding
 
     def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:
         """Return the name of a logged value [] that differs by more than rounding, or None."""
@@ -305,10 +312,6 @@ class ModuleStep:
             if own is not None:
                 attributes["log"] = own
             self.flat.restore()
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([value.reshape(-1) for value in tensors])
 
 
 def _parameter_positions(module: nn.Module, parameters: Sequence[Tensor]) -> list[tuple[str, int]]:
