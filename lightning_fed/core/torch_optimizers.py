@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from inspect import unwrap
 from operator import itemgetter
 from typing import Any
 
@@ -14,8 +16,10 @@ from lightning_fed.core.errors import FederatedError
 
 __all__ = [
     "STEP_COUNTS",
+    "copies_of_parameters",
     "coupled_decay",
     "device_of",
+    "inner_optimizers",
     "is_plain_sgd",
     "refuse_unsupported",
     "take_plain_step",
@@ -64,6 +68,34 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
         raise FederatedError(
             f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead."
         )
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers with a state of their own that an optimizer wraps, as Lookahead does."""
+    found, waiting = list[Optimizer](), [optimizer]
+    while waiting:
+        for value in vars(waiting.pop()).values():
+            if isinstance(value, Optimizer) and not any(value is known for known in (optimizer, *found)):
+                found.append(value)
+                waiting.append(value)
+    return [inner for inner in found if inner.state is not optimizer.state]
+
+
+def copies_of_parameters(optimizer: Optimizer) -> str | None:
+    """Return the name of an attribute that holds copies of parameters from before the first step, or None."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, value in vars(optimizer).items():
+        for tensor in () if name in ("state", "param_groups") else _tensors_in(value):
+            if any(tensor is not p and tensor.shape == p.shape and torch.equal(tensor, p) for p in params):
+                return name
+    return None
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors_in(part)
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
@@ -123,9 +155,16 @@ def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
 
 def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
     """Return the decay that the optimizer adds to a group's gradient (rather than to the step)."""
-    if not isinstance(optimizer, _COUPLED) or group.get("decoupled_weight_decay", False):
+    kind: Any = type(optimizer)
+    if not _couples(kind) or group.get("decoupled_weight_decay", False):
         return 0.0
     return float(group.get("weight_decay", 0.0))
+
+
+@cache
+def _couples(cls: Any) -> bool:
+    """Return whether a class takes the steps of one that adds the decay to the gradient; a subclass may take others."""
+    return any(issubclass(cls, known) and unwrap(cls.step) is unwrap(known.step) for known in _COUPLED)
 
 
 def device_of(name: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:

@@ -40,8 +40,10 @@ class LocalOptions:
         """Give the optimizer its options back; return the name of a changed one, and of a schedule that has stepped."""
         option, schedule = None, None
         for group, before in zip(self._groups, self._options, strict=True):
-            if len(group) > len(before) + 1:
-                option = next(name for name in group if name != "params" and name not in before)
+            for name in [*group] if len(group) > len(before) + 1 else ():
+                if name != "params" and name not in before:
+                    option = name
+                    del group[name]  # such as a count of steps
             for name, was in before.items():
                 value = group[name]
                 if isinstance(was, Tensor) and isinstance(value, Tensor):

@@ -16,6 +16,7 @@ from lightning_fed.core.rounds import Step
 from lightning_fed.core.torch_optimizers import (
     coupled_decay,
     device_of,
+    inner_optimizers,
     is_plain_sgd,
     take_plain_step,
     without_coupled_decay,
@@ -110,6 +111,7 @@ class FederatedOptimizer(Optimizer):
         self.work: LocalWork | None = None
         index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
         self._groups = [index[id(p)] for p in flat.params]
+        self._inner = inner_optimizers(base)
         self.clip: Callable[[], None] | None = None
         self.schedule: LocalSchedule | None = None
         self.__class__ = type(type(base).__name__, (type(self),), {})
@@ -215,6 +217,8 @@ class FederatedOptimizer(Optimizer):
             self._load_solver(solver_entries(kept, len(self.flat.params)))
         else:
             self.base.state.clear()
+            for inner in self._inner:  # after a client that failed
+                inner.state.clear()
         self.work, self.plan = work, self.plan_of(work.algorithm)
         self._lr_sums = [0.0] * len(self.base.param_groups)
         self._advances = work.algorithm.overrides("advance")
@@ -224,8 +228,19 @@ class FederatedOptimizer(Optimizer):
         assert self.work is not None
         self.work.lr_sum, self.work = self._lr_sum(), None
         self.base.state.clear()
+        for inner in self._inner:
+            inner.state.clear()
         if self.schedule is not None:
             self.schedule.rest()
+
+    def counts(self) -> dict[str, float]:
+        """Return the numbers in attributes of the wrapped optimizers, which are not reset for the next client."""
+        return {
+            f"{type(optimizer).__name__}.{name}": value
+            for optimizer in (self.base, *self._inner)
+            for name, value in vars(optimizer).items()
+            if type(value) in (int, float)
+        }
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one local step: closure, correction, the wrapped optimizer's step; return the closure's result.

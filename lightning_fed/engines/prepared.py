@@ -52,7 +52,7 @@ class PreparedModule:
         self.settings: Settings = trainer.fit_loop.settings
         settings = self.settings
         self.trainer, self.algorithm, self.seed = trainer, settings.algorithm, settings.seed
-        base = check_optimization(trainer, settings.algorithm)
+        base = check_optimization(trainer, settings.algorithm, settings.keeps_solver)
         if trainer.lr_scheduler_configs or settings.local_schedule is not None:
             check_schedules(trainer, settings.local_schedule)
         check_method(settings.algorithm)

@@ -14,7 +14,12 @@ from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
+from lightning_fed.core.torch_optimizers import (
+    copies_of_parameters,
+    inner_optimizers,
+    is_plain_sgd,
+    refuse_unsupported,
+)
 from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.server.aggregation.base import Aggregator
@@ -121,22 +126,36 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
         )
 
 
-def check_optimization(trainer: pl.Trainer, algorithm: Algorithm) -> Optimizer:
+def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: bool = False) -> Optimizer:
     """Return the single local optimizer.
 
     Args:
         trainer: The trainer, whose strategy has set up optimizers and schedules.
         algorithm: The method.
+        keeps_state: Whether clients keep the optimizer's state.
 
     Raises:
-        FederatedError: If there is no optimizer, it does not support corrections, or both the method and the optimizer
-            precondition gradients.
+        FederatedError: If there is no optimizer, it does not support corrections, it has a state that clients would
+            hand on, or both the method and the optimizer precondition gradients.
     """
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
     (optimizer,) = trainer.optimizers  # Lightning has already rejected several
     if type(optimizer).__name__ == "_MockOptimizer":
         raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
     refuse_unsupported(optimizer, f"{name}: the local optimizer")
+    kind = type(optimizer).__name__
+    if (attribute := copies_of_parameters(optimizer)) is not None:
+        raise FederatedError(
+            f"{name} returned {kind}, whose attribute {attribute!r} holds copies of the parameters. Clients start from"
+            " the server's, with a new optimizer each, and these copies would stay. Let the optimizer make them in its"
+            " first step, in self.state[parameter]."
+        )
+    if (keeps_state or algorithm.uses_solver_state) and (inner := inner_optimizers(optimizer)):
+        what = "local_optimizer_state='keep'" if keeps_state else type(algorithm).__name__
+        raise FederatedError(
+            f"{name} returned {kind}, which wraps {type(inner[0]).__name__}. {what} keeps the state of one optimizer:"
+            f" return {type(inner[0]).__name__} alone."
+        )
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(

@@ -60,11 +60,12 @@ class Traces:
 
     Attributes:
         allowed: Whether traces may be recorded and used.
+        round: The caller's count of rounds, which each trace keeps from its recording.
     """
 
     def __init__(self, dtype: torch.dtype, warn: Callable[[str], None]) -> None:
         self._dtype, self._warn = dtype, warn
-        self.allowed = not _MISSING
+        self.allowed, self.round = not _MISSING, 0
         self._traces: dict[Any, Trace | None] = {}
         if _MISSING:
             warn(
@@ -123,7 +124,7 @@ class Traces:
             if not self.allowed:  # the function has forbidden it
                 return None
             own_notes = {name: set(read) for name, read in (notes or {}).items()}
-            self._traces[key] = None if graph is None else Trace(graph, self._dtype, own_notes)
+            self._traces[key] = None if graph is None else Trace(graph, self._dtype, own_notes, self.round)
         return self._traces[key]
 
     def _made(
@@ -198,10 +199,11 @@ class Trace:
         checked: By kinds of inputs compared with the function: the Python numbers that the function returned, which are
             not part of the trace; None if the trace is wrong.
         fixed: A key of the part that runs once, equal for traces of one function in which it is the same.
+        round: The round of its recording.
     """
 
-    def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]]) -> None:
-        self.graph, self.notes = graph, notes
+    def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]], round: int) -> None:
+        self.graph, self.notes, self.round = graph, notes, round
         self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
         has_numbers = any(node.op == "get_attr" for node in graph.once.nodes)

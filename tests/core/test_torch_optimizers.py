@@ -137,6 +137,19 @@ def test_decay_is_coupled_where_it_is_added_to_the_gradient() -> None:
         moments = [value for value in seen.values() if isinstance(value, torch.Tensor) and value.shape == (2,)]
         assert any(bool(value.any()) for value in moments) == is_coupled or cls is torch.optim.SGD, cls
         assert coupled_decay(optimizer, group) == (0.5 if is_coupled else 0.0), cls
+
+    class Lars(torch.optim.SGD):
+        """Scales the gradient with its decay, which must not be in the gradient already."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    class Plain(torch.optim.SGD):
+        pass
+
+    for cls, decay in ((Lars, 0.0), (Plain, 0.5)):
+        optimizer = made(cls, lr=0.1, weight_decay=0.5)
+        assert coupled_decay(optimizer, optimizer.param_groups[0]) == decay, cls
     decoupled = made(torch.optim.NAdam, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True)
     assert coupled_decay(decoupled, decoupled.param_groups[0]) == 0.0
 

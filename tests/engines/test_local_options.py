@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed import FederatedDataModule, FederatedError
-from lightning_fed.algorithms import FedAvg, Scaffold
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold
 from tests.helpers.engines import Ordinary, Record, run, state_of
 from tests.helpers.training import clients
 
@@ -63,6 +63,76 @@ def test_rates_that_a_later_step_sets_are_not_missed_by_clients_at_once() -> Non
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)  # the first round runs in another engine
     with pytest.raises(FederatedError, match="it changes 'lr' of the local optimizer, and did not in its trial step"):
         run("vectorized", CoolsLater, alike, clients_per_round=3, max_rounds=3)
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts its steps in the parameter group, from its first one, and takes shorter ones."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / group["step"])
+
+
+class Averages(torch.optim.Optimizer):
+    """Wraps an optimizer and shares its groups; what it keeps is in that one's state, as in timm's Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for p in self.param_groups[0]["params"]:
+            state = self.inner.state[p]
+            p.copy_(state.setdefault("slow", p.clone()).lerp_(p, 0.5))
+
+
+class CountsSteps(Counts):
+    """Counts them in an attribute."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        super().step(closure)
+
+
+class Copies(torch.optim.SGD):
+    """Has copies of the parameters from the start."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+
+def averaging(params: Any) -> Averages:
+    return Averages(torch.optim.Adam(params, lr=0.1))
+
+
+@pytest.mark.parametrize("make", [lambda params: Counts(params, {"lr": 0.1}), averaging])
+def test_every_client_has_a_new_optimizer_whatever_it_is_made_of(make: Any) -> None:
+    seen = Record()
+    run("sequential", partial(Ordinary, make), alike, clients_per_round=3, max_rounds=2, callbacks=[seen])
+    assert len({report.update_norm for report in seen.reports[:3]}) == 1
+    assert len({report.update_norm for report in seen.reports[3:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (lambda params: CountsSteps(params, {"lr": 0.1}), {}, "changes its attribute CountsSteps.taken as it steps"),
+        (partial(Copies, lr=0.1), {}, "whose attribute 'slow' holds copies of the parameters"),
+        (averaging, {"local_optimizer_state": "keep"}, "Averages, which wraps Adam.* return Adam alone"),
+        (averaging, {"algorithm": Mime()}, "Averages, which wraps Adam. Mime keeps the state of one optimizer"),
+    ],
+)
+def test_what_an_optimizer_would_hand_on_is_refused(make: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FederatedError, match=reason):
+        run("sequential", partial(Ordinary, make), alike, clients_per_round=3, max_rounds=1, **options)
 
 
 class DecaysOnSchedule(Ordinary):

@@ -73,6 +73,7 @@ class SequentialEngine(Engine):
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             attributes = {} if self._has_checked_frozen else self._tensors_of_attributes()
+            counts = {} if self._has_checked_frozen else self.optimizer.counts()
             self.epoch_loop.begin_client()
             schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # it steps them itself
             options = LocalOptions(self.optimizer.base, schedules)
@@ -88,6 +89,7 @@ class SequentialEngine(Engine):
             if not self._has_checked_frozen:
                 self.prepared.check_parameters()
                 self._check_attributes(attributes)
+                self._check_counts(counts)
                 self._check_frozen(frozen)
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -104,8 +106,9 @@ class SequentialEngine(Engine):
                 )
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
-            counts = schedule is not None and schedule.mode == "continue"
-            keep = with_kept(update.keep, client, self.flat.personal, first_step + work.num_steps if counts else None)
+            continues = schedule is not None and schedule.mode == "continue"
+            count = first_step + work.num_steps if continues else None
+            keep = with_kept(update.keep, client, self.flat.personal, count)
             norm = torch.linalg.vector_norm(run.delta)
             update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
         seconds = time.perf_counter() - started
@@ -309,6 +312,16 @@ class SequentialEngine(Engine):
                     " client trains. It goes from one client to the next, and is not in checkpoints. Make it a buffer"
                     " with register_buffer(), unless it only collects numbers: buffers start from the server's for"
                     " every client, and are averaged."
+                )
+
+    def _check_counts(self, before: dict[str, float]) -> None:
+        """Raise if the local optimizer counts in an attribute, which is not reset with its state and its options."""
+        for name, value in self.optimizer.counts().items():
+            if value != before.get(name):
+                raise FederatedError(
+                    f"The local optimizer changes its attribute {name} as it steps. Every client has a new optimizer,"
+                    " and this number would go from one to the next. Keep it in self.state[parameter], or in a"
+                    " parameter group: both are reset."
                 )
 
     def _pattern_of(self, name: str) -> str:

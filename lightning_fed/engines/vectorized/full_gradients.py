@@ -15,7 +15,6 @@ from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["FullGradients", "add_decay"]
 
-_CLOSE = 1e-2  # relative tolerance of a gradient against the module's
 _EXAMPLES = (5, 3, 2)  # batch sizes that record a trace for any number of examples
 
 
@@ -49,39 +48,43 @@ class FullGradients:
         """Add gradients on batches to sums [P] or [S, P]; return False if no trace is correct."""
         is_one = total.ndim == 1
         views = self.layout.views(total) if is_one else self.layout.stacked_views(total)
-        trace = self._trace(views, leaves, spec, point, is_one)
-        if trace is None:
-            return False
-        first = leaves if is_one else [leaf[0] for leaf in leaves]
-        _, rest = trace.once([point])
-        size = leaves[0].shape
-        is_new = size not in trace.checked
-        if is_new and all(other[0] < size[0] for other in trace.checked):
-            own = torch.zeros_like(total)
-            trace(*(self.layout.views(own) if is_one else self.layout.stacked_views(own)), *leaves, *rest, 1.0)
-            if not self._is_gradient(own if is_one else own[0], point, first, spec):
+        while (trace := self._trace(views, leaves, spec, point, is_one)) is not None:
+            _, rest = trace.once([point])
+            if self._is_right(trace, rest, total, point, leaves, spec):
+                trace(*views, *leaves, *rest, factor)
+                return True
+            if trace.round == self.module.traces.round:
                 return False
-        _, loss, _ = trace(*views, *leaves, *rest, factor)
-        if trace in self.module.compared and not is_new:
-            return True
-        trace.checked[size] = {}
-        self.module.compared.add(trace)
-        expected = self.module.own_step(self.layout.views(point), first, spec).loss
-        return self.module.agrees(loss if is_one else loss[0], expected) or self.module.give_up("gives another loss")
+        return False
 
-    def _is_gradient(self, found: Vector, point: Vector, leaves: Sequence[Tensor], spec: Any) -> bool:
-        """Compare a trace's gradient with the module's, which tensor hooks may change."""
-        module = self.module
-        grads, _, _ = module.own_gradient(self.layout.views(point), leaves, spec)
-        real = torch.zeros_like(point)
-        for part, grad in zip(self.layout.views(real), grads, strict=True):
-            if grad is not None:
-                part.copy_(grad)
-        atol = _CLOSE * float(real.nan_to_num(0.0, 0.0, 0.0).abs().max())  # the client's data may be NaN
-        return torch.allclose(found, real, rtol=_CLOSE, atol=atol, equal_nan=True) or module.traces.forbid(
-            f"{type(module.module).__name__}.training_step has another gradient than when it was traced, though"
-            " the same loss. Local steps run untraced from here on, which is slower."
-        )
+    def _is_right(
+        self, trace: Trace, rest: Sequence[Any], total: Tensor, point: Vector, leaves: Sequence[Tensor], spec: Any
+    ) -> bool:
+        """Compare a trace with the module, unless that was done in this round; if it differs, drop it.
+
+        Gradients are compared too, since tensor hooks may change them, and not the loss.
+        """
+        module, is_one, size = self.module, total.ndim == 1, leaves[0].shape
+        if trace in module.compared and size in trace.checked:
+            return True
+        sums, at = torch.zeros_like(total), self.layout.views(point)
+        views = self.layout.views(sums) if is_one else self.layout.stacked_views(sums)
+        _, losses, _ = trace(*views, *leaves, *rest, 1.0)
+        first, found, loss = (leaves, sums, losses) if is_one else ([leaf[0] for leaf in leaves], sums[0], losses[0])
+        grads, expected, _ = module.own_gradient(at, first, spec)
+        if not module.agrees(loss, expected):
+            what = "gives another loss"
+        elif not module.agrees_in_gradient(
+            self.layout.views(found), grads, point, lambda: module.gradient(at, first, spec)[0]
+        ):
+            what = "has another gradient"
+        else:
+            trace.checked[size] = {}
+            module.compared.add(trace)
+            return True
+        if not module.is_outdated(trace, what):
+            module.give_up(what)
+        return False
 
     def _trace(
         self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, point: Vector, is_one: bool

@@ -58,6 +58,7 @@ class LocalStep:
         own: The method's inputs of each client, stacked [S, ...].
         local: The clients' states of this round, stacked.
         key: A key of their use, equal for any number of clients.
+        is_gradient: Whether the direction is the gradient.
     """
 
     def __init__(self, module: ModuleStep, work: ChunkWork, rows: range) -> None:
@@ -69,6 +70,7 @@ class LocalStep:
         self._corrected_clip: _Clip = clip if clip is not None and clip.corrected else _keep
         starts = self.algorithm.overrides("start")
         self._reads = starts or self.advances or self.algorithm.overrides("correct")
+        self.is_gradient = not self._reads and clip is None and not any(self._decay) and self.algorithm.trains == "all"
         self.shared, self.own, self.local = list[Tensor](), list[Tensor](), State()
         self.key: tuple[Any, ...] = ()
         if self._reads:
@@ -173,6 +175,17 @@ class LocalStep:
         with torch.no_grad(), module.drawing_nothing():
             taken: StepOutput = clients.each(take, (dims,))(given)
         return taken
+
+    def of_module(self, clients: Clients, group: BatchGroup) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+        """Return directions, loss and values of the first of some clients by the module itself, to compare a trace."""
+        row = clients.rows[0]
+        y = clients.views if clients.is_one else self.work.layout.views(clients.y[0])
+        local = {name: value[row] for name, value in self.local.items()}
+        own = [value[row] for value in self.own]
+        given = StepInput(y, group.first, own, local, self.shared, self.point(self.shared))
+        with torch.no_grad():
+            taken = self(self.module.own_gradient, given, group.spec, group.batch_idx)
+        return taken.directions, taken.loss, taken.values
 
     # ------------------------------------------------------------------ inputs of the method
 

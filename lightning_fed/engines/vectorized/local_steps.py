@@ -62,10 +62,11 @@ class LocalSteps:
             key = (clients.rows, group.kind)
             if key not in self._bound:
                 self._bound[key] = self._bind(clients, group)
-            bound = self._bound[key]
-            if bound is not None and self._run_traced(bound, clients, group):
-                return
-            self._bound[key] = None  # not for such batches
+            while (bound := self._bound[key]) is not None:
+                if self._run_traced(bound, clients, group):
+                    return
+                is_outdated = bound.trace.round < self.module.traces.round
+                self._bound[key] = self._bind(clients, group) if is_outdated else None  # not for such batches
         self._run_untraced(clients, groups)
 
     # ------------------------------------------------------------------ without traces
@@ -226,9 +227,10 @@ class LocalSteps:
         self.means.add(group.clients, group.examples, loss, values, bound.sizes)
         return True
 
-    def _call(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Found:
+    def _call(self, bound: _Bound, clients: Clients, group: BatchGroup, factor: float | None = None) -> Found:
         local = clients.of(self.step.local.values()) if self.step.local else ()
-        return bound.trace(*clients.views, *group.leaves, *local, *bound.rest)
+        rest = bound.rest if factor is None else (*bound.rest[:-1], factor)
+        return bound.trace(*clients.views, *group.leaves, *local, *rest)
 
     # ------------------------------------------------------------------ traces and the module
 
@@ -245,26 +247,40 @@ class LocalSteps:
         if trace in module.compared and not is_new:
             bound.sizes = trace.checked[kind]
             return self._call(bound, clients, group)
-        point = clients.views if clients.is_one else self.work.layout.views(clients.y[0])
-        with module.drawing_nothing():
-            expected = module.own_step(point, group.first, group.spec, group.batch_idx)
         before = clients.y.clone()
+        point = before if clients.is_one else before[0]
+        with module.drawing_nothing():
+            if self.step.is_gradient:
+                views = self.work.layout.views(point)
+                own: Sequence[Tensor | None]
+                own, own_loss, own_values = module.own_gradient(views, group.first, group.spec, group.batch_idx)
+            else:
+                own, own_loss, own_values = self.step.of_module(clients, group)
+        expected = OwnStep(own_loss, own_values, module.sizes)
         error: RuntimeError | None = None
         what: str | None = None
         try:
-            found = self._call(bound, clients, group)
+            found = self._call(bound, clients, group, factor=-1.0)
+            if trace.graph.moves:
+                directions = self.work.layout.views(point - (clients.y if clients.is_one else clients.y[0]))
+                if bound.moving:
+                    self._add_constants(directions, bound, clients)
+            else:
+                directions = _first_of(found[0][: len(clients.views)], clients)
+            clients.y.copy_(before)
             loss, values = _of_first(found, clients)
             what = self._difference(loss, values, expected, trace.checked.get(kind))
-            if what is None and (name := module.other_value(values, expected.values)) is not None:
+            if what is None and not module.agrees_in_gradient(
+                directions, own, point, lambda: self._again(clients, group).directions
+            ):
+                what = "has another gradient"
+            if what is None and (name := module.other_value(values, own_values)) is not None:
                 # an accuracy may depend on rounding of several clients at once: compare with the traced function
-                clients.y.copy_(before)
-                with torch.no_grad():
-                    again = self._function(clients, group, *self._inputs(clients, group, 0))
-                untraced = _of_first(again, clients)[1]
-                if name in untraced and module.agrees(values[name], untraced[name]):
-                    found = self._call(bound, clients, group)
-                else:
+                untraced = self._again(clients, group).values
+                if name not in untraced or not module.agrees(values[name], untraced[name]):
                     what = f"gives another value of self.log({name!r}, ...)"
+            if what is None and trace.graph.moves:
+                found = self._call(bound, clients, group)
         except RuntimeError as raised:
             if is_out_of_memory(raised):
                 raise
@@ -274,6 +290,8 @@ class LocalSteps:
             bound.sizes = trace.checked[kind] = expected.sizes
             return found
         clients.y.copy_(before)
+        if module.is_outdated(trace, what or "fails otherwise"):
+            return None
         takes_any_size = clients.is_one and group.examples not in (1, self.batch_size)
         if is_new and takes_any_size:
             trace.checked[kind] = None
@@ -282,6 +300,20 @@ class LocalSteps:
         else:
             module.give_up(str(what))
         return None
+
+    def _add_constants(self, directions: Sequence[Tensor], bound: _Bound, clients: Clients) -> None:
+        """Add the constant parts of the first client's directions."""
+        constant = {id(view): part for view, part in zip(bound.moving, bound.constant, strict=True)}
+        for direction, view in zip(directions, clients.views, strict=True):
+            if id(view) in constant:
+                (part,) = _first_of([constant[id(view)]], clients)
+                direction.add_(part)
+
+    def _again(self, clients: Clients, group: BatchGroup) -> StepOutput:
+        """Return the first client's step of the traced function, without the trace."""
+        with torch.no_grad():
+            again = self._function(clients, group, *self._inputs(clients, group, 0))
+        return StepOutput(_first_of(again[0][: len(clients.views)], clients), [], *_of_first(again, clients))
 
     def _difference(
         self, loss: Tensor, values: dict[str, Tensor], expected: OwnStep, sizes: Sizes | None
@@ -298,6 +330,11 @@ class LocalSteps:
             if sizes is not None and size != sizes[name]:
                 return f"gives another batch_size of self.log({name!r}, ...)"
         return None
+
+
+def _first_of(results: Sequence[Tensor], clients: Clients) -> list[Tensor]:
+    """Return the first client's part of results."""
+    return list(results) if clients.is_one else [result[0] for result in results]
 
 
 def _of_first(found: Found, clients: Clients) -> tuple[Tensor, dict[str, Tensor]]:

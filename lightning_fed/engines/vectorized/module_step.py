@@ -35,6 +35,11 @@ _TOLERANCES: dict[Any, tuple[float, float]] = {
 }
 """Relative and absolute tolerances of a trace's numbers against the module's."""
 
+_WARN_AFTER = 3  # rounds in which the step has to be traced again
+
+_ROUNDING = 100
+"""How much more a trace's gradient may differ from the module's than two ways of computing the module's do."""
+
 
 Sizes: TypeAlias = dict[str, float | None]
 """The ``batch_size`` of each logged value by name, or None if not given."""
@@ -88,6 +93,7 @@ class ModuleStep:
         self.sizes: Sizes = {}
         self._values: dict[str, Tensor] = {}  # logged in the current call
         self._unused: dict[Any, frozenset[int]] = {}  # parameters, by the shapes of a step
+        self._times_outdated = 0
         self._has_looked = False  # at the generators of Python and NumPy, in this round
 
     def begin_round(self) -> None:
@@ -95,6 +101,7 @@ class ModuleStep:
         self.compared.clear()
         self._unused.clear()
         self._has_looked = False
+        self.traces.round += 1
 
     # ------------------------------------------------------------------ gradients of one client
 
@@ -183,12 +190,57 @@ class ModuleStep:
         a, b = map(float, numbers_of([value, real]))
         return math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
 
+    def agrees_in_gradient(
+        self,
+        found: Sequence[Tensor],
+        real: Sequence[Tensor | None],
+        point: Tensor,
+        again: Callable[[], Sequence[Tensor]],
+    ) -> bool:
+        """Return whether a trace's gradients are the module's up to rounding.
+
+        Args:
+            found: The trace's gradients, one per parameter.
+            real: The module's own; None if the loss does not depend on a parameter.
+            point: The parameters: a gradient that was taken from a move along it has their rounding.
+            again: Computes the module's in another way: near an optimum they consist of rounding, and differ as much.
+        """
+        mine, theirs = torch.cat([*map(torch.flatten, found)]), list[Tensor]()
+        for own, like in zip(real, found, strict=True):
+            theirs.append(torch.zeros_like(like) if own is None else own)
+        own = torch.cat([*map(torch.flatten, theirs)])
+        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else own.dtype, (5e-2, 1e-6))
+        difference, largest, at = numbers_of([(mine - own).abs().max(), own.abs().max(), point.abs().max()])
+        room = rtol * largest + atol + 4 * torch.finfo(point.dtype).eps * at
+        if not difference > room:  # the client's data may be NaN
+            return True
+        other = torch.cat([*map(torch.flatten, again())])
+        (rounding,) = numbers_of([(other - own).abs().max()])
+        return difference <= _ROUNDING * rounding
+
     def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:
         """Return the name of a logged value [] that differs by more than rounding, or None."""
         for name, value in values.items():
             if not self.agrees(value, real[name]):
                 return name
         return None
+
+    def is_outdated(self, trace: Trace, what: str) -> bool:
+        """Return whether a wrong trace is of an earlier round, and drop all traces if so.
+
+        Its step has changed since, and is traced again. A resumed run traces it anew, too, and must have the same bits.
+        """
+        if trace.round == self.traces.round:
+            return False
+        self.traces.drop()
+        self._times_outdated += 1
+        if self._times_outdated == _WARN_AFTER:
+            rank_zero_warn(
+                f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads values other"
+                f" than self and the batch, which have changed in {_WARN_AFTER} rounds. It is traced again in each such"
+                " round, which is slow. If it takes too long, use engine='sequential'."
+            )
+        return True
 
     def give_up(self, what: str) -> Literal[False]:
         """Use no more traces and warn, since the module differs from its trace; return False."""
