@@ -111,7 +111,8 @@ class FederatedOptimizer(Optimizer):
         self.work: LocalWork | None = None
         index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
         self._groups = [index[id(p)] for p in flat.params]
-        self._inner = inner_optimizers(base)
+        is_torchs = type(base).__module__.startswith("torch.optim.")
+        self._inner = [] if is_torchs else inner_optimizers(base)
         self.clip: Callable[[], None] | None = None
         self.schedule: LocalSchedule | None = None
         self.__class__ = type(type(base).__name__, (type(self),), {})

@@ -143,19 +143,9 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
     if type(optimizer).__name__ == "_MockOptimizer":
         raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
     refuse_unsupported(optimizer, f"{name}: the local optimizer")
-    kind = type(optimizer).__name__
-    if (attribute := copies_of_parameters(optimizer)) is not None:
-        raise FederatedError(
-            f"{name} returned {kind}, whose attribute {attribute!r} holds copies of the parameters. Clients start from"
-            " the server's, with a new optimizer each, and these copies would stay. Let the optimizer make them in its"
-            " first step, in self.state[parameter]."
-        )
-    if (keeps_state or algorithm.uses_solver_state) and (inner := inner_optimizers(optimizer)):
-        what = "local_optimizer_state='keep'" if keeps_state else type(algorithm).__name__
-        raise FederatedError(
-            f"{name} returned {kind}, which wraps {type(inner[0]).__name__}. {what} keeps the state of one optimizer:"
-            f" return {type(inner[0]).__name__} alone."
-        )
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        keeper = type(algorithm).__name__ if algorithm.uses_solver_state else None
+        _check_state(optimizer, name, "local_optimizer_state='keep'" if keeps_state else keeper)
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(
@@ -164,6 +154,22 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
             " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
         )
     return optimizer
+
+
+def _check_state(optimizer: Optimizer, name: str, keeper: str | None) -> None:
+    """Raise if a client would hand on some state of an optimizer from elsewhere; ``keeper`` keeps its state, if any."""
+    kind = type(optimizer).__name__
+    if (attribute := copies_of_parameters(optimizer)) is not None:
+        raise FederatedError(
+            f"{name} returned {kind}, whose attribute {attribute!r} holds copies of the parameters. Clients start from"
+            " the server's, with a new optimizer each, and these copies would stay. Let the optimizer make them in its"
+            " first step, in self.state[parameter]."
+        )
+    if keeper is not None and (inner := inner_optimizers(optimizer)):
+        raise FederatedError(
+            f"{name} returned {kind}, which wraps {type(inner[0]).__name__}. {keeper} keeps the state of one optimizer:"
+            f" return {type(inner[0]).__name__} alone."
+        )
 
 
 def check_schedules(trainer: pl.Trainer, local_schedule: LocalScheduleMode | None) -> None:
