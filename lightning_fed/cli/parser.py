@@ -35,8 +35,8 @@ _MATH = re.compile(r":math:`([^`]+)`")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _SIGNS = {"ge": ">=", "le": "<=", "to": "->", "times": "x", "in": "in"}
 _NEEDED = (
-    "Give a file with both, --config FILE, or name classes: --model MLPClassifier --data Digits."
-    " `lightning-fed new NAME` writes a file to start from."
+    "Give a file with both, --config FILE, or name classes: --model MLPClassifier --data Digits --trainer.max_rounds 10"
+    " --trainer.local_epochs 1. `lightning-fed new NAME` writes a file to start from."
 )
 _CODE = re.compile(r"``([^`]+)``")
 _OF_STAGE = re.compile(r"\b(?:fit|validate|test|predict)\.(data|model)\b(?=,|$)", re.MULTILINE)
