@@ -1,6 +1,6 @@
 """torch-uncertainty: its routines, LightningModules around any network."""
 
-# pip install: torch-uncertainty lightning rich
+# pip install: torch-uncertainty lightning rich huggingface_hub timm
 
 import torch
 from torch import nn
