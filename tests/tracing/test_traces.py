@@ -1,8 +1,10 @@
 """Traced local steps are the module's own, and are given up where they would not be."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.fx.experimental import proxy_tensor
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.engines.changes import marks
+from lightning_fed.engines.vectorized import local_steps
 from lightning_fed.tracing import traces
 from lightning_fed.tracing.traces import Trace, Traces
 from tests.behaviour.test_contract import METHODS
@@ -164,6 +167,20 @@ def test_a_gradient_that_changes_without_the_loss_is_heeded(method: str, chunk_s
     traced = run("vectorized", make, callbacks=[Scale()], chunk_size=chunk_size, **options)
     assert len(traces_of(traced)) > 0
     assert_agree(sequential, traced)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_moves_too_short_to_tell_their_direction_are_compared_as_long_ones(
+    chunk_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"algorithm": Scaffold(), "max_rounds": 3, "datamodule": full_batches, "chunk_size": chunk_size}
+    divided = run("vectorized", Reversal, callbacks=[Scale()], **options)
+    monkeypatch.setattr(local_steps, "_LEAST_RATE", math.inf)
+    calls = Mock(wraps=local_steps.LocalSteps._call)
+    monkeypatch.setattr(local_steps.LocalSteps, "_call", lambda *args, **kwargs: calls(*args, **kwargs))
+    tried = run("vectorized", Reversal, callbacks=[Scale()], **options)
+    assert -1.0 in [call.kwargs.get("factor") for call in calls.mock_calls]
+    assert torch.equal(divided.fit_loop.state.x, tried.fit_loop.state.x)
 
 
 def test_a_run_whose_step_was_traced_again_resumes_with_the_same_bits(tmp_path: Path) -> None:

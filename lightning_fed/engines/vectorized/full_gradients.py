@@ -50,36 +50,43 @@ class FullGradients:
         views = self.layout.views(total) if is_one else self.layout.stacked_views(total)
         while (trace := self._trace(views, leaves, spec, point, is_one)) is not None:
             _, rest = trace.once([point])
-            if self._is_right(trace, rest, total, point, leaves, spec):
-                trace(*views, *leaves, *rest, factor)
+            is_known = trace in self.module.compared and leaves[0].shape in trace.checked
+            before = total if is_known else total.clone()
+            _, losses, _ = trace(*views, *leaves, *rest, factor)
+            if is_known or self._is_right(trace, losses, before, total, factor, point, leaves, spec):
                 return True
+            total.copy_(before)
             if trace.round == self.module.traces.round:
                 return False
         return False
 
     def _is_right(
-        self, trace: Trace, rest: Sequence[Any], total: Tensor, point: Vector, leaves: Sequence[Tensor], spec: Any
+        self,
+        trace: Trace,
+        losses: Tensor,
+        before: Tensor,
+        total: Tensor,
+        factor: float,
+        point: Vector,
+        leaves: Sequence[Tensor],
+        spec: Any,
     ) -> bool:
-        """Compare a trace with the module, unless that was done in this round; if it differs, drop it.
+        """Compare a trace with the module for the first of some clients; if it differs, drop it.
 
-        Gradients are compared too, since tensor hooks may change them, and not the loss.
+        Its gradients, times a factor, were added to sums [P] or [S, P]. They are compared too, since tensor hooks may
+        change them, and not the losses.
         """
-        module, is_one, size = self.module, total.ndim == 1, leaves[0].shape
-        if trace in module.compared and size in trace.checked:
-            return True
-        sums, at = torch.zeros_like(total), self.layout.views(point)
-        views = self.layout.views(sums) if is_one else self.layout.stacked_views(sums)
-        _, losses, _ = trace(*views, *leaves, *rest, 1.0)
-        first, found, loss = (leaves, sums, losses) if is_one else ([leaf[0] for leaf in leaves], sums[0], losses[0])
+        module, at, loss, first = self.module, self.layout.views(point), losses, leaves
+        if total.ndim > 1:
+            before, total, loss, first = before[0], total[0], losses[0], [leaf[0] for leaf in leaves]
+        found = self.layout.views((total - before).div_(factor))
         grads, expected, _ = module.own_gradient(at, first, spec)
         if not module.agrees(loss, expected):
             what = "gives another loss"
-        elif not module.agrees_in_gradient(
-            self.layout.views(found), grads, point, lambda: module.gradient(at, first, spec)[0]
-        ):
+        elif not module.agrees_in_gradient(found, grads, total, lambda: module.gradient(at, first, spec)[0], factor):
             what = "has another gradient"
         else:
-            trace.checked[size] = {}
+            trace.checked[leaves[0].shape] = {}
             module.compared.add(trace)
             return True
         if not module.is_outdated(trace, what):

@@ -20,6 +20,7 @@ from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
 __all__ = ["LocalSteps"]
 
+_LEAST_RATE = 1e5  # in units of rounding: the learning rate whose moves are compared as directions
 _CLIENTS = (5, 7)  # numbers of clients that record a trace for any number, regardless of the current clients
 
 
@@ -257,29 +258,38 @@ class LocalSteps:
             else:
                 own, own_loss, own_values = self.step.of_module(clients, group)
         expected = OwnStep(own_loss, own_values, module.sizes)
+        # a short move has too few digits of its direction: try one of length 1 first
+        rate, eps = -self._rate, torch.finfo(point.dtype).eps
+        is_tried = bool(trace.graph.moves) and rate < _LEAST_RATE * eps
         error: RuntimeError | None = None
         what: str | None = None
         try:
-            found = self._call(bound, clients, group, factor=-1.0)
+            found = self._call(bound, clients, group, factor=-1.0 if is_tried else None)
             if trace.graph.moves:
-                directions = self.work.layout.views(point - (clients.y if clients.is_one else clients.y[0]))
+                moved = point - (clients.y if clients.is_one else clients.y[0])
+                directions = self.work.layout.views(moved if is_tried else moved.div_(rate))
                 if bound.moving:
                     self._add_constants(directions, bound, clients)
             else:
                 directions = _first_of(found[0][: len(clients.views)], clients)
-            clients.y.copy_(before)
+            if is_tried:
+                clients.y.copy_(before)
             loss, values = _of_first(found, clients)
             what = self._difference(loss, values, expected, trace.checked.get(kind))
             if what is None and not module.agrees_in_gradient(
-                directions, own, point, lambda: self._again(clients, group).directions
+                directions,
+                own,
+                point,
+                lambda: self._again(clients, group, before).directions,
+                1.0 if is_tried or not trace.graph.moves else rate,
             ):
                 what = "has another gradient"
             if what is None and (name := module.other_value(values, own_values)) is not None:
                 # an accuracy may depend on rounding of several clients at once: compare with the traced function
-                untraced = self._again(clients, group).values
+                untraced = self._again(clients, group, before).values
                 if name not in untraced or not module.agrees(values[name], untraced[name]):
                     what = f"gives another value of self.log({name!r}, ...)"
-            if what is None and trace.graph.moves:
+            if what is None and is_tried:
                 found = self._call(bound, clients, group)
         except RuntimeError as raised:
             if is_out_of_memory(raised):
@@ -309,10 +319,13 @@ class LocalSteps:
                 (part,) = _first_of([constant[id(view)]], clients)
                 direction.add_(part)
 
-    def _again(self, clients: Clients, group: BatchGroup) -> StepOutput:
-        """Return the first client's step of the traced function, without the trace."""
+    def _again(self, clients: Clients, group: BatchGroup, before: Tensor) -> StepOutput:
+        """Return the first client's step of the traced function at parameters from before, without the trace."""
+        after = clients.y.clone()
+        clients.y.copy_(before)
         with torch.no_grad():
             again = self._function(clients, group, *self._inputs(clients, group, 0))
+        clients.y.copy_(after)
         return StepOutput(_first_of(again[0][: len(clients.views)], clients), [], *_of_first(again, clients))
 
     def _difference(

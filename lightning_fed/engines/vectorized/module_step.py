@@ -196,6 +196,7 @@ class ModuleStep:
         real: Sequence[Tensor | None],
         point: Tensor,
         again: Callable[[], Sequence[Tensor]],
+        rate: float = 1.0,
     ) -> bool:
         """Return whether a trace's gradients are the module's up to rounding.
 
@@ -204,14 +205,17 @@ class ModuleStep:
             real: The module's own; None if the loss does not depend on a parameter.
             point: The parameters: a gradient that was taken from a move along it has their rounding.
             again: Computes the module's in another way: near an optimum they consist of rounding, and differ as much.
+            rate: The length of the move by which it was divided.
         """
         mine, theirs = torch.cat([*map(torch.flatten, found)]), list[Tensor]()
         for own, like in zip(real, found, strict=True):
             theirs.append(torch.zeros_like(like) if own is None else own)
         own = torch.cat([*map(torch.flatten, theirs)])
         rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else own.dtype, (5e-2, 1e-6))
-        difference, largest, at = numbers_of([(mine - own).abs().max(), own.abs().max(), point.abs().max()])
-        room = rtol * largest + atol + 4 * torch.finfo(point.dtype).eps * at
+        norm = torch.linalg.vector_norm
+        largest_of_each = [norm(mine - own, math.inf), norm(own, math.inf), norm(point, math.inf)]
+        difference, largest, at = numbers_of(largest_of_each)
+        room = rtol * largest + atol + 4 * torch.finfo(point.dtype).eps * at / rate
         if not difference > room:  # the client's data may be NaN
             return True
         other = torch.cat([*map(torch.flatten, again())])
