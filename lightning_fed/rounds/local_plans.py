@@ -149,13 +149,6 @@ class RoundPlans:
                 raise
         if batches.size == 0:
             return None
-        if length == 0 and self.settings.algorithm.local_work:
-            raise ClientError(
-                f"Client {client_id!r} has {batches.size:,} examples, and its loader gives no batch of them: it would"
-                f" take part in round {self.round} without a local step. A DataLoader with drop_last=True leaves out a"
-                " batch that is not full: leave drop_last at False, or lower the batch_size.",
-                client_id,
-            )
         if length not in self._work:
             num_batches = limited(length, self._limit) * self._repeats
             steps = self.settings.steps(num_batches, self._accumulated)

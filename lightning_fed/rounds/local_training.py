@@ -34,7 +34,7 @@ _CACHE_BYTES = 2**30  # limit of full-batch gradients that are kept from their a
 
 
 class ClientGradients:
-    """The clients' full-batch gradients of one round, by stored index and point; :meth:`begin_round` comes first.
+    """The clients' full-batch gradients of one round, by stored index and point.
 
     Attributes:
         keeps: Whether they are kept from their average to the local work. Beyond a gigabyte they are recomputed
@@ -43,6 +43,7 @@ class ClientGradients:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.algorithm = engine, engine.algorithm
+        self.begin_round(0)
 
     def begin_round(self, clients: int) -> None:
         """Drop the last round's gradients; ``clients`` clients will read theirs in their local work."""
@@ -174,7 +175,7 @@ class InnerSolve:
 
 
 class LocalTraining:
-    """Trains clients, several at once if the engine does, and builds their replies; :meth:`begin_round` comes first.
+    """Trains clients, several at once if the engine does, and builds their replies.
 
     Attributes:
         result: The engine's result for the clients of the last reply.
@@ -194,6 +195,7 @@ class LocalTraining:
         self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
         self._isolation = Isolation(engine, settings.drops_failed)
         self._outgoing = Outgoing(engine, settings, attackers)
+        self.begin_round()
 
     def begin_round(self, reads_later: bool = False) -> None:
         """Release the last clients, and check whether any callback has client hooks.

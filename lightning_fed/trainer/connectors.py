@@ -231,7 +231,8 @@ class RoundLoggerConnector(_LoggerConnector):
         """
         if not super().should_update_logs:
             return False
-        loop, count = self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop.epoch_loop.batch_progress.current
+        loop = self.trainer.fit_loop.epoch_loop
+        count = loop.batch_progress.current
         is_after_batch = loop.is_in_first_step and count.processed == count.ready
         return bool(not self.trainer.training or self._first_loop_iter is not False or is_after_batch)
 

@@ -522,6 +522,7 @@ def test_an_option_is_timed_in_turns_with_its_absence(scripts, monkeypatch, caps
 
 
 @needs_pyarrow
+@pytest.mark.thorough
 def test_the_rules_of_tables_are_timed(scripts, capsys):
     tables = scripts("client_tables")
     assert tables.main(["--rows", "400"]) == 0

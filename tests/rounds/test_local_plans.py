@@ -236,14 +236,3 @@ def test_a_share_of_the_batches_is_rounded_down_but_never_to_none() -> None:
 class DropsLast(FederatedDataModule):
     def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
         return DataLoader(self.client_dataset(client_id), batch_size=4, drop_last=True)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_client_whose_loader_gives_no_batch_does_not_take_part_without_a_step(engine: Any) -> None:
-    parts = [classification(n, n) for n in (8, 3)]
-    options: dict[str, Any] = {"clients_per_round": 2, "max_rounds": 1, "engine": engine}
-    with pytest.raises(ClientError, match=r"Client 1 has 3 examples, and its loader gives no batch.*drop_last=True"):
-        fit(seeded(dropout=0.0), DropsLast(parts), **options)
-    dropped = fit(seeded(dropout=0.0), DropsLast(parts), on_client_error="drop", **options)
-    alone = fit(seeded(dropout=0.0), DropsLast(parts[:1]), **{**options, "clients_per_round": 1})
-    assert torch.equal(dropped, alone)

@@ -169,7 +169,7 @@ def test_a_gradient_that_changes_without_the_loss_is_heeded(method: str, chunk_s
     assert_agree(sequential, traced)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 64])
+@pytest.mark.parametrize("chunk_size", [1, pytest.param(64, marks=pytest.mark.thorough)])
 def test_moves_too_short_to_tell_their_direction_are_compared_as_long_ones(
     chunk_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
