@@ -275,15 +275,15 @@ class LocalSteps:
             if is_tried:
                 clients.y.copy_(before)
             loss, values = _of_first(found, clients)
-            what = self._difference(loss, values, expected, trace.checked.get(kind))
-            if what is None and not module.agrees_in_gradient(
+            what = module.difference(
+                loss,
                 directions,
+                own_loss,
                 own,
                 point,
                 lambda: self._again(clients, group, before).directions,
                 1.0 if is_tried or not trace.graph.moves else rate,
-            ):
-                what = "has another gradient"
+            ) or _other_log(values, expected, trace.checked.get(kind))
             if what is None and (name := module.other_value(values, own_values)) is not None:
                 # an accuracy may depend on rounding of several clients at once: compare with the traced function
                 untraced = self._again(clients, group, before).values
@@ -328,21 +328,18 @@ class LocalSteps:
         clients.y.copy_(after)
         return StepOutput(_first_of(again[0][: len(clients.views)], clients), [], *_of_first(again, clients))
 
-    def _difference(
-        self, loss: Tensor, values: dict[str, Tensor], expected: OwnStep, sizes: Sizes | None
-    ) -> str | None:
-        """Return how the module differs from its trace, except for logged values; None if it does not.
 
-        ``sizes`` are the batch sizes that the module logged with on earlier such batches, if any.
-        """
-        if not self.module.agrees(loss, expected.loss):
-            return "gives another loss"
-        if values.keys() != expected.values.keys():
-            return f"logs other names ({', '.join(map(repr, expected.values))})"
-        for name, size in expected.sizes.items():
-            if sizes is not None and size != sizes[name]:
-                return f"gives another batch_size of self.log({name!r}, ...)"
-        return None
+def _other_log(values: dict[str, Tensor], expected: OwnStep, sizes: Sizes | None) -> str | None:
+    """Return how the module logs otherwise than its trace, except for values; None if it does not.
+
+    ``sizes`` are the batch sizes that the module logged with on earlier such batches, if any.
+    """
+    if values.keys() != expected.values.keys():
+        return f"logs other names ({', '.join(map(repr, expected.values))})"
+    for name, size in expected.sizes.items():
+        if sizes is not None and size != sizes[name]:
+            return f"gives another batch_size of self.log({name!r}, ...)"
+    return None
 
 
 def _first_of(results: Sequence[Tensor], clients: Clients) -> list[Tensor]:

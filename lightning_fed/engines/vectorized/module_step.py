@@ -28,12 +28,16 @@ __all__ = ["ModuleStep", "OwnStep", "Sizes"]
 _LOG = inspect.signature(pl.LightningModule.log)
 _NO_OPTIONS = ("self", "name", "value", "batch_size")
 _MEANS = (torch.mean, "mean", "avg")
-_TOLERANCES: dict[Any, tuple[float, float]] = {
+_TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-12),
     torch.float32: (1e-4, 1e-6),
-    "mixed": (1e-2, 1e-6),
+    torch.float16: (5e-2, 1e-6),
+    torch.bfloat16: (5e-2, 1e-6),
 }
-"""Relative and absolute tolerances of a trace's numbers against the module's."""
+"""Relative and absolute tolerances of a trace's numbers against the module's; integers are compared exactly."""
+
+_MIXED_TOLERANCES = dict.fromkeys(_TOLERANCES, (1e-2, 1e-6))
+_EXACT = (0.0, 0.0)
 
 _WARN_AFTER = 3  # rounds in which the step has to be traced again
 
@@ -87,7 +91,8 @@ class ModuleStep:
         self._call = _Step(module)
         self._parameter_positions = _parameter_positions(self._call, flat.params)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self._is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
+        is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
+        self._tolerances = _MIXED_TOLERANCES if is_mixed else _TOLERANCES
         self.options: dict[str, dict[str, Any]] = {}
         self.context: Callable[[], AbstractContextManager[Any]] = trainer.precision_plugin.train_step_context
         self.sizes: Sizes = {}
@@ -184,43 +189,48 @@ class ModuleStep:
 
     def agrees(self, value: Tensor, real: Tensor) -> bool:
         """Return whether two losses or logged values [] are equal up to rounding."""
-        rtol, atol = 0.0, 0.0
-        if value.is_floating_point():
-            rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else value.dtype, (5e-2, 1e-6))
+        rtol, atol = self._tolerances.get(value.dtype, _EXACT)
         a, b = map(float, numbers_of([value, real]))
         return math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
 
-    def agrees_in_gradient(
+    def difference(
         self,
-        found: Sequence[Tensor],
-        real: Sequence[Tensor | None],
+        loss: Tensor,
+        grads: Sequence[Tensor],
+        own_loss: Tensor,
+        own_grads: Sequence[Tensor | None],
         point: Tensor,
         again: Callable[[], Sequence[Tensor]],
         rate: float = 1.0,
-    ) -> bool:
-        """Return whether a trace's gradients are the module's up to rounding.
+    ) -> str | None:
+        """Return how a trace's loss or gradients differ from the module's by more than rounding; None if neither does.
 
         Args:
-            found: The trace's gradients, one per parameter.
-            real: The module's own; None if the loss does not depend on a parameter.
+            loss: The trace's loss [].
+            grads: The trace's gradients, one per parameter.
+            own_loss: The module's own loss [].
+            own_grads: The module's own; None if the loss does not depend on a parameter.
             point: The parameters: a gradient that was taken from a move along it has their rounding.
             again: Computes the module's in another way: near an optimum they consist of rounding, and differ as much.
             rate: The length of the move by which it was divided.
         """
-        mine, theirs = torch.cat([*map(torch.flatten, found)]), list[Tensor]()
-        for own, like in zip(real, found, strict=True):
-            theirs.append(torch.zeros_like(like) if own is None else own)
-        own = torch.cat([*map(torch.flatten, theirs)])
-        rtol, atol = _TOLERANCES.get("mixed" if self._is_mixed else own.dtype, (5e-2, 1e-6))
-        norm = torch.linalg.vector_norm
+        theirs = list[Tensor]()
+        for own_grad, like in zip(own_grads, grads, strict=True):
+            theirs.append(torch.zeros_like(like) if own_grad is None else own_grad)
+        mine, own = torch.cat([*map(torch.flatten, grads)]), torch.cat([*map(torch.flatten, theirs)])
+        norm, losses = torch.linalg.vector_norm, (loss.to(point.device), own_loss.to(point.device))
         largest_of_each = [norm(mine - own, math.inf), norm(own, math.inf), norm(point, math.inf)]
-        difference, largest, at = numbers_of(largest_of_each)
+        a, b, difference, largest, at = numbers_of([*losses, *largest_of_each])  # one wait for the device
+        rtol, atol = self._tolerances[loss.dtype]
+        if not (math.isclose(a, b, rel_tol=rtol, abs_tol=atol) or (math.isnan(a) and math.isnan(b))):
+            return "gives another loss"
+        rtol, atol = self._tolerances[own.dtype]
         room = rtol * largest + atol + 4 * torch.finfo(point.dtype).eps * at / rate
         if not difference > room:  # the client's data may be NaN
-            return True
+            return None
         other = torch.cat([*map(torch.flatten, again())])
         (rounding,) = numbers_of([(other - own).abs().max()])
-        return difference <= _ROUNDING * rounding
+        return None if difference <= _ROUNDING * rounding else "has another gradient"
 
     def other_value(self, values: Mapping[str, Tensor], real: Mapping[str, Tensor]) -> str | None:
         """Return the name of a logged value [] that differs by more than rounding, or None."""
