@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from inspect import unwrap
+from inspect import Parameter, signature, unwrap
 from operator import itemgetter
 from typing import Any
 
@@ -64,6 +64,13 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
                 f"{role} {cls.__name__} is not supported: {_UNSUPPORTED[cls.__name__]}. Use SGD, Adam, AdamW or"
                 " RMSprop."
             )
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise FederatedError(
+            f"{role} {type(optimizer).__name__} is not supported: its step requires a closure to evaluate the loss"
+            " again, so that no correction of one gradient can be injected. Use SGD, Adam, AdamW or RMSprop; for"
+            " sharpness-aware minimization, algorithm=FedSAM(...)."
+        )
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise FederatedError(
             f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead."

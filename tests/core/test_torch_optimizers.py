@@ -39,6 +39,12 @@ def test_optimizers_that_cannot_take_an_injected_gradient_are_refused_by_name() 
     class LBFGS(torch.optim.SGD):
         """The user's own, of an unlucky name."""
 
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            return closure()
+
+    with pytest.raises(FederatedError, match=r"optimizer Twice is not supported: its step requires a closure"):
+        refuse_unsupported(made(Twice, lr=0.1), "The local optimizer")
     for cls in (torch.optim.SGD, torch.optim.AdamW, LBFGS):
         refuse_unsupported(made(cls, lr=0.1), "The local optimizer")
 
