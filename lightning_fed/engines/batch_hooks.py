@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import is_overridden
+from lightning_fed.compat.private import is_overridden, rank_zero_warn
 
 __all__ = [
     "CALLBACK_STEP_HOOKS",
@@ -16,6 +17,7 @@ __all__ = [
     "plugin_step_hooks",
     "time_by_rounds",
     "uses_batch_hook",
+    "warn_of_gradient_hooks",
 ]
 
 STEP_HOOKS = (
@@ -53,6 +55,7 @@ _STRATEGY_HOOKS = (
 _OURS = ("lightning_fed", "pytorch_lightning", "lightning", "lightning_fabric")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_GRADIENT_HOOKS = ("backward", "post_backward", "on_after_backward", "on_before_optimizer_step")
 
 _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
     pl.callbacks.ModelCheckpoint: lambda c: c._train_time_interval is None,
@@ -91,6 +94,18 @@ def plugin_step_hooks(trainer: pl.Trainer) -> list[str]:
     """Return the hooks between batch and step of a user's precision plugin or strategy, as ``Class.hook``."""
     owners: Any = ((trainer.precision_plugin, _PRECISION_HOOKS), (trainer.strategy, _STRATEGY_HOOKS))
     return [f"{type(owner).__name__}.{hook}" for owner, hooks in owners for hook in hooks if is_users_own(owner, hook)]
+
+
+def warn_of_gradient_hooks(trainer: pl.Trainer, algorithm: Algorithm) -> None:
+    """Warn if hooks may change the gradients of local steps, but not the other gradients that a method takes."""
+    found = [hook for hook in overridden_hooks(trainer) + plugin_step_hooks(trainer) if hook.endswith(_GRADIENT_HOOKS)]
+    if found:
+        others = "full-batch gradients" if algorithm.full_grad_at else "second gradients"
+        rank_zero_warn(
+            f"{type(algorithm).__name__} takes {others}, for which these hooks are not called: {', '.join(found)}. If"
+            " they change gradients, the method combines changed and unchanged ones. Change the loss instead, or use"
+            " a method without such gradients, such as FedAvg."
+        )
 
 
 def is_users_own(owner: Any, hook: str) -> bool:

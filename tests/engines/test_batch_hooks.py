@@ -20,6 +20,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_fed import FederatedDataModule
+from lightning_fed.algorithms import Algorithm, FedAvg, FedSAM, Mime, ServerOnly
 from lightning_fed.engines.batch_hooks import (
     CALLBACK_STEP_HOOKS,
     STEP_HOOKS,
@@ -177,3 +178,28 @@ def test_hooks_of_a_users_strategy_are_found_and_those_of_lightning_are_not() ->
     refused(Ordinary, r"Watches\.on_train_batch_start is called for every batch", strategy=Watches("cpu"))
     for plugin in (Precision(), DoublePrecision(), HalfPrecision(), MixedPrecision("bf16-mixed", "cpu")):
         assert plugin_step_hooks(SimpleNamespace(precision_plugin=plugin, strategy=SingleDeviceStrategy("cpu"))) == []
+
+
+class Scaling(Ordinary):
+    def on_after_backward(self) -> None:
+        self.scaled = True
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "others"),
+    [(Mime(), "full-batch"), (ServerOnly(), "full-batch"), (FedSAM(0.1), "second")],
+    ids=["Mime", "ServerOnly", "FedSAM"],
+)
+def test_a_hook_that_other_gradients_do_not_pass_is_named(algorithm: Algorithm, others: str) -> None:
+    message = rf"takes {others} gradients, for which these hooks are not called: Scaling\.on_after_backward\. If"
+    local = {"local_epochs": None if isinstance(algorithm, ServerOnly) else 1}
+    with pytest.warns(UserWarning, match=message):
+        fit(seeded(Scaling), algorithm=algorithm, max_rounds=1, **local)
+
+
+@pytest.mark.parametrize(("module", "algorithm"), [(Scaling, FedAvg()), (Ordinary, Mime())], ids=["FedAvg", "no hook"])
+def test_a_hook_that_sees_all_gradients_gives_no_warning(
+    module: type[Ordinary], algorithm: Algorithm, recwarn: pytest.WarningsRecorder
+) -> None:
+    fit(seeded(module), algorithm=algorithm, max_rounds=1)
+    assert not [w for w in recwarn if "for which these hooks" in str(w.message)]

@@ -14,6 +14,8 @@ from lightning_fed.compat.package import pl
 # last the command line.
 PROBE = """
 import importlib.util, json, sys
+for name in ("sitecustomize", "usercustomize"):  # which a system's Python may import by itself
+    sys.modules.pop(name, None)
 stages = []
 import lightning_fed
 import lightning_fed.deploy

@@ -18,6 +18,7 @@ from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
+from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
 from lightning_fed.engines.changes import attribute_tensors, numbers_in, parts_of
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
@@ -47,6 +48,8 @@ class SequentialEngine(Engine):
         self._has_checked_frozen = False  # checked in one client's work
         self._readings: list[Reading] = []  # clients whose numbers are still on the device
         self.epoch_loop.prepare()
+        if self.algorithm.full_grad_at or self.algorithm.anchor_at or self.algorithm.looks_ahead:
+            warn_of_gradient_hooks(self.trainer, self.algorithm)
         privacy = prepared.settings.client_privacy
         self.private = None if privacy is None else ExampleGradients(self.trainer, self.flat, privacy)
         self.epoch_loop.automatic_optimization.private = self.private
