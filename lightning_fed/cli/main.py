@@ -46,6 +46,8 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
     try:
         if isinstance(words, list):
             words = [_underscored(word) for word in words]
+            if words[0:1] in (["-q"], ["--quiet"]) and set(words[1:2]) & set(STAGES):
+                words[:2] = words[1], words[0]  # it may stand before the command, as --config may
             _check_command(words)
             if words[0] in OWN:
                 module, _, function = OWN[words[0]][0].partition(":")
