@@ -4,6 +4,8 @@ import copy
 from contextlib import suppress
 from typing import Any
 
+from torch import Tensor
+
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden
@@ -33,10 +35,15 @@ class RoundStart:
     Args:
         trainer: The trainer.
         server_model: The server's model, if hooks may change it and the others.
+
+    Attributes:
+        precision: The state of the precision plugin.
+        metrics: The metrics that callbacks may follow; without those of the round's first steps.
     """
 
     def __init__(self, trainer: pl.Trainer, server_model: ServerModel | None) -> None:
         self.precision: dict[str, Any] = copy.deepcopy(trainer.precision_plugin.state_dict())
+        self.metrics: dict[str, Tensor] = dict(trainer._logger_connector._callback_metrics)
         self._callbacks: dict[str, Any] = {}
         self._options: list[dict[str, Any]] = []  # of each parameter group
         if server_model is None:

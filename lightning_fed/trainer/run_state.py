@@ -172,8 +172,7 @@ class RunState:
                 " different clients. Save at the end of a round, or train in one process."
             )
         # the last metrics too: a schedule or a checkpoint callback may need one that is not logged in every round
-        connector = self.trainer._logger_connector
-        logged = connector.callback_metrics if self.round_start is None else connector._callback_metrics
+        logged = self.trainer.callback_metrics if self.round_start is None else self.round_start.metrics
         metrics = {name: value.detach().cpu() for name, value in logged.items()}
         client_states = self.client_states.record(self._server, self.ranks)
         engines, chunk = self._engines_before, self._chunk_before

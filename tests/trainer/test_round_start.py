@@ -10,7 +10,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_fed import ClientError, FederatedCallback
 from lightning_fed.algorithms import Scaffold
 from tests.helpers.checkpoints import run_keeping as run
-from tests.helpers.training import data, seeded, trainer
+from tests.helpers.training import Net, data, seeded, trainer
 
 
 class Slower(FederatedCallback):
@@ -105,3 +105,22 @@ def test_a_trainer_whose_round_was_cut_off_goes_on_with_the_same_bits(make: Any,
     strike.what = None
     again.fit(model, data())
     assert torch.equal(again.fit_loop.state.x, expected.fit_loop.state.x)
+
+
+class LogsSteps(Net):
+    """Logs the loss of each step as well."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss_of", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_metrics_of_single_steps_do_not_outlive_a_round_that_was_cut_off(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, every_n_epochs=9)
+    made = trainer(callbacks=[keep, Strikes(KeyboardInterrupt())], enable_checkpointing=True, max_rounds=4, **ALL)
+    with pytest.raises(SystemExit):
+        made.fit(seeded(LogsSteps), data())
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["metrics"]
+    assert "loss_of_epoch" in saved
+    assert "loss_of_step" not in saved
