@@ -198,6 +198,7 @@ class FederatedLoop(_FitLoop):
         assert self.run_state.rounds is not None
         self.epoch_progress.increment_ready()
         self.run_state.begin_round()
+        self._seed_hooks(Purpose.HOOKS_BEFORE_ROUND)
         if self.settings.local_schedule is not None:
             self.run_state.show_rates()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
@@ -217,6 +218,7 @@ class FederatedLoop(_FitLoop):
             self.run_state.leave_round()
             self._end_stopped(stop_of(request))
             raise
+        self._seed_hooks(Purpose.HOOKS_AFTER_ROUND)
         trainer._logger_connector.on_epoch_end()
         with steps_not_counted():
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -248,6 +250,11 @@ class FederatedLoop(_FitLoop):
         if (error := self.monitors.error) is not None:
             save_last_round(trainer, self.round, trainer._checkpoint_connector.last_saved)
             raise error
+
+    def _seed_hooks(self, purpose: Purpose) -> None:
+        """Seed the global generators for hooks of the user, alike in all processes; a resumed run draws the same."""
+        if self.run_state.has_hooks:
+            seed_global(derive_seed(self.state.seed, purpose, self.round), self.trainer.strategy.root_device)
 
     def _end_stopped(self, stop: Stop) -> None:
         """See to it that a checkpoint holds the last completed round, in all processes together."""

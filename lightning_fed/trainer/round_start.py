@@ -12,15 +12,15 @@ from lightning_fed.compat.private import is_overridden
 from lightning_fed.engines.batch_hooks import is_users_own
 from lightning_fed.trainer.server_model import ServerModel
 
-__all__ = ["RoundStart", "hooks_may_change"]
+__all__ = ["RoundStart", "has_round_hooks"]
 
 
-def hooks_may_change(trainer: pl.Trainer) -> bool:
-    """Return whether hooks of the user may change the run before a round is complete."""
-    module = trainer.lightning_module
-    hooks = [name for name in dir(FederatedCallback) if name.startswith("on_")]
+def has_round_hooks(trainer: pl.Trainer) -> bool:
+    """Return whether the user has hooks that are called in a round, besides those of the module for its batches."""
+    module, hooks = trainer.lightning_module, [name for name in dir(FederatedCallback) if name.startswith("on_")]
     callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.Checkpoint)]
-    return is_overridden("on_train_epoch_start", module, pl.LightningModule) or any(
+    of_module = ("on_train_epoch_start", "on_train_epoch_end")
+    return any(is_overridden(hook, module, pl.LightningModule) for hook in of_module) or any(
         is_users_own(callback, hook) for callback in callbacks for hook in hooks
     )
 

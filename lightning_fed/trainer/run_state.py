@@ -27,7 +27,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
-from lightning_fed.trainer.round_start import RoundStart, hooks_may_change
+from lightning_fed.trainer.round_start import RoundStart, has_round_hooks
 from lightning_fed.trainer.server_model import ServerModel
 
 __all__ = ["RunState"]
@@ -48,6 +48,7 @@ class RunState:
         clients: Answers for the clients; None before the first fit, and in a copy of the trainer.
         rounds: Runs the rounds, while a fit is running.
         ranks: The processes that share the clients.
+        has_hooks: Whether hooks of the user may change the run, or draw random numbers, between clients' work.
         round_start: What the current round began with, until it is complete.
         steps_taken: The local steps of all clients in all completed rounds.
         sites: For remote clients: the run's name at their sites ("run"), and the versions of the states there, by
@@ -74,7 +75,7 @@ class RunState:
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
         self.round_start: RoundStart | None = None
-        self._keeps_start = False  # whether hooks may change what the round began with
+        self.has_hooks = False
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
@@ -322,7 +323,7 @@ class RunState:
         else:
             self.clients = elsewhere
         self.rounds = Rounds(server, sampling, self.clients, self.ranks)
-        self.round_start, self._keeps_start = None, hooks_may_change(trainer)
+        self.round_start, self.has_hooks = None, has_round_hooks(trainer)
         self.server_model.show()
 
     def _resume_counts(self, saved: Mapping[str, Any]) -> None:
@@ -357,7 +358,7 @@ class RunState:
 
     def begin_round(self) -> None:
         """Note what the next round begins with, before its hooks."""
-        self.round_start = RoundStart(self.trainer, self.server_model if self._keeps_start else None)
+        self.round_start = RoundStart(self.trainer, self.server_model if self.has_hooks else None)
 
     def complete_round(self) -> None:
         """Forget what the round began with: from here on, a checkpoint is of this round."""

@@ -1,8 +1,10 @@
 """A checkpoint in the middle of a round is of the last completed round, whatever this round's hooks have changed."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -105,6 +107,30 @@ def test_a_trainer_whose_round_was_cut_off_goes_on_with_the_same_bits(make: Any,
     strike.what = None
     again.fit(model, data())
     assert torch.equal(again.fit_loop.state.x, expected.fit_loop.state.x)
+
+
+class Draws(FederatedCallback):
+    """Adds noise from the global generators to the weights in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._draw)
+
+    def _draw(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for value in pl_module.parameters():
+                value.add_(0.1 * torch.randn_like(value) + random.random() + np.random.rand())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_round_start", "on_round_end", "on_train_epoch_end"])
+def test_hooks_of_rounds_draw_the_same_numbers_in_a_resumed_run(hook: str, engine: Any, tmp_path: Path) -> None:
+    def drawing(name: str, rounds: int, ckpt_path: Any = None) -> Any:
+        options = {"engine": engine, "limit_val_batches": 0, "model": seeded(dropout=0.0)}
+        return run(tmp_path / name, rounds, ckpt_path, callbacks=[Draws(hook)], **options).fit_loop.state.x
+
+    whole = drawing("whole", 3)
+    drawing("half", 2)
+    assert torch.equal(drawing("resumed", 3, tmp_path / "half" / "step=2.ckpt"), whole)
 
 
 class LogsSteps(Net):
