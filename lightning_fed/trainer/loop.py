@@ -74,7 +74,8 @@ class FederatedLoop(_FitLoop):
         runs_several: Whether a training step is that of several clients.
         is_closing: Whether a round is between the server's step and the end of its hooks.
         has_run: Whether a round has ended in this trainer.
-        after_round: What ModelCheckpoints do when the hooks of the round's end have been called.
+        after_round: How ModelCheckpoints save once the other hooks of the round's end have been called, each with
+            whether a run can resume from it.
         corrected_clip: Value and algorithm of gradient clipping after the correction, if asked for.
     """
 
@@ -89,7 +90,7 @@ class FederatedLoop(_FitLoop):
         self.monitors = Monitors()
         self.runs_several = self.is_closing = self.has_run = False
         self.corrected_clip: tuple[float, Any] | None = None
-        self.after_round: list[Callable[[], None]] = []
+        self.after_round: list[tuple[bool, Callable[[], None]]] = []
         self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
         self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
         self._stop = Stop.NO  # what any process was asked for in this round
@@ -236,7 +237,7 @@ class FederatedLoop(_FitLoop):
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         saves, self.after_round = self.after_round, []
-        for save in saves:
+        for _, save in sorted(saves, key=itemgetter(0)):
             save()
         trainer._logger_connector.on_epoch_end()
         trainer._logger_connector.update_train_epoch_metrics()

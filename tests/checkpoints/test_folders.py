@@ -187,3 +187,24 @@ def test_what_is_saved_after_a_validation_has_what_the_end_of_its_round_changed(
     assert len([*(tmp_path / "first").glob("epoch=1-*.ckpt")]) == 1
     assert ended == ended_again == 4
     assert torch.equal(resumed.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+class Falls(FederatedCallback):
+    """Logs a number that is largest in the first round."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        trainer.fit_loop.log_round({"falls": -float(round_report.round)})
+
+
+def test_a_run_that_resumes_knows_the_best_weights_that_another_callback_saved(tmp_path: Path) -> None:
+    def keeping(folder: Path, rounds: int, ckpt_path: Any = None) -> ModelCheckpoint:
+        best = ModelCheckpoint(folder / "best", monitor="falls", mode="max", save_weights_only=True)
+        run(folder, rounds, keep=ModelCheckpoint(folder / "whole"), callbacks=[best, Falls()], ckpt_path=ckpt_path)
+        return best
+
+    straight = keeping(tmp_path / "straight", 3)
+    assert Path(straight.best_model_path).name == "epoch=0-step=1.ckpt"
+    keeping(tmp_path / "again", 1)
+    again = keeping(tmp_path / "again", 3, "last")
+    assert again.best_model_score == straight.best_model_score
+    assert [path.name for path in (tmp_path / "again" / "best").iterdir()] == ["epoch=0-step=1.ckpt"]
