@@ -219,7 +219,7 @@ def _inside(value: Any) -> Any:
 
 
 @lru_cache(1024)
-def _slots_of(cls: type) -> tuple[str, ...]:
+def _slots_of(cls: Any) -> tuple[str, ...]:
     """Return the names of the slots of a class, such as a dataclass with slots; none of Python's own classes."""
     if cls.__module__.partition(".")[0] in sys.stdlib_module_names:
         return ()
@@ -234,8 +234,9 @@ def _slots_of(cls: type) -> tuple[str, ...]:
 
 def slots_in(value: Any) -> dict[str, Any]:
     """Return what an object holds in slots, by name."""
-    missing = object()
-    found = {name: getattr(value, name, missing) for name in _slots_of(type(value))}
+    missing: Any = object()
+    cls: Any = type(value)
+    found = {name: getattr(value, name, missing) for name in _slots_of(cls)}
     return {name: own for name, own in found.items() if own is not missing}
 
 
@@ -337,7 +338,8 @@ class Snapshot:
     def add(self, value: Any) -> None:
         """Save a value's contents."""
         for part in values_in(value):
-            inner, generator, slots = _inside(part), _state_of(part), _slots_of(type(part))
+            cls: Any = type(part)
+            inner, generator, slots = _inside(part), _state_of(part), _slots_of(cls)
             if slots and inner is not None:
                 self._slots.append((part, slots_in(part), None))
                 inner = getattr(part, "__dict__", None)
