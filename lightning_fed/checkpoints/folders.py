@@ -24,8 +24,9 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
 
     Checkpoints due every n steps are due every n rounds, since the global step counts rounds. Lightning would check it
     after each batch, in the middle of the next round. ``last`` becomes the last due round. Lightning only saves it in
-    rounds of the top k, so a run killed long after its best round would lose all rounds since. Links to checkpoints
-    always lead to a file. This changes the instances, so it also works for subclasses.
+    rounds of the top k, so a run killed long after its best round would lose all rounds since. What is due is saved
+    once the round is complete. Links to checkpoints always lead to a file. This changes the
+    instances, so it also works for subclasses.
     """
     writers = [c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint)]
     for callback in writers:
@@ -36,6 +37,8 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
     for callback in writers:
         callback._save_topk_checkpoint = partial(_save_due, callback)  # type: ignore[method-assign]
         callback._save_last_checkpoint = partial(_save_last, callback)  # type: ignore[method-assign]
+        callback.on_validation_end = partial(_save_after_round, callback, "on_validation_end")  # type: ignore[method-assign]
+        callback.on_train_epoch_end = partial(_save_after_round, callback, "on_train_epoch_end")  # type: ignore[method-assign]
         is_lightnings = type(callback)._link_checkpoint is pl.callbacks.ModelCheckpoint._link_checkpoint
         if is_lightnings and not callback.save_weights_only:
             callback._link_checkpoint = _link_checkpoint  # type: ignore[method-assign]
@@ -50,14 +53,37 @@ def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]])
     """Restore the ModelCheckpoints' scores that Lightning saves but does not load.
 
     These are the newest score of the top k, and for a run that goes on in a new folder the best checkpoints so far.
-    Otherwise the best one of such a run would be that of its later rounds alone. The files stay where they are.
+    Otherwise the best one of such a run would be that of its later rounds alone. The files stay where they are. If the
+    folder was moved, the run goes on with the files at their new place.
     """
+    resumed = local_path(trainer.ckpt_path)
+    places = [*folders(trainer, whole=False), *(file.parent for file in _rescued(trainer))]
+    is_there = resumed is not None and resumed.parent.resolve() in [place.resolve() for place in places]
     for callback in _saving_callbacks(trainer, whole=False):
         state = states.get(callback.state_key, {})
+        if is_there and (moved := _moved(trainer, callback, state)) is not None:
+            callback.load_state_dict(state := moved)
         if state.get("dirpath") == callback.dirpath:
             callback.current_score = state.get("current_score")
         elif state.get("best_k_models"):
             _restore_best(trainer, callback, state["best_k_models"])
+
+
+def _moved(
+    trainer: pl.Trainer, callback: pl.callbacks.ModelCheckpoint, state: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the state of a ModelCheckpoint whose folder was moved to where it saves now; None if it was not."""
+    before, now = state.get("dirpath"), callback.dirpath
+    if before in (None, now) or now is None or "://" in before or _exists(trainer, before):
+        return None
+
+    def place(path: str) -> str:
+        found = Path(now) / Path(path).name
+        return str(found) if path and _exists(trainer, found) else ""
+
+    best = {there: score for path, score in state["best_k_models"].items() if (there := place(path))}
+    names = ("best_model_path", "kth_best_model_path", "last_model_path")
+    return {**state, "dirpath": now, "best_k_models": best, **{name: place(state[name]) for name in names}}
 
 
 def _restore_best(trainer: pl.Trainer, callback: pl.callbacks.ModelCheckpoint, scores: Mapping[str, Any]) -> None:
@@ -89,8 +115,7 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     if not found and _numbers_versions(trainer):
         numbered = [folder for folder in found_folders if folder.match("version_*/checkpoints")]
         found = by_age(*(other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")))
-    rescued = [local_path(c.ckpt_path) for c in trainer.callbacks if isinstance(c, pl.callbacks.OnExceptionCheckpoint)]
-    found += [file for file in rescued if file is not None and file.is_file()]
+    found += [file for file in _rescued(trainer) if file.is_file()]
     for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
         if not whole or damage_of(file) is not None or resumable(file):
             return str(file)
@@ -104,6 +129,12 @@ def folders(trainer: pl.Trainer, whole: bool) -> list[Path]:
         for callback in _saving_callbacks(trainer, whole)
     ]
     return [path for path in paths if path is not None]
+
+
+def _rescued(trainer: pl.Trainer) -> list[Path]:
+    """Return the local files of OnExceptionCheckpoints."""
+    files = [local_path(c.ckpt_path) for c in trainer.callbacks if isinstance(c, pl.callbacks.OnExceptionCheckpoint)]
+    return [file for file in files if file is not None]
 
 
 def _numbers_versions(trainer: pl.Trainer) -> bool:
@@ -163,8 +194,25 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     trainer.strategy.barrier()
 
 
+def _save_after_round(
+    callback: pl.callbacks.ModelCheckpoint, hook: str, trainer: pl.Trainer, module: pl.LightningModule
+) -> None:
+    """Call a hook that saves once the round is complete, for those who save weights alone first.
+
+    Before, other hooks of the round's end have not been called, nor are they in a run that resumes after this round.
+    Only a checkpoint that is written after those of weights alone knows their files.
+    """
+    save = partial(getattr(type(callback), hook), callback, trainer, module)
+    if getattr(trainer.fit_loop, "is_closing", False):
+        trainer.fit_loop.after_round.append((not callback.save_weights_only, save))
+    else:
+        save()
+
+
 def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
     """Save a due round among the top k, or else as the last one."""
+    if callback.save_last and not callback.last_model_path:  # a link to this file, which has its path this way
+        callback.last_model_path = _path_of_last(trainer, callback, None)
     try:
         type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
     except MisconfigurationException:

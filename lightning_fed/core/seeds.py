@@ -47,6 +47,8 @@ class Purpose(IntEnum):
     CLIENT_NOISE = 18
     POISSON = 19
     SENDERS = 20
+    HOOKS_BEFORE_ROUND = 21
+    HOOKS_AFTER_ROUND = 22
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

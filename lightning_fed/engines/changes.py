@@ -4,6 +4,7 @@ import argparse
 import copy
 import pickle
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ __all__ = [
     "changed",
     "class_data",
     "describe",
+    "generator_states",
     "marks",
     "numbers_in",
     "own_classes",
@@ -159,6 +161,17 @@ def attribute_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[
                     yield (kind, f"{prefix}.{name}" if prefix else name), value
 
 
+def generator_states(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, list[bytes]]:
+    """Return the states of the generators in attributes of modules, by name."""
+    found: dict[str, list[bytes]] = {}
+    for prefix, part in parts:
+        for name, attribute in vars(part).items():
+            for value in values_in(attribute) if name not in INTERNAL and name not in PASSING else ():
+                if isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
+                    found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(pickle.dumps(state[0]))
+    return found
+
+
 def own_classes(parts: Iterable[nn.Module]) -> list[type]:
     """Return the user-defined classes of modules, including bases."""
     classes = dict.fromkeys(cls for part in parts for cls in type(part).__mro__)
@@ -200,7 +213,31 @@ def _inside(value: Any) -> Any:
         return None
     if type(value).__module__.partition(".")[0] in _FOREIGN and not isinstance(value, argparse.Namespace):
         return None
-    return getattr(value, "__dict__", None)
+    inner = getattr(value, "__dict__", None)
+    slots = slots_in(value)
+    return {**slots, **(inner or {})} if slots else inner
+
+
+@lru_cache(1024)
+def _slots_of(cls: Any) -> tuple[str, ...]:
+    """Return the names of the slots of a class, such as a dataclass with slots; none of Python's own classes."""
+    if cls.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return ()
+    found = list[str]()
+    for base in cls.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            is_mangled = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_mangled else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def slots_in(value: Any) -> dict[str, Any]:
+    """Return what an object holds in slots, by name."""
+    missing: Any = object()
+    cls: Any = type(value)
+    found = {name: getattr(value, name, missing) for name in _slots_of(cls)}
+    return {name: own for name, own in found.items() if own is not missing}
 
 
 def describe(value: Any, alive: list[Any] | None = None, left: list[int] | None = None, depth: int = _DEPTH) -> Any:
@@ -288,6 +325,7 @@ class Snapshot:
         self._attributes: list[tuple[Any, dict[str, Any], set[str] | None]]
         self._attributes = [(owner, dict(vars(owner)), None) for owner in owners]
         self._contents: list[tuple[Any, Any]] = []
+        self._slots: list[tuple[Any, dict[str, Any], set[str] | None]] = []  # like the attributes
         self._generators: list[tuple[Any, Callable[[Any], Any]]] = []
         for owner, attributes, _ in self._attributes:
             for name, value in attributes.items():
@@ -300,7 +338,11 @@ class Snapshot:
     def add(self, value: Any) -> None:
         """Save a value's contents."""
         for part in values_in(value):
-            inner, generator = _inside(part), _state_of(part)
+            cls: Any = type(part)
+            inner, generator, slots = _inside(part), _state_of(part), _slots_of(cls)
+            if slots and inner is not None:
+                self._slots.append((part, slots_in(part), None))
+                inner = getattr(part, "__dict__", None)
             if isinstance(inner, (list, deque, dict, set)):
                 self._contents.append((inner, copy.copy(inner)))
             if generator is not None:
@@ -329,6 +371,9 @@ class Snapshot:
             if (names := changed_names(alive, vars(owner)) - set(PASSING))
         ]
         self._contents = [(inner, content) for inner, content in self._contents if not _is_same(inner, content)]
+        self._slots = [
+            (part, alive, names) for part, alive, _ in self._slots if (names := changed_names(alive, slots_in(part)))
+        ]
         self._generators = []
 
     def restore(self) -> None:
@@ -343,6 +388,12 @@ class Snapshot:
         for inner, content in self._contents:
             inner.clear()
             (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
+        for part, alive, names in self._slots:
+            for name in (slots_in(part).keys() | alive.keys()) if names is None else names:
+                if name in alive:
+                    object.__setattr__(part, name, alive[name])
+                else:
+                    object.__delattr__(part, name)
         for state, set_state in self._generators:
             set_state(state)
 

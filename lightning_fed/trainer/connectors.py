@@ -163,7 +163,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         super().resume_end()
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds; in the middle of a round, the precision as it was at the round's start.
+        """Return what a checkpoint holds: in the middle of a round, what this round began with.
 
         Entries that could not be loaded without running code are left out; see :class:`SafeContents`.
 
@@ -179,10 +179,11 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 " stepped: a resumed run would miss that step. Save in on_train_epoch_end, or let a ModelCheckpoint do"
                 " so; weights_only=True may be saved at any time."
             )
-        checkpoint = super().dump_checkpoint(weights_only)
-        name = type(self.trainer.precision_plugin).__qualname__
-        if name in checkpoint and (at_start := self.trainer.fit_loop.precision_at_start) is not None:
-            checkpoint[name] = at_start
+        run = self.trainer.fit_loop.run_state
+        with run.at_round_start():
+            checkpoint = super().dump_checkpoint(weights_only)
+        if run.round_start is not None:
+            run.round_start.put_into(checkpoint, self.trainer)
         return self.contents.of(checkpoint, self.trainer.lightning_module)
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:

@@ -1,8 +1,7 @@
 """The loop that replaces Lightning's epochs by federated rounds."""
 
-import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
@@ -75,7 +74,8 @@ class FederatedLoop(_FitLoop):
         runs_several: Whether a training step is that of several clients.
         is_closing: Whether a round is between the server's step and the end of its hooks.
         has_run: Whether a round has ended in this trainer.
-        precision_at_start: The state of the precision plugin at the start of the current round, if it has one.
+        after_round: How ModelCheckpoints save once the other hooks of the round's end have been called, each with
+            whether a run can resume from it.
         corrected_clip: Value and algorithm of gradient clipping after the correction, if asked for.
     """
 
@@ -89,8 +89,8 @@ class FederatedLoop(_FitLoop):
         self.measurements = Measurements(self.run_state)
         self.monitors = Monitors()
         self.runs_several = self.is_closing = self.has_run = False
-        self.precision_at_start: dict[str, Any] | None = None
         self.corrected_clip: tuple[float, Any] | None = None
+        self.after_round: list[tuple[bool, Callable[[], None]]] = []
         self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
         self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
         self._stop = Stop.NO  # what any process was asked for in this round
@@ -159,7 +159,7 @@ class FederatedLoop(_FitLoop):
         self.run_state.start()
         self._plateau_round = self.round
         self.set_progress(self.round)
-        self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
+        self.is_closing, self._stop, self.after_round = False, Stop.NO, []
         self.monitors.watch(self.trainer)
         self.restarting = self._has_checked_batches = False
         self._says_why_it_continues = True
@@ -173,7 +173,6 @@ class FederatedLoop(_FitLoop):
 
     def teardown(self) -> None:
         """Let go of the run; :meth:`FederatedTrainer._teardown` has ended it."""
-        self.precision_at_start = None
         self.monitors.release()
         self.epoch_loop.teardown()
 
@@ -199,6 +198,8 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         assert self.run_state.rounds is not None
         self.epoch_progress.increment_ready()
+        self.run_state.begin_round()
+        self._seed_hooks(Purpose.HOOKS_BEFORE_ROUND)
         if self.settings.local_schedule is not None:
             self.run_state.show_rates()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
@@ -206,7 +207,6 @@ class FederatedLoop(_FitLoop):
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
         self.run_state.rounds.draw(self.measurements.training_losses)
-        self.precision_at_start = copy.deepcopy(trainer.precision_plugin.state_dict()) or None
         call_round_hook(trainer, "on_round_start", self.round)
 
     def advance(self) -> None:
@@ -216,9 +216,10 @@ class FederatedLoop(_FitLoop):
             with trainer.profiler.profile("run_federated_round"):
                 report = self._run_round()
         except (KeyboardInterrupt, SIGTERMException) as request:
-            self._leave_round()
+            self.run_state.leave_round()
             self._end_stopped(stop_of(request))
             raise
+        self._seed_hooks(Purpose.HOOKS_AFTER_ROUND)
         trainer._logger_connector.on_epoch_end()
         with steps_not_counted():
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -235,6 +236,9 @@ class FederatedLoop(_FitLoop):
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        saves, self.after_round = self.after_round, []
+        for _, save in sorted(saves, key=itemgetter(0)):
+            save()
         trainer._logger_connector.on_epoch_end()
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_progress.increment_completed()
@@ -248,12 +252,10 @@ class FederatedLoop(_FitLoop):
             save_last_round(trainer, self.round, trainer._checkpoint_connector.last_saved)
             raise error
 
-    def _leave_round(self) -> None:
-        """Abandon the current round: everything is as after the last completed one."""
-        self.run_state.leave_round()
-        if self.precision_at_start is not None:
-            self.trainer.precision_plugin.load_state_dict(self.precision_at_start)
-            self.precision_at_start = None
+    def _seed_hooks(self, purpose: Purpose) -> None:
+        """Seed the global generators for hooks of the user, alike in all processes; a resumed run draws the same."""
+        if self.run_state.has_hooks:
+            seed_global(derive_seed(self.state.seed, purpose, self.round), self.trainer.strategy.root_device)
 
     def _end_stopped(self, stop: Stop) -> None:
         """See to it that a checkpoint holds the last completed round, in all processes together."""
@@ -318,7 +320,8 @@ class FederatedLoop(_FitLoop):
             self._has_checked_batches = True
         server_round, statuses = run.rounds.run(self._process_status)
         self._merge_statuses(statuses)
-        self.is_closing, self.precision_at_start = True, None
+        self.is_closing = True
+        run.complete_round()
         if self.settings.is_private or self.settings.client_privacy is not None:
             results.forget_clients()
         trainer._logger_connector.epoch_end_reached()

@@ -1,7 +1,7 @@
 """The state of a run between rounds: how a fit starts and ends, and what its checkpoints hold."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from lightning_fed.checkpoints.client_states import ClientStatesStorage
@@ -27,6 +27,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer.round_start import RoundStart, has_round_hooks
 from lightning_fed.trainer.server_model import ServerModel
 
 __all__ = ["RunState"]
@@ -47,6 +48,8 @@ class RunState:
         clients: Answers for the clients; None before the first fit, and in a copy of the trainer.
         rounds: Runs the rounds, while a fit is running.
         ranks: The processes that share the clients.
+        has_hooks: Whether hooks of the user may change the run, or draw random numbers, between clients' work.
+        round_start: What the current round began with, until it is complete.
         steps_taken: The local steps of all clients in all completed rounds.
         sites: For remote clients: the run's name at their sites ("run"), and the versions of the states there, by
             stored index ("versions"). Checkpoints hold both.
@@ -71,6 +74,8 @@ class RunState:
         self._notes: dict[str, str] = {}  # on data and optimizer
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
+        self.round_start: RoundStart | None = None
+        self.has_hooks = False
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
@@ -138,6 +143,10 @@ class RunState:
         """Note that other processes have completed the rounds of the fit, and ended."""
         self._rounds_elsewhere = rounds
 
+    def at_round_start(self) -> AbstractContextManager[None]:
+        """Let the server have inside the model with which the current round began, before its hooks."""
+        return nullcontext() if self.server_model is None else self.server_model.without_hook_changes()
+
     @contextmanager
     def showing_server_model(self) -> Iterator[None]:
         """Let the module hold the server's model inside, and afterwards what it held before."""
@@ -164,7 +173,8 @@ class RunState:
                 " different clients. Save at the end of a round, or train in one process."
             )
         # the last metrics too: a schedule or a checkpoint callback may need one that is not logged in every round
-        metrics = {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()}
+        logged = self.trainer.callback_metrics if self.round_start is None else self.round_start.metrics
+        metrics = {name: value.detach().cpu() for name, value in logged.items()}
         client_states = self.client_states.record(self._server, self.ranks)
         engines, chunk = self._engines_before, self._chunk_before
         if self.clients is not None and self.prepared is not None:
@@ -313,6 +323,7 @@ class RunState:
         else:
             self.clients = elsewhere
         self.rounds = Rounds(server, sampling, self.clients, self.ranks)
+        self.round_start, self.has_hooks = None, has_round_hooks(trainer)
         self.server_model.show()
 
     def _resume_counts(self, saved: Mapping[str, Any]) -> None:
@@ -345,6 +356,16 @@ class RunState:
         assert self.prepared is not None
         self.prepared.begin_round(self.settings.first_step(self.server.round, self.server.longest_steps))
 
+    def begin_round(self) -> None:
+        """Note what the next round begins with, before its hooks."""
+        self.round_start = RoundStart(self.trainer, self.server_model if self.has_hooks else None)
+
+    def complete_round(self) -> None:
+        """Forget what the round began with: from here on, a checkpoint is of this round."""
+        assert self.server_model is not None
+        self.round_start = None
+        self.server_model.forget_kept()
+
     def close_round(self, report: RoundReport) -> None:
         """Complete a round."""
         assert self.rounds is not None
@@ -368,13 +389,23 @@ class RunState:
             check_loads(sampler.state_dict(), f"{type(sampler).__name__}.state_dict()")
 
     def leave_round(self) -> None:
-        """Abandon the current round: the state is as after the last completed one."""
+        """Abandon the current round: everything is as after the last completed one."""
         assert self.rounds is not None
-        self.rounds.leave()  # staged states are discarded when the fit ends
+        assert self.server_model is not None
+        try:
+            self.rounds.leave()  # staged states are discarded when the fit ends
+        finally:
+            self.server_model.undo_hook_changes()
+            if self.round_start is not None:
+                self.round_start.put_back(self.trainer)
 
     def end(self) -> None:
         """End a fit, with the server's model in the module."""
         if self.prepared is not None:
+            if self.round_start is not None and self.rounds is not None:  # after an exception
+                with suppress(FederatedError):  # of a setting that cannot be put back, which has ended the run
+                    self.leave_round()
+            self.round_start = None
             if (server := self._server) is not None:
                 self._earlier = EarlierFit.of(self.prepared, server, self._notes) if server.round > 0 else None
             if self.clients is not None:

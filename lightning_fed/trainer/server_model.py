@@ -3,16 +3,20 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 
 from lightning_fed.core.devices import are_equal
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import Vector
+from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.server import Server
 
 __all__ = ["ServerModel"]
+
+_Model: TypeAlias = tuple[Vector, Vector, State, set[str]]
+"""Trained and personal parameters, buffers, and the names of the buffers that have changed in the run."""
 
 
 class ServerModel:
@@ -30,6 +34,8 @@ class ServerModel:
         self._prepared, self._server = prepared, server
         self._loaded: Vector | None = None  # the parameters [P] that hooks find; None while clients work
         self.change_digest: str | None = None
+        self._keeps = False  # whether what hooks change is kept as it was
+        self._kept: _Model | None = None  # it, once they have changed something
 
     def show(self) -> None:
         """Let the module hold the server's model, even in the middle of a client's work."""
@@ -62,17 +68,18 @@ class ServerModel:
         buffers = prepared.buffers.read()
         kept = [(flat.personal, server.personal), *((value, server.buffers[name]) for name, value in buffers.items())]
         is_same, *rest_is_same = are_equal([(flat.y, loaded), *kept])
-        is_changed = not is_same
-        if is_changed and loaded is not server.x:
+        if is_same and all(rest_is_same):
+            return
+        if not is_same and loaded is not server.x:
             raise FederatedError(
                 "A hook has changed parameters of the model between rounds, but"
                 f" {type(server.algorithm).__name__} shows another model there than the one it trains (evaluate_at)."
                 " Use one that shows what it trains."
             )
-        if is_changed:
+        if self._keeps and self._kept is None:
+            self._kept = self._copy()
+        if not is_same:
             server.x.copy_(flat.y)
-        elif all(rest_is_same):
-            return
         server.personal.copy_(flat.personal)
         server.take_buffers(buffers)
         if prepared.trainer.world_size == 1:
@@ -94,6 +101,50 @@ class ServerModel:
                 " change them in every process, by the same values."
             )
         self.change_digest = None
+
+    def keep_from_here(self) -> None:
+        """Take over what hooks have changed so far, and keep what they change from here until :meth:`forget_kept`."""
+        self.sync_hook_changes()
+        self._keeps, self._kept = True, None
+
+    def forget_kept(self) -> None:
+        """Keep no more what hooks change."""
+        self._keeps, self._kept = False, None
+
+    def undo_hook_changes(self) -> None:
+        """Undo what hooks have changed since :meth:`keep_from_here`; the module does not show it until :meth:`show`."""
+        self.sync_hook_changes()
+        if self._kept is not None:
+            self._set(self._kept)
+        self._loaded = None
+        self.forget_kept()
+
+    @contextmanager
+    def without_hook_changes(self) -> Iterator[None]:
+        """Undo what hooks have changed since :meth:`keep_from_here` inside."""
+        self.sync_hook_changes()
+        kept, loaded = self._kept, self._loaded
+        if kept is None:
+            yield
+            return
+        now, self._loaded = self._copy(), None
+        self._set(kept)
+        try:
+            yield
+        finally:
+            self._set(now)
+            self._loaded = loaded
+
+    def _copy(self) -> _Model:
+        server = self._server
+        return server.x.clone(), server.personal.clone(), server.buffers, set(server.moved_buffers)
+
+    def _set(self, model: _Model) -> None:
+        server = self._server
+        x, personal, server.buffers, moved = model
+        server.x.copy_(x)
+        server.personal.copy_(personal)
+        server.moved_buffers = set(moved)
 
     @contextmanager
     def preserving_module(self) -> Iterator[None]:

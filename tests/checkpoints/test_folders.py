@@ -9,10 +9,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_fed import ClientError
+from lightning_fed import ClientError, FederatedCallback
 from lightning_fed.algorithms import Scaffold
 from tests.helpers.checkpoints import run_keeping as run
-from tests.helpers.training import fit, parameters, seeded
+from tests.helpers.training import fit, parameters, rounds_in, seeded
 
 
 def test_last_is_the_newest_checkpoint_whatever_its_name(tmp_path: Path) -> None:
@@ -108,3 +108,103 @@ def test_a_resumed_run_that_keeps_fewer_checkpoints_goes_on_from_the_best(tmp_pa
     run(tmp_path, 3, keep=first)
     run(tmp_path, 4, keep=second, ckpt_path=first.last_model_path)
     assert second.best_k_models == {first.best_model_path: first.best_model_score}
+
+
+def test_a_run_goes_on_with_its_files_where_their_folder_was_moved(tmp_path: Path) -> None:
+    def keeping(place: str, rounds: int, ckpt_path: Any = None) -> list[ModelCheckpoint]:
+        # the drift of later rounds is never as large as that of the first
+        best = ModelCheckpoint(tmp_path / place / "best", monitor="client/drift", mode="max", save_top_k=2)
+        last = ModelCheckpoint(tmp_path / place / "last", save_last=True)
+        run(tmp_path, rounds, keep=best, callbacks=[last], ckpt_path=ckpt_path)
+        return [best, last]
+
+    straight = keeping("straight", 5)
+    keeping("first", 3)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    moved = keeping("moved", 5, ckpt_path="last")
+    for one, other in zip(straight, moved, strict=True):
+        for name in ("best_model_path", "kth_best_model_path", "last_model_path", "best_k_models", "best_model_score"):
+            expected = repr(getattr(one, name)).replace(str(tmp_path / "straight"), str(tmp_path / "moved"))
+            assert repr(getattr(other, name)) == expected, name
+    names = [sorted(p.relative_to(tmp_path / place) for p in (tmp_path / place).rglob("*.ckpt")) for place in PLACES]
+    assert names[0] == names[1]
+
+
+PLACES = ("straight", "moved")
+
+
+def test_files_of_another_run_are_not_taken_for_those_that_were_moved(tmp_path: Path) -> None:
+    first, other = (
+        ModelCheckpoint(tmp_path / name, monitor="client/drift", mode="max", filename="best") for name in ("first", "b")
+    )
+    run(tmp_path, 3, keep=first)
+    run(tmp_path, 3, keep=other)
+    resumed = Path(first.best_model_path).rename(tmp_path / "best.ckpt")
+    first.dirpath, content = None, Path(other.best_model_path).read_bytes()
+    (tmp_path / "first").rmdir()
+    run(tmp_path, 5, keep=ModelCheckpoint(tmp_path / "b", monitor="client/drift", mode="min"), ckpt_path=resumed)
+    assert Path(other.best_model_path).read_bytes() == content
+
+
+def test_last_stays_one_link_if_a_run_resumes_from_its_first_round(tmp_path: Path) -> None:
+    def keep() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, save_last="link", save_top_k=-1)
+
+    run(tmp_path, 1, keep=keep())
+    run(tmp_path, 3, keep=keep(), ckpt_path="last")
+    assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+    assert rounds_in(tmp_path / "last.ckpt") == 3
+
+
+class EndsRounds(FederatedCallback):
+    """Changes weights and counts when a round ends."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.ended += 1
+        with torch.no_grad():
+            for value in pl_module.parameters():
+                value.mul_(0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ended": self.ended}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ended = state_dict["ended"]
+
+
+def test_what_is_saved_after_a_validation_has_what_the_end_of_its_round_changed(tmp_path: Path) -> None:
+    def keeping(folder: Path, rounds: int, **options: Any) -> Any:
+        keep = ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1, filename="{epoch}-{val_loss:.2f}")
+        ends, options = EndsRounds(), {"check_val_every_n_epoch": 2, **options}
+        return run(folder, rounds, keep=keep, callbacks=[ends], **options), ends.ended
+
+    straight, ended = keeping(tmp_path / "straight", 4)
+    keeping(tmp_path / "first", 2)
+    resumed, ended_again = keeping(tmp_path / "first", 4, ckpt_path="last")
+    assert len([*(tmp_path / "first").glob("epoch=1-*.ckpt")]) == 1
+    assert ended == ended_again == 4
+    assert torch.equal(resumed.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+class Falls(FederatedCallback):
+    """Logs a number that is largest in the first round."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+        trainer.fit_loop.log_round({"falls": -float(round_report.round)})
+
+
+def test_a_run_that_resumes_knows_the_best_weights_that_another_callback_saved(tmp_path: Path) -> None:
+    def keeping(folder: Path, rounds: int, ckpt_path: Any = None) -> ModelCheckpoint:
+        best = ModelCheckpoint(folder / "best", monitor="falls", mode="max", save_weights_only=True)
+        run(folder, rounds, keep=ModelCheckpoint(folder / "whole"), callbacks=[best, Falls()], ckpt_path=ckpt_path)
+        return best
+
+    straight = keeping(tmp_path / "straight", 3)
+    assert Path(straight.best_model_path).name == "epoch=0-step=1.ckpt"
+    keeping(tmp_path / "again", 1)
+    again = keeping(tmp_path / "again", 3, "last")
+    assert again.best_model_score == straight.best_model_score
+    assert [path.name for path in (tmp_path / "again" / "best").iterdir()] == ["epoch=0-step=1.ckpt"]

@@ -1,5 +1,6 @@
 """What counts as a module's state beside its trained parameters, and how it is restored."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -29,3 +30,25 @@ def test_marks_and_snapshots_look_into_collections_and_plain_objects() -> None:
     assert marks(module)
     module.many = list(range(10**6))
     assert marks(module) == marks(module)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    value: float
+    inner: list[float]
+
+
+def test_marks_and_snapshots_look_into_slots() -> None:
+    module = nn.Linear(2, 2)
+    module.own = Slotted(1.0, [1.0])
+    snapshot, before = Snapshot([module]), marks(module)
+    object.__setattr__(module.own, "value", 2.0)
+    assert marks(module) != before
+    module.own.inner.append(2.0)
+    snapshot.keep_changed()
+    snapshot.restore()
+    assert module.own == Slotted(1.0, [1.0])
+    snapshot = Snapshot([module])
+    object.__delattr__(module.own, "value")
+    snapshot.restore()
+    assert module.own == Slotted(1.0, [1.0])

@@ -1,6 +1,7 @@
 """What hooks of clients set: each client works with its own settings, or the engine is refused by name."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,13 @@ UNALIKE = (1.0, 5.0, 1.0, 1.0)  # the last client leaves the value that the firs
 VECTORIZED: list[dict[str, Any]] = [{"engine": "vectorized"}, {"engine": "vectorized", "chunk_size": 1}]
 
 
+@dataclass(slots=True)
+class Options:
+    """Settings without a ``__dict__``."""
+
+    factor: float = 1.0
+
+
 class Adjustable(Ordinary):
     """Has all kinds of settings, each with the effect of a factor of the logits."""
 
@@ -33,6 +41,7 @@ class Adjustable(Ordinary):
         super().__init__(optimizer)
         self.factor, self.numbers, self.table = 1.0, torch.ones(CLASSES), {"deep": [1.0]}
         self.hparams.factor = 1.0
+        self.options = Options()
         self.frozen = nn.Linear(1, 1, bias=False).requires_grad_(False)
         nn.init.ones_(self.frozen.weight)
         self.inner = nn.Identity()
@@ -42,7 +51,13 @@ class Adjustable(Ordinary):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self.last(self(batch[0])) * self.factor * self.numbers * self.table["deep"][0] * self.hparams.factor
-        out = out * self.frozen.weight.view(()) * self.inner.factor * (1 if self.doubling.training else 2)
+        out = (
+            out
+            * self.frozen.weight.view(())
+            * self.inner.factor
+            * self.options.factor
+            * (1 if self.doubling.training else 2)
+        )
         loss = F.cross_entropy(out, batch[1])
         self.log("train_loss", loss)
         return loss
@@ -90,6 +105,10 @@ def attribute(trainer: Any, module: Any, value: float) -> None:
 
 def nested(trainer: Any, module: Any, value: float) -> None:
     module.inner.factor = value
+
+
+def slot(trainer: Any, module: Any, value: float) -> None:
+    module.options.factor = value
 
 
 def new_tensor(trainer: Any, module: Any, value: float) -> None:
@@ -162,6 +181,7 @@ def data_module(trainer: Any, module: Any, value: float) -> None:
 SETTERS: dict[Setter, str] = {
     attribute: "the attribute 'factor' of Adjustable",
     nested: "the attribute 'inner.factor' of Adjustable",
+    slot: "the attribute 'options' of Adjustable",
     new_tensor: "the attribute 'numbers' of Adjustable",
     tensor_in_place: "the attribute 'numbers' of Adjustable",
     collection: "the attribute 'table' of Adjustable",
@@ -195,7 +215,7 @@ def setting(setter: Setter, value: Callable[[int, int], float], **options: Any) 
     return start
 
 
-@pytest.mark.parametrize("setter", few(SETTERS, [attribute, tensor_in_place, mode, rate, clip]))
+@pytest.mark.parametrize("setter", few(SETTERS, [attribute, slot, tensor_in_place, mode, rate, clip]))
 def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=2 if setter is not trainable else 1)
     with pytest.warns(UserWarning, match=RESTARTS) as said:
@@ -331,7 +351,7 @@ def test_what_a_hook_has_set_is_put_back_if_the_round_is_left(hook: str) -> None
     assert module.factor == 1.0
 
 
-@pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, tensor_in_place, rate, extra]))
+@pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, slot, tensor_in_place, rate, extra]))
 def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> None:
     callback = OnlyFor(setter)
     options = {**options_of(setter), "max_rounds": 2}

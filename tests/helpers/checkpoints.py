@@ -9,10 +9,10 @@ from lightning_fed.algorithms import Scaffold
 from tests.helpers.training import data, seeded, trainer
 
 
-def run_keeping(folder: Path, rounds: int, ckpt_path: Any = None, **options: Any) -> Any:
+def run_keeping(folder: Path, rounds: int, ckpt_path: Any = None, model: Any = None, **options: Any) -> Any:
     """Run Scaffold with a checkpoint after each round, all of them kept."""
     keep = options.pop("keep", None) or ModelCheckpoint(folder, filename="{step}", save_top_k=-1)
     callbacks = [keep, *options.pop("callbacks", [])]
     made = trainer(algorithm=Scaffold(), max_rounds=rounds, callbacks=callbacks, enable_checkpointing=True, **options)
-    made.fit(seeded(), data(), ckpt_path=ckpt_path)
+    made.fit(model or seeded(), data(), ckpt_path=ckpt_path)
     return made

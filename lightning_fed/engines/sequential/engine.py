@@ -19,7 +19,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
-from lightning_fed.engines.changes import attribute_tensors, numbers_in, parts_of
+from lightning_fed.engines.changes import attribute_tensors, generator_states, numbers_in, parts_of
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
@@ -76,6 +76,7 @@ class SequentialEngine(Engine):
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
             attributes = {} if self._has_checked_frozen else self._tensors_of_attributes()
+            generators = {} if self._has_checked_frozen else generator_states(parts_of(self.trainer.lightning_module))
             counts = {} if self._has_checked_frozen else self.optimizer.counts()
             self.epoch_loop.begin_client()
             schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # it steps them itself
@@ -92,6 +93,7 @@ class SequentialEngine(Engine):
             if not self._has_checked_frozen:
                 self.prepared.check_parameters()
                 self._check_attributes(attributes)
+                self._check_generators(generators)
                 self._check_counts(counts)
                 self._check_frozen(frozen)
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
@@ -315,6 +317,19 @@ class SequentialEngine(Engine):
                     " client trains. It goes from one client to the next, and is not in checkpoints. Make it a buffer"
                     " with register_buffer(), unless it only collects numbers: buffers start from the server's for"
                     " every client, and are averaged."
+                )
+
+    def _check_generators(self, before: dict[str, list[bytes]]) -> None:
+        """Warn if local work draws from a generator of the module, which the run does not seed."""
+        module = self.trainer.lightning_module
+        after = generator_states(parts_of(module)) if before else {}
+        for name, states in before.items():
+            if after.get(name) != states:
+                rank_zero_warn(
+                    f"{type(module).__name__} draws from the generator in its attribute {name!r} while a client trains."
+                    " The run does not seed it: its numbers go on from one client to the next, and a resumed run draws"
+                    " others. Draw from PyTorch's global generator, which the run seeds for every client, or seed this"
+                    " one in on_client_start."
                 )
 
     def _check_counts(self, before: dict[str, float]) -> None:

@@ -128,6 +128,23 @@ def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None
     assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
 
 
+class OwnGenerator(Ordinary):
+    """Draws from a generator of its own, and has another that it only keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn, self.kept = torch.Generator(), torch.Generator()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * torch.rand((), generator=self.drawn)
+
+
+def test_a_generator_of_the_module_that_no_client_starts_from_is_told_once() -> None:
+    with pytest.warns(UserWarning, match="OwnGenerator draws from the generator in its attribute") as told:
+        run("sequential", OwnGenerator)
+    assert [str(one.message).split("'")[1] for one in told if "generator" in str(one.message)] == ["drawn"]
+
+
 class Clamps(Ordinary):
     """Keeps its weights small after every step, in place."""
 

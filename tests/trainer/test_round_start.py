@@ -1,0 +1,152 @@
+"""A checkpoint in the middle of a round is of the last completed round, whatever this round's hooks have changed."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from lightning_fed import ClientError, FederatedCallback
+from lightning_fed.algorithms import Scaffold
+from tests.helpers.checkpoints import run_keeping as run
+from tests.helpers.training import Net, data, seeded, trainer
+
+
+class Slower(FederatedCallback):
+    """Sets the rate of one client."""
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        if client_id == 2:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.01
+
+
+class Shrinks(FederatedCallback):
+    """Shrinks weights, a buffer and the rate as a round begins, and counts rounds and clients."""
+
+    def __init__(self, hook: str) -> None:
+        self.begun = self.clients = 0
+        setattr(self, hook, self._shrink)
+
+    def _shrink(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.begun += 1
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.9
+        with torch.no_grad():
+            for value in pl_module.parameters():
+                value.mul_(0.9)
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.clients += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": self.begun, "clients": self.clients}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.begun, self.clients = state_dict["begun"], state_dict["clients"]
+
+
+class Strikes(FederatedCallback):
+    """Saves a checkpoint, or raises, after a batch of client 2 in a round."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        self.is_due = round == 2 and client_id == 2
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.is_due and isinstance(self.what, Path):
+            trainer.save_checkpoint(self.what)
+        elif self.is_due and self.what is not None:
+            raise self.what
+
+
+HOOKS = [
+    Slower,
+    pytest.param(lambda: Shrinks("on_train_epoch_start"), id="Shrinks as Lightning's epoch begins"),
+    pytest.param(lambda: Shrinks("on_round_start"), id="Shrinks as a round begins"),
+]
+ALL = {"clients_per_round": None}
+
+
+def ends(made: Any, callback: Any) -> Any:
+    """Return what a run has come to."""
+    groups = made.optimizers[0].param_groups
+    return made.fit_loop.state.x.tolist(), callback.state_dict(), [group["lr"] for group in groups]
+
+
+@pytest.mark.parametrize("make", HOOKS)
+@pytest.mark.parametrize("how", ["saved", "exception", "interrupt"])
+def test_a_round_that_was_cut_off_begins_again_with_the_same_bits(make: Any, how: str, tmp_path: Path) -> None:
+    whole = make()
+    expected = ends(run(tmp_path / "whole", 4, callbacks=[whole], **ALL), whole)
+    file = tmp_path / "saved.ckpt"
+    if how == "saved":
+        run(tmp_path / "cut", 3, callbacks=[make(), Strikes(file)], **ALL)
+    else:
+        error, kept = (RuntimeError, "on_exception") if how == "exception" else (KeyboardInterrupt, "last")
+        file = tmp_path / "cut" / f"{kept}.ckpt"
+        callbacks = [make(), Strikes(error()), OnExceptionCheckpoint(tmp_path / "cut")]
+        keep = ModelCheckpoint(tmp_path / "cut", every_n_epochs=9)
+        with pytest.raises((ClientError, SystemExit)):
+            run(tmp_path / "cut", 4, callbacks=callbacks, keep=keep, **ALL)
+    resumed = make()
+    assert ends(run(tmp_path / "cut", 4, ckpt_path=file, callbacks=[resumed], **ALL), resumed) == expected
+
+
+@pytest.mark.parametrize("make", HOOKS)
+def test_a_trainer_whose_round_was_cut_off_goes_on_with_the_same_bits(make: Any, tmp_path: Path) -> None:
+    expected = run(tmp_path / "whole", 4, callbacks=[make()], **ALL)
+    strike, model = Strikes(RuntimeError()), seeded()
+    again = trainer(algorithm=Scaffold(), max_rounds=4, callbacks=[make(), strike], **ALL)
+    with pytest.raises(ClientError):
+        again.fit(model, data())
+    strike.what = None
+    again.fit(model, data())
+    assert torch.equal(again.fit_loop.state.x, expected.fit_loop.state.x)
+
+
+class Draws(FederatedCallback):
+    """Adds noise from the global generators to the weights in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._draw)
+
+    def _draw(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for value in pl_module.parameters():
+                value.add_(0.1 * torch.randn_like(value) + random.random() + np.random.rand())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_round_start", "on_round_end", "on_train_epoch_end"])
+def test_hooks_of_rounds_draw_the_same_numbers_in_a_resumed_run(hook: str, engine: Any, tmp_path: Path) -> None:
+    def drawing(name: str, rounds: int, ckpt_path: Any = None) -> Any:
+        options = {"engine": engine, "limit_val_batches": 0, "model": seeded(dropout=0.0)}
+        return run(tmp_path / name, rounds, ckpt_path, callbacks=[Draws(hook)], **options).fit_loop.state.x
+
+    whole = drawing("whole", 3)
+    drawing("half", 2)
+    assert torch.equal(drawing("resumed", 3, tmp_path / "half" / "step=2.ckpt"), whole)
+
+
+class LogsSteps(Net):
+    """Logs the loss of each step as well."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss_of", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_metrics_of_single_steps_do_not_outlive_a_round_that_was_cut_off(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, every_n_epochs=9)
+    made = trainer(callbacks=[keep, Strikes(KeyboardInterrupt())], enable_checkpointing=True, max_rounds=4, **ALL)
+    with pytest.raises(SystemExit):
+        made.fit(seeded(LogsSteps), data())
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["metrics"]
+    assert "loss_of_epoch" in saved
+    assert "loss_of_step" not in saved
