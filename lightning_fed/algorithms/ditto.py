@@ -29,7 +29,8 @@ class Ditto(Algorithm):
 
     Args:
         lam: :math:`\lambda`, not negative: 0 trains each :math:`v_i` alone, large values pull it to x.
-        personal_rate: :math:`\eta_v / \eta_l`, positive: the factor of the directions of :math:`v_i`.
+        personal_rate: :math:`\eta_v / \eta_l`, positive: the factor of the directions of :math:`v_i`. Other values
+            than 1 need ``torch.optim.SGD`` as the local optimizer, and no clipping of corrected gradients.
         personal_epochs: The passes over a client's data that train :math:`v_i`; by default, :math:`v_i` takes as many
             steps as :math:`y_i`.
         batches: The batches of :math:`v_i`: the "same" as of :math:`y_i`, as in the authors' code, or its "own".

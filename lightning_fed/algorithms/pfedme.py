@@ -31,6 +31,7 @@ class PFedMe(Algorithm):
             0.01.
         inner_steps: The steps of :math:`\theta_i` on every batch; ``local_steps`` counts each of them.
         personal_rate: :math:`\eta_\theta / \eta_l`, positive: the factor of the directions of :math:`\theta_i`.
+            Other values than 1 need ``torch.optim.SGD`` as the local optimizer, and no clipping of corrected gradients.
 
     Raises:
         FederatedError: If an argument is out of range.
@@ -55,21 +56,20 @@ class PFedMe(Algorithm):
         return {"theta": x.clone()}
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return the initial w_i = x, and a step count of zero."""
-        return {"w": x, "k": torch.zeros((), dtype=x.dtype, device=x.device)}
+        """Return the initial w_i = x, a step count of zero, and no rate of a step before."""
+        return {"w": x, "k": torch.zeros((), dtype=x.dtype, device=x.device), "lr": torch.zeros_like(x)}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return the gradient of F_i plus the pull to w_i, both at theta_i."""
         return self.personal_rate * (g + self.lam * (y - self._w(y, step)))
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
-        """Update w_i, and count the step."""
-        return {"w": self._w(y, step), "k": step.local["k"] + 1}
+        """Update w_i, count the step, and keep its rate: a schedule by local step may change it before the next."""
+        return {"w": self._w(y, step), "k": step.local["k"] + 1, "lr": torch.zeros_like(y) + step.lr}
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the change of w_i, and save theta_i."""
-        lr = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device) / run.num_steps
-        return Update({"delta": self._pulled(run.local["w"], y, lr) - run.x}, {"theta": y.clone()})
+        return Update({"delta": self._pulled(run.local["w"], y, run.local["lr"]) - run.x}, {"theta": y.clone()})
 
     def evaluate_client_at(self, x: Vector, server: State, client: State) -> Vector:
         """Return theta_i."""
@@ -79,7 +79,7 @@ class PFedMe(Algorithm):
         """Return w_i, which moves towards the last batch's theta_i when a new batch begins."""
         k, w = step.local["k"], step.local["w"]
         begins = (k > 0) & (k % self.inner_steps == 0)
-        return torch.where(begins, self._pulled(w, theta, step.lr), w)
+        return torch.where(begins, self._pulled(w, theta, step.local["lr"]), w)
 
-    def _pulled(self, w: Tensor, theta: Tensor, lr: float | Tensor) -> Tensor:
+    def _pulled(self, w: Tensor, theta: Tensor, lr: Tensor) -> Tensor:
         return w - lr * self.lam * (w - theta)

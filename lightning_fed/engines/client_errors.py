@@ -27,7 +27,8 @@ ONE_VALUE = "Expected more than 1 value per channel when training"
 
 _ONE_VALUE_REMEDY = (
     ". BatchNorm normalises by the statistics of a batch, and a batch of one example has none. Set drop_last=True or"
-    " another batch_size, use GroupNorm, or set on_client_error='drop' to leave such clients out of their rounds"
+    " another batch_size (for full-batch gradients, another full_batch_size), use GroupNorm, or set"
+    " on_client_error='drop' to leave such clients out of their rounds"
 )
 _MEMORY_REMEDY = (
     ". The device does not hold the work of one client at a time. Use a smaller batch_size or full_batch_size, or a"

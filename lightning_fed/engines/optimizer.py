@@ -234,6 +234,14 @@ class FederatedOptimizer(Optimizer):
         if self.schedule is not None:
             self.schedule.rest()
 
+    def drop_resting_gradients(self) -> None:
+        """Drop the gradients of parameters that the method does not train now: clipping must not see them."""
+        trains = "all" if self.work is None else self.work.algorithm.trains
+        if trains != "all":
+            shared = self.flat.num_shared
+            for p in self.flat.params[:shared] if trains == "personal" else self.flat.params[shared:]:
+                p.grad = None
+
     def counts(self) -> dict[str, float]:
         """Return the numbers in attributes of the wrapped optimizers, which are not reset for the next client."""
         return {

@@ -8,6 +8,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_fed.algorithms import Ditto, PFedMe
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl, refuse_foreign
 from lightning_fed.compat.private import is_overridden
@@ -136,7 +137,8 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
 
     Raises:
         FederatedError: If there is no optimizer, it does not support corrections, it has a state that clients would
-            hand on, or both the method and the optimizer precondition gradients.
+            hand on, both the method and the optimizer precondition gradients, or the optimizer or clipping would undo
+            the method's factor of a rate.
     """
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
     (optimizer,) = trainer.optimizers  # Lightning has already rejected several
@@ -153,7 +155,25 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
             f" {name} returned {type(optimizer).__name__}, which would do so"
             " once more. Return SGD with momentum 0, or drop `base` to mimic your own optimizer."
         )
+    if isinstance(algorithm, Ditto | PFedMe) and algorithm.personal_rate != 1:
+        _check_personal_rate(trainer, algorithm, optimizer, name)
     return optimizer
+
+
+def _check_personal_rate(trainer: pl.Trainer, algorithm: Ditto | PFedMe, optimizer: Optimizer, name: str) -> None:
+    """Raise unless a factor of the directions of personal models is one of their rates."""
+    use = f"{type(algorithm).__name__}(personal_rate={algorithm.personal_rate!r})"
+    if type(optimizer) is not torch.optim.SGD:
+        raise FederatedError(
+            f"{use} multiplies the gradients of personal models, which makes another rate for SGD alone. {name}"
+            f" returned {type(optimizer).__name__}, which may divide the factor out again. Return torch.optim.SGD, or"
+            " leave personal_rate at 1."
+        )
+    if trainer.fit_loop.corrected_clip is not None:
+        raise FederatedError(
+            f"{use} multiplies the gradients of personal models, and gradient_clip_on='corrected' would clip the"
+            " products, to a length that depends on the factor. Leave gradient_clip_val unset, or personal_rate at 1."
+        )
 
 
 def _check_state(optimizer: Optimizer, name: str, keeper: str | None) -> None:

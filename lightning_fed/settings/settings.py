@@ -20,6 +20,7 @@ from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_mo
 from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
 from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous.methods import FedAsync
 from lightning_fed.server.attacks import Attack
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
@@ -436,6 +437,12 @@ class Settings:
                     " which determines who begins when, how long clients take and how their answers count. Leave it"
                     " unset."
                 )
+        sends_gradients = getattr(self.algorithm, "pseudo_grad", "raw") == "normalized"
+        if isinstance(self.asynchronous, FedAsync) and sends_gradients:
+            raise FederatedError(
+                "asynchronous=FedAsync(...) moves the server towards the models of clients, and those of"
+                f" {self.algorithm!r} send mean gradients. Set pseudo_grad='raw', or use FedBuff(...)."
+            )
 
     def _check_private(self) -> None:
         reasons = {

@@ -1,5 +1,6 @@
 """Ditto by hand, and what a client does that fails; the given cases are in tests/oracle."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Ditto
+from tests.helpers.engines import Ordinary
 from tests.helpers.personal import close, kept, one_client, run
 from tests.helpers.training import Net, clients, data, parameters, seeded
 
@@ -72,6 +74,10 @@ def test_a_client_that_fails_in_its_own_solve_leaves_the_round() -> None:
     [
         (lambda: Ditto(-1), r"lam must be a finite number in \[0, inf\)"),
         (lambda: Ditto(1, personal_rate=0), "personal_rate=0"),
+        (
+            lambda: run(Ditto(1, personal_rate=0.1), model=seeded(partial(Ordinary, torch.optim.AdamW))),
+            r"Ditto\(personal_rate=0.1\).*returned AdamW.*Return torch.optim.SGD, or leave personal_rate at 1",
+        ),
         (lambda: Ditto(1, personal_epochs=-1), "personal_epochs"),
         (lambda: Ditto(1, personal_epochs=0), "personal_epochs"),
         (lambda: Ditto(1, batches="other"), "batches must be 'same' or 'own'"),

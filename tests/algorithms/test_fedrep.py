@@ -31,6 +31,24 @@ def test_the_head_is_trained_and_then_the_body_under_it() -> None:
     close(kept(fitted)[0]["personal.parameters"], parameters(model.head))
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_clipping_sees_the_gradient_of_the_part_that_is_trained(engine: str) -> None:
+    (dataset,) = clients((8,))
+    x, y = dataset.tensors[0].double(), dataset.tensors[1]
+    model = seeded(dropout=0.0).double()
+    once = {"clients_per_round": 1, "max_rounds": 1, "engine": engine, "gradient_clip_val": 0.1}
+    fitted = run(FedRep(HEAD, head_epochs=3), data((8,), batch_size=8), **once)
+    for part, rate, times in ((model.head, 0.05, 3), (model.body, 0.1, 1)):
+        for _ in range(times):
+            grads = torch.autograd.grad(F.cross_entropy(model(x), y), list(part.parameters()))
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            assert norm > 0.1
+            for p, g in zip(part.parameters(), grads, strict=True):
+                p.data -= rate * 0.1 / (norm + 1e-6) * g
+    close(fitted.fit_loop.state.x, parameters(model.body))
+    close(kept(fitted)[0]["personal.parameters"], parameters(model.head))
+
+
 class Seen(Net):
     """Notes the first feature of every example, batch after batch."""
 

@@ -44,12 +44,50 @@ def test_two_inner_steps_by_hand() -> None:
     close(kept(fitted)[0]["theta"], theta)
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_w_moves_at_the_rate_of_its_batchs_last_step(engine: str) -> None:
+    lam, rate, factor = 2.0, 0.2, 0.7  # the schedule's factor of every local step
+
+    class Decays(Ordinary):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=rate)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, factor)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    (dataset,) = clients((8,))
+    x, y = dataset.tensors[0].double(), dataset.tensors[1]
+    model = seeded(Ordinary).double()
+    fitted = run(
+        PFedMe(lam, inner_steps=2),
+        FederatedDataModule(clients=[dataset], batch_size=4, shuffle=False),
+        seeded(Decays),
+        clients_per_round=1,
+        max_rounds=1,
+        local_schedule="restart",
+        engine=engine,
+    )
+    w, theta, steps = parameters(model), parameters(model), 0
+    for rows in (slice(0, 4), slice(4, 8)):
+        for _ in range(2):
+            torch.nn.utils.vector_to_parameters(theta, model.parameters())
+            g = torch.autograd.grad(F.cross_entropy(model(x[rows]), y[rows]), list(model.parameters()))
+            last = rate * factor**steps
+            theta = theta - last * (torch.cat([part.flatten() for part in g]) + lam * (theta - w))
+            steps += 1
+        w = w - last * lam * (w - theta)
+    close(fitted.fit_loop.state.x, w)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: PFedMe(0), r"lam must be a finite number in \(0, inf\)"),
         (lambda: PFedMe(1, inner_steps=0), "inner_steps"),
         (lambda: PFedMe(1, personal_rate=-1), "personal_rate=-1"),
+        (
+            lambda: run(PFedMe(1, personal_rate=0.5), gradient_clip_val=1.0, gradient_clip_on="corrected"),
+            r"PFedMe\(personal_rate=0.5\).*Leave gradient_clip_val unset, or personal_rate at 1",
+        ),
         (lambda: run(PFedMe(1), accumulate_grad_batches=2), "accumulate_grad_batches=2 cannot be combined with PFedMe"),
     ],
 )

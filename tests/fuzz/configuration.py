@@ -236,11 +236,18 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
         yield {"local_state": "reset"}
     if c.method in ("Mime", "MimeLite", "CMime") and not (c.method != "CMime" and c.variant == 3):
         yield {"optimizer": c.optimizer if c.optimizer in ("sgd", "decay") else "sgd"}
+    if (c.method == "Ditto" and c.variant % 3 == 1) or (
+        c.method == "PFedMe" and c.variant % 2
+    ):  # another personal_rate
+        yield {"clip": "none" if c.clip == "corrected" else c.clip}
+        yield {"optimizer": c.optimizer if c.optimizer in ("sgd", "decay", "momentum", "nesterov") else "momentum"}
     if c.asynchronous != "none":
         yield {"clients": None, "aggregator": "none", "heterogeneity": "none", "on_error": "raise", "fails": False}
         yield {"weighting": None}
         if c.method in (*FULL_GRADIENTS, "FedExP", "FedNova", "FedProxVR", "FedSpeed", "Scaffnew"):
             yield {"method": "Scaffold" if c.variant else "FedAvg"}
+        if c.asynchronous == "FedAsync" and c.method == "FedAvg":
+            yield {"variant": 0}  # the others' clients send gradients
     if c.schedule == "each step":
         yield {"schedule": "step"}
     if c.fails:

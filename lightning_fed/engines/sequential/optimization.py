@@ -177,6 +177,18 @@ class ClientOptimization(_AutomaticOptimization):
         if self.split.size > 1 and not self.trainer.fit_loop._should_accumulate():
             self.split.sum(out)
 
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None:
+            return None
+
+        def backward_of_trained(loss: Tensor) -> None:
+            backward(loss)
+            assert isinstance(optimizer, FederatedOptimizer)
+            optimizer.drop_resting_gradients()
+
+        return backward_of_trained
+
     def _training_step(self, kwargs: OrderedDict) -> ClosureResult:  # type: ignore[type-arg]
         """Call ``training_step``; it may also return None if several processes train different clients."""
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())

@@ -121,6 +121,8 @@ class LocalStep:
         Before the second gradient, ``draw_again`` restores the random states of the first.
         """
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
+        if (stays := self._stays()) is not None:  # clipping must not see what does not move
+            found = [None if i in stays else g for i, g in enumerate(found)]
         g = self._completed(found, given.y, self._own_clip)
         if not self._reads:
             return StepOutput(self._corrected_clip(self._moving(g)), [], loss, values)
@@ -151,12 +153,16 @@ class LocalStep:
 
     def _moving(self, directions: list[Tensor]) -> list[Tensor]:
         """Return directions, with zeros for parameters that must stay fixed."""
-        trains, shared = self.algorithm.trains, self.module.flat.num_shared
-        if trains == "all":
-            return directions
-        stays = slice(0, shared) if trains == "personal" else slice(shared, None)
-        directions[stays] = map(torch.zeros_like, directions[stays])
+        for i in self._stays() or ():
+            directions[i] = torch.zeros_like(directions[i])
         return directions
+
+    def _stays(self) -> range | None:
+        """Return the positions of parameters that must stay fixed, or None."""
+        trains, flat = self.algorithm.trains, self.module.flat
+        if trains == "all":
+            return None
+        return range(flat.num_shared) if trains == "personal" else range(flat.num_shared, len(flat.params))
 
     def untraced(self, clients: Clients, group: BatchGroup) -> StepOutput:
         """Take a step of some clients on their batches, without a trace."""

@@ -302,6 +302,10 @@ def test_time_goes_on_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_pa
         ({"algorithm": Scaffnew(prob=0.5)}, "cannot be combined with Scaffnew, which needs all clients"),
         ({"algorithm": ServerOnly(), "local_epochs": None}, "cannot be combined with ServerOnly"),
         ({"algorithm": FedProx(mu=0.1, adaptive=True)}, "cannot be combined with FedProx"),
+        (
+            {"algorithm": FedAvg("normalized"), "asynchronous": FedAsync(concurrency=2)},
+            r"FedAsync\(\.\.\.\) moves.*FedAvg\(pseudo_grad='normalized'\) send mean gradients\. Set pseudo_grad='raw'",
+        ),
         ({"clients_per_round": 3}, "clients_per_round=3 cannot be combined with asynchronous=FedBuff"),
         ({"sampler": UniformSampler(3)}, "sampler=.* cannot be combined with asynchronous=FedBuff"),
         ({"aggregator": CoordinateMedian()}, "aggregator=.* cannot be combined with asynchronous=FedBuff"),
