@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from lightning_fed.strategies.processes import Ranks
 __all__ = ["EvaluationResults", "Logged", "RoundResults", "SharedResults"]
 
 _MEANS = (torch.mean, "mean", "avg")
+_EXTREMES = {"max": np.max, "min": np.min}  # NaN if any value is, unlike Python's
 _SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")
 _PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged alike by every process
 
@@ -96,7 +98,7 @@ class SharedResults(_ResultCollection):
             if key not in self:
                 _ResultCollection.log(self, value=torch.zeros(()), batch_size=1, **parts[0].flags)
             item, values = self[key], [part.value for part in parts]
-            reduce = {"max": max, "min": min}.get(parts[0].flags["reduce_fx"], sum)
+            reduce = _EXTREMES.get(parts[0].flags["reduce_fx"], sum)
             item.value = torch.tensor(reduce(values), dtype=parts[0].dtype, device=item.value.device)
             if item.meta.is_mean_reduction:
                 item.cumulated_batch_size = torch.tensor(sum(part.weight for part in parts), device=item.value.device)

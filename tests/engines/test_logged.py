@@ -1,5 +1,6 @@
 """What ``self.log`` collects in local steps: the mean of each client, of the round, and of several processes."""
 
+import math
 import warnings
 from typing import Any
 
@@ -104,6 +105,19 @@ def test_processes_put_their_values_together_each_with_its_weight() -> None:
         results.merge(parts)
         found = {name: float(v) for name, v in results.metrics(on_step=False)["callback"].items()}
         assert found == {"loss": (6 + 27) / 5, "rare": 6.0, "least": 1.0, "most": 3.0, "total": 4.0}
+
+
+@pytest.mark.parametrize("reduce_fx", ["min", "max", "sum", "mean"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_value_that_is_no_number_in_one_process_is_none_in_all(reduce_fx: str, broken: int) -> None:
+    processes = [EvaluationResults(training=False) for _ in range(2)]
+    for rank, results in enumerate(processes):
+        value = torch.tensor(math.nan if rank == broken else 1.0)
+        results.log("validation_step", "loss", value, reduce_fx=reduce_fx, batch_size=1)
+    parts = [results.partial() for results in processes]
+    for results in processes:
+        results.merge(parts)
+        assert math.isnan(round_mean(results))  # type: ignore[arg-type]
 
 
 def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_example() -> None:
