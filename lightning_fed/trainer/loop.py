@@ -11,6 +11,7 @@ import torch
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.callbacks.monitors import Monitors
+from lightning_fed.callbacks.target import TargetMetric
 from lightning_fed.checkpoints.folders import save_last_round
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
@@ -234,6 +235,9 @@ class FederatedLoop(_FitLoop):
         self.epoch_progress.increment_processed()
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        for callback in trainer.callbacks:  # before callbacks that save
+            if isinstance(callback, TargetMetric):
+                callback.check(trainer)
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         trainer._logger_connector.on_epoch_end()
         trainer._logger_connector.update_train_epoch_metrics()
