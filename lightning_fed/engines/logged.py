@@ -82,6 +82,16 @@ class SharedResults(_ResultCollection):
         flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # or processes' values would differ
         super().log(fx, name, value, *args, **flags)
 
+    @property
+    def names(self) -> set[str]:
+        """The names that callbacks know the values by: with the loader's index, if there are several loaders."""
+        metas = [item.meta for item in self.values()]
+        indices = [None if not meta.add_dataloader_idx else meta.dataloader_idx for meta in metas]
+        return {
+            meta.name if index is None else meta.name + self.DATALOADER_SUFFIX.format(index)
+            for meta, index in zip(metas, indices, strict=True)
+        }
+
     def partial(self) -> dict[str, Logged]:
         """Return the logged numbers, for other processes."""
         out = {}
