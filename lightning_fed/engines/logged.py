@@ -128,9 +128,23 @@ class EvaluationResults(SharedResults):
     Attributes:
         count: Returns the number of examples in the current batch, or None for Lightning's guess; called if a value is
             logged without ``batch_size``.
+        processes: The number of processes that share the batches.
     """
 
     count: Callable[[], int | None] | None = None
+    processes = 1
+    _has_warned = False
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
+        if kwargs.get("on_step") and self.processes > 1 and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"self.log({name!r}, on_step=True): {self.processes} processes share the batches of this evaluation,"
+                " and loggers get the values of single batches from the first process alone. Values with on_epoch=True"
+                " are exact. For all batches, evaluate in one process."
+            )
+        super().log(fx, name, value, *args, **kwargs)
 
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
         if batch_size is None and self.batch_size is None and self.count is not None:

@@ -130,6 +130,23 @@ def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_exampl
         assert results.close_client() == {"loss": (2 + 10 + 3) / 6}
 
 
+def test_values_of_single_batches_are_told_once_to_be_those_of_the_first_process() -> None:
+    def log(processes: int, name: str, **options: Any) -> None:
+        results.processes = processes
+        results.log("validation_step", name, torch.tensor(1.0), batch_size=1, on_epoch=True, **options)
+
+    results = EvaluationResults(training=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log(1, "alone", on_step=True)
+        log(2, "whole", on_step=False)
+    with pytest.warns(UserWarning, match="self.log\\('single', on_step=True\\): 2 processes share the batches"):
+        log(2, "single", on_step=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log(2, "single", on_step=True)
+
+
 def test_an_evaluation_counts_the_examples_that_it_is_told_of() -> None:
     results = EvaluationResults(training=False)
     for value, count in ((2.0, 1), (5.0, 2)):
