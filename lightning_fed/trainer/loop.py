@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
@@ -93,6 +93,7 @@ class FederatedLoop(_FitLoop):
         self.precision_at_start: dict[str, Any] | None = None
         self.corrected_clip: tuple[float, Any] | None = None
         self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
+        self._names: set[str] = set()  # of values of rounds that are written
         self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
         self._stop = Stop.NO  # what any process was asked for in this round
         self._has_checked_batches = False  # in this fit
@@ -461,9 +462,21 @@ class FederatedLoop(_FitLoop):
 
     def log_round(self, values: dict[str, float]) -> None:
         """Write a round's values to the loggers, and let callbacks monitor them."""
+        if new := values.keys() - self._names:
+            self._names |= new
+            self._warn_of_clashes(new)
         connector = self.trainer._logger_connector
         connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
+
+    def _warn_of_clashes(self, names: Set[str]) -> None:
+        """Warn if the module logs other values under a name that the run or a measure uses."""
+        for results in (self.epoch_loop._results, self.epoch_loop.val_loop._results):
+            for name in sorted(names & results.names):
+                rank_zero_warn(
+                    f"self.log({name!r}, ...) uses the name of a value that the run itself logs: loggers, callbacks and"
+                    " the summary cannot tell the two apart. Choose another name in the module."
+                )
 
     def gather(self, record: Any) -> list[Any]:
         """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
