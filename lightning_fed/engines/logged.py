@@ -198,6 +198,9 @@ class RoundResults(SharedResults):
     ) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
         if not self._in_client:
+            if kwargs.get("sync_dist") and not kwargs.get("rank_zero_only") and isinstance(value, Tensor):
+                # at once: later, processes read their values at different times, and would wait for each other
+                value = kwargs["sync_dist_fn"](value.clone(), reduce_op=getattr(reduce_fx, "__name__", reduce_fx))
             given = (prog_bar, logger, on_step, on_epoch, reduce_fx)
             super().log(fx, name, value, *given, batch_size=batch_size, **kwargs)
             return
@@ -267,6 +270,11 @@ class RoundResults(SharedResults):
                     " several processes. Log its value, or train in one process."
                 )
         return super().partial()
+
+    def of_hooks(self) -> dict[str, float]:
+        """Return the numbers logged in hooks of the round, which should be those of every process."""
+        items = [item for _, item in self.valid_items() if item.is_tensor and item.meta.fx in _PER_ROUND]
+        return {item.meta.name: float(item.value) for item in items}
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Update the round's value, unless the call only registers the value's metadata."""

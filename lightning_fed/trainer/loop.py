@@ -1,6 +1,7 @@
 """The loop that replaces Lightning's epochs by federated rounds."""
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -93,6 +94,8 @@ class FederatedLoop(_FitLoop):
         self.precision_at_start: dict[str, Any] | None = None
         self.corrected_clip: tuple[float, Any] | None = None
         self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
+        self._of_hooks: dict[str, float] = {}  # what this process has logged in hooks of the last round
+        self._differing: set[str] = set()  # names of such values that processes do not agree on
         self._names: set[str] = set()  # of values of rounds that are written
         self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
         self._stop = Stop.NO  # what any process was asked for in this round
@@ -164,6 +167,7 @@ class FederatedLoop(_FitLoop):
         self.is_closing, self.precision_at_start, self._stop = False, None, Stop.NO
         self.monitors.watch(self.trainer)
         self.restarting = self._has_checked_batches = False
+        self._of_hooks = {}
         self._says_why_it_continues = True
         self.epoch_loop.val_loop._restarting = False
 
@@ -241,6 +245,8 @@ class FederatedLoop(_FitLoop):
                 callback.check(trainer)
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         trainer._logger_connector.on_epoch_end()
+        if trainer.world_size > 1:
+            self._of_hooks = self.epoch_loop._results.of_hooks()
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_progress.increment_completed()
         self.is_closing, self.has_run = False, True
@@ -341,6 +347,7 @@ class FederatedLoop(_FitLoop):
         assert run.server_model is not None
         return {
             "logged": self.epoch_loop._results.partial() if trainer.world_size > 1 else {},
+            "of_hooks": self._of_hooks,
             "stop": trainer._signal_connector.asked,
             "change": run.server_model.change_digest,
             "gave_up": run.clients.have_given_up,
@@ -353,10 +360,25 @@ class FederatedLoop(_FitLoop):
         assert run.server_model is not None
         if len(statuses) > 1:
             self.epoch_loop._results.merge([status["logged"] for status in statuses])
+            self._warn_of_differences([status["of_hooks"] for status in statuses])
             run.server_model.check_changes_agree([status["change"] for status in statuses])
             if any(status["gave_up"] for status in statuses):
                 run.clients.give_up()
         self._stop = Stop(max(map(itemgetter("stop"), statuses)))
+
+    def _warn_of_differences(self, of_hooks: Sequence[Mapping[str, float]]) -> None:
+        """Warn if the last round's hooks have logged other numbers in other processes, which nothing puts together."""
+        for name, value in of_hooks[0].items():
+            theirs = [
+                others[name] for others in of_hooks[1:] if name in others and not math.isnan(value + others[name])
+            ]
+            if name not in self._differing and any(not math.isclose(value, other, rel_tol=1e-6) for other in theirs):
+                self._differing.add(name)
+                rank_zero_warn(
+                    f"A hook of the round logs {name!r} with another value in each process, such as what training_step"
+                    " has collected from the clients that it trains; loggers get the first process's. Pass"
+                    " sync_dist=True to self.log there, or log the value in training_step."
+                )
 
     # ------------------------------------------------------------------ what callbacks may ask of the run
 

@@ -120,6 +120,28 @@ def test_a_value_that_is_no_number_in_one_process_is_none_in_all(reduce_fx: str,
         assert math.isnan(round_mean(results))  # type: ignore[arg-type]
 
 
+def test_hooks_of_the_round_may_ask_for_the_values_of_all_processes() -> None:
+    asked: list[str] = []
+
+    def reduce(value: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        asked.append(reduce_op)
+        return value.add_(10.0)
+
+    def log(name: str, **options: Any) -> None:
+        results.log("on_train_epoch_end", name, given, batch_size=1, sync_dist_fn=reduce, **options)
+
+    results, given = RoundResults(), torch.tensor(1.0)
+    log("mean", sync_dist=True)
+    log("sum", sync_dist=True, reduce_fx="sum")
+    log("of_the_first", sync_dist=True, rank_zero_only=True)
+    log("own", sync_dist=False)
+    assert results.of_hooks() == {"mean": 11.0, "sum": 11.0, "of_the_first": 1.0, "own": 1.0}
+    assert asked == ["mean", "sum"]
+    assert given == 1.0
+    logged(results, [(2.0, 1)], sync_dist=True, sync_dist_fn=reduce)  # a client's: they train in one process each
+    assert asked == ["mean", "sum"]
+
+
 def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_example() -> None:
     processes = [RoundResults() for _ in range(3)]
     logged(processes[0], [(2.0, 1), (5.0, 2)])
