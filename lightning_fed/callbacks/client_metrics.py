@@ -1,6 +1,6 @@
 """The server model's metrics on single clients, before and after a few local steps."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_fed.callbacks.base import write_histogram
 from lightning_fed.callbacks.measures import ClientMeasure, write_table
@@ -45,7 +45,7 @@ class ClientAccuracy(ClientMeasure):
             in it, or no client has a validation set.
     """
 
-    tag = "clients"
+    tag: str = "clients"
     steps = 0
     """The local steps before a client is measured."""
 
@@ -75,6 +75,16 @@ class ClientAccuracy(ClientMeasure):
         super().on_train_start(trainer, pl_module)
 
     @property
+    def written(self) -> dict[str, Any]:
+        """What it writes, by name: the monitored metric, and tables of all metrics of its clients."""
+        folder = self._folder
+        return {f"{folder}/{self.monitor}": self, f"{folder}/round_<n>.csv": (self.clients, self.steps)}
+
+    @property
+    def _folder(self) -> str:
+        return self.tag if self.on == "val" else f"{self.tag}_train"
+
+    @property
     def needs(self) -> str:
         """The condition for a client to be measured, in words."""
         return super().needs if self.on == "train" else "a validation set"
@@ -98,8 +108,7 @@ class ClientAccuracy(ClientMeasure):
 
     def measure(self, trainer: pl.Trainer) -> None:
         """Measure every client, log the summary and write the table."""
-        loop = trainer.fit_loop
-        tag = self.tag if self.on == "val" else f"{self.tag}_train"
+        loop, tag = trainer.fit_loop, self._folder
         self.table = loop.evaluate_clients(self.measured, self.on, self.steps)
         self._log(trainer, tag, self.table)
         if loop.settings.has_own_models:

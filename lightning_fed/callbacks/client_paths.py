@@ -84,6 +84,8 @@ class LocalDrift(_StepPaths):
         FederatedError: If the number is not positive.
     """
 
+    tag = "drift"
+
     @property
     def curve(self) -> list[float]:
         """Return the mean distance after each step k, over the clients that took at least k steps."""
@@ -126,6 +128,8 @@ class LocalIterates(_StepPaths):
         FederatedError: If the number is not positive; when training starts, if the model has too many parameters.
     """
 
+    tag = "iterates"
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse models that are too large to write down."""
         size = trainer.fit_loop.state.x.numel()
@@ -164,6 +168,8 @@ class UpdateCosine(Measure):
     Raises:
         FederatedError: If the number is not positive.
     """
+
+    tag = "update"
 
     def __init__(self, every_n_rounds: int = 1) -> None:
         super().__init__(every_n_rounds)

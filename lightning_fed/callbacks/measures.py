@@ -59,12 +59,23 @@ class Measure(FederatedCallback):
     Args:
         every_n_rounds: Measure every n rounds.
 
+    Attributes:
+        tag: The name under which it alone may log or write tables; a run with two such measures is refused. None: it is
+            not checked.
+
     Raises:
         FederatedError: If the number is not positive.
     """
 
+    tag: str | None = None
+
     def __init__(self, every_n_rounds: int = 1) -> None:
         self.every_n_rounds = check_count(type(self).__name__, "every_n_rounds", every_n_rounds, least=1)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """What it writes, by name: a run with two measures that write something else under one name is refused."""
+        return {} if self.tag is None else {self.tag: self}
 
     def is_due(self, completed: int) -> bool:
         """Return whether to measure after this number of completed rounds."""
@@ -164,6 +175,8 @@ class TrainingLoss(WeightedMeasure):
         FederatedError: If an argument is not allowed, or more clients are wanted than there are.
     """
 
+    tag = "population/train_loss"
+
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None, weighting: Weighting = "examples") -> None:
         super().__init__(every_n_rounds, clients, weighting)
 
@@ -247,6 +260,8 @@ class ControlVariateError(ClientMeasure):
         FederatedError: If an argument is not allowed, or the method keeps no ``c_i``.
     """
 
+    tag = "control"
+
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None) -> None:
         super().__init__(every_n_rounds, clients)
         self.errors: dict[ClientId, float] = {}
@@ -305,6 +320,8 @@ class GradientDissimilarity(WeightedMeasure):
         FederatedError: If an argument is not allowed.
     """
 
+    tag = "gradient"
+
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None, weighting: Weighting = "uniform") -> None:
         super().__init__(every_n_rounds, clients, weighting)
         self.last: GradientDissimilarities | None = None
@@ -349,6 +366,8 @@ class HessianDissimilarity(WeightedMeasure):
         FederatedError: If an argument is not allowed, with a gradient scaler (precision 16-mixed), or if the model
             cannot be differentiated twice.
     """
+
+    tag = "hessian"
 
     def __init__(
         self,

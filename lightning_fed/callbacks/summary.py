@@ -1,5 +1,6 @@
 """A few lines at the end of a run: how good, how much, where, and how to go on."""
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ class RunSummary(FederatedCallback):
     """Print a short summary when a fit ends.
 
     It is information, as the lines of :class:`RoundLines` are: it is not printed if Lightning's logger shows none.
-    TensorBoard shows it as the text ``summary``. Its ``hp_metric`` is the best value of what ``ModelCheckpoint``
-    monitors, else the last value of the summary's first metric; with ``TargetMetric`` the rounds to the target.
+    TensorBoard shows it as the text ``summary``. Its ``hp_metric`` is the best value of what the first
+    ``ModelCheckpoint`` with a ``monitor`` follows, else the last value of the summary's first metric; with
+    ``TargetMetric`` the rounds to the target.
 
     Attributes:
         resume_with: How to resume, with places for ``path``, ``logs`` and ``rounds``; the command line sets its own.
@@ -34,20 +36,35 @@ class RunSummary(FederatedCallback):
         self._failed: Counter[ClientId] = Counter()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Count the clients that failed."""
+        """Count the clients that failed, and note what is monitored."""
         self._failed.update(round_report.failed.keys())
+        self._note_monitored(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the metrics of the server model."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        results = trainer.fit_loop.epoch_loop.val_loop._results
-        for name in {item.meta.name for item in results.values()}:
+        for name in trainer.fit_loop.epoch_loop.val_loop._results.names:
             if (metric := trainer.callback_metrics.get(name)) is not None:
-                value = float(metric)
-                low, high = self._best.get(name, (value, value))
-                self._last[name] = value
-                self._best[name] = (min(low, value), max(high, value))
+                self._last[name] = float(metric)
+                self._note(name, float(metric))
+
+    def _note_monitored(self, trainer: pl.Trainer) -> None:
+        """Note the monitored metric, if it is not one of the validation."""
+        checkpoint = _monitoring(trainer)
+        name = None if checkpoint is None else checkpoint.monitor
+        if name is None or name in self._last:
+            return
+        if (metric := trainer.callback_metrics.get(name)) is not None:
+            self._note(name, float(metric))
+
+    def _note(self, name: str, value: float) -> None:
+        """Note a value among the best; NaN, as of a run that has diverged, only if there is no other."""
+        low, high = self._best.get(name, (value, value))
+        if math.isnan(low):
+            self._best[name] = (value, value)
+        elif not math.isnan(value):
+            self._best[name] = (min(low, value), max(high, value))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics and failures noted so far."""
@@ -66,6 +83,7 @@ class RunSummary(FederatedCallback):
         log_dir = trainer.log_dir  # which all processes must ask for
         if not trainer.is_global_zero or loop.round == 0 or not loop.run_state.has_server:
             return
+        self._note_monitored(trainer)  # later hooks may have logged it in the last round
         state = loop.state
         rows = [(name, self._metric(trainer, name)) for name in sorted(self._last)]
         if not rows and (loss := trainer.callback_metrics.get("client/loss")) is not None:  # nothing was validated
@@ -93,10 +111,10 @@ class RunSummary(FederatedCallback):
 
     def _score(self, trainer: pl.Trainer) -> float | None:
         """Return the number by which TensorBoard compares runs; None if it has another."""
-        checkpoint = trainer.checkpoint_callback
         if any(isinstance(callback, TargetMetric) for callback in trainer.callbacks):
             return None
-        if isinstance(checkpoint, pl.callbacks.ModelCheckpoint) and checkpoint.monitor in self._best:
+        checkpoint = _monitoring(trainer)
+        if checkpoint is not None and checkpoint.monitor in self._best:
             return self._best[checkpoint.monitor][checkpoint.mode == "max"]
         last = self._last or {k: float(v) for k, v in trainer.callback_metrics.items() if k == "client/loss"}
         return last[min(last)] if last else None  # with differential privacy, there may be none
@@ -111,8 +129,8 @@ class RunSummary(FederatedCallback):
 
     def _metric(self, trainer: pl.Trainer, name: str) -> str:
         low, high = self._best[name]
-        checkpoint = trainer.checkpoint_callback
-        if isinstance(checkpoint, pl.callbacks.ModelCheckpoint) and checkpoint.monitor == name:
+        checkpoint = _monitoring(trainer)
+        if checkpoint is not None and checkpoint.monitor == name:
             return f"{self._last[name]:.4f} (best {low if checkpoint.mode == 'min' else high:.4f})"
         return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # which is best is not ours to guess
 
@@ -134,6 +152,12 @@ class RunSummary(FederatedCallback):
                 command = self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)
                 rows.append((f"resume{held}", command))
         return [*rows, *(("watch", f"tensorboard --logdir {_relative(one.root_dir)}") for one in boards(trainer))]
+
+
+def _monitoring(trainer: pl.Trainer) -> pl.callbacks.ModelCheckpoint | None:
+    """Return the first ModelCheckpoint that follows a metric."""
+    savers = (c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint))
+    return next((saver for saver in savers if saver.monitor is not None), None)
 
 
 def _record_privacy(loop: Any) -> list[tuple[str, str]]:

@@ -59,13 +59,10 @@ class TargetMetric(FederatedCallback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the metric after validation, before a checkpoint could be written."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._check(trainer)
+            self.check(trainer)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the metric at the end of a round, wherever it comes from."""
-        self._check(trainer)
-
-    def _check(self, trainer: pl.Trainer) -> None:
+    def check(self, trainer: pl.Trainer) -> None:
+        """Look at the metric; the loop calls it at the end of a round, after all hooks that may log the metric."""
         value = trainer.callback_metrics.get(self.monitor)
         self._seen |= value is not None
         if self.reached is not None or value is None:

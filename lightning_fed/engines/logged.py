@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from lightning_fed.strategies.processes import Ranks
 __all__ = ["EvaluationResults", "Logged", "RoundResults", "SharedResults"]
 
 _MEANS = (torch.mean, "mean", "avg")
+_EXTREMES = {"max": np.max, "min": np.min}  # NaN if any value is, unlike Python's
 _SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")
 _PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged alike by every process
 
@@ -80,6 +82,16 @@ class SharedResults(_ResultCollection):
         flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # or processes' values would differ
         super().log(fx, name, value, *args, **flags)
 
+    @property
+    def names(self) -> set[str]:
+        """The names that callbacks know the values by: with the loader's index, if there are several loaders."""
+        metas = [item.meta for item in self.values()]
+        indices = [None if not meta.add_dataloader_idx else meta.dataloader_idx for meta in metas]
+        return {
+            meta.name if index is None else meta.name + self.DATALOADER_SUFFIX.format(index)
+            for meta, index in zip(metas, indices, strict=True)
+        }
+
     def partial(self) -> dict[str, Logged]:
         """Return the logged numbers, for other processes."""
         out = {}
@@ -96,7 +108,7 @@ class SharedResults(_ResultCollection):
             if key not in self:
                 _ResultCollection.log(self, value=torch.zeros(()), batch_size=1, **parts[0].flags)
             item, values = self[key], [part.value for part in parts]
-            reduce = {"max": max, "min": min}.get(parts[0].flags["reduce_fx"], sum)
+            reduce = _EXTREMES.get(parts[0].flags["reduce_fx"], sum)
             item.value = torch.tensor(reduce(values), dtype=parts[0].dtype, device=item.value.device)
             if item.meta.is_mean_reduction:
                 item.cumulated_batch_size = torch.tensor(sum(part.weight for part in parts), device=item.value.device)
@@ -116,9 +128,23 @@ class EvaluationResults(SharedResults):
     Attributes:
         count: Returns the number of examples in the current batch, or None for Lightning's guess; called if a value is
             logged without ``batch_size``.
+        processes: The number of processes that share the batches.
     """
 
     count: Callable[[], int | None] | None = None
+    processes = 1
+    _has_warned = False
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
+        if kwargs.get("on_step") and self.processes > 1 and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"self.log({name!r}, on_step=True): {self.processes} processes share the batches of this evaluation,"
+                " and loggers get the values of single batches from the first process alone. Values with on_epoch=True"
+                " are exact. For all batches, evaluate in one process."
+            )
+        super().log(fx, name, value, *args, **kwargs)
 
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
         if batch_size is None and self.batch_size is None and self.count is not None:
@@ -172,6 +198,9 @@ class RoundResults(SharedResults):
     ) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
         if not self._in_client:
+            if kwargs.get("sync_dist") and not kwargs.get("rank_zero_only") and isinstance(value, Tensor):
+                # at once: later, processes read their values at different times, and would wait for each other
+                value = kwargs["sync_dist_fn"](value.clone(), reduce_op=getattr(reduce_fx, "__name__", reduce_fx))
             given = (prog_bar, logger, on_step, on_epoch, reduce_fx)
             super().log(fx, name, value, *given, batch_size=batch_size, **kwargs)
             return
@@ -241,6 +270,11 @@ class RoundResults(SharedResults):
                     " several processes. Log its value, or train in one process."
                 )
         return super().partial()
+
+    def of_hooks(self) -> dict[str, float]:
+        """Return the numbers logged in hooks of the round, which should be those of every process."""
+        items = [item for _, item in self.valid_items() if item.is_tensor and item.meta.fx in _PER_ROUND]
+        return {item.meta.name: float(item.value) for item in items}
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Update the round's value, unless the call only registers the value's metadata."""

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.figures import COLORS, add_legend, new_figure, save
 from lightning_fed.lab.numbers import format_number
-from lightning_fed.lab.quantities import COSTS, Curve, Metric, Quantity, Series, cost
+from lightning_fed.lab.quantities import COSTS, Curve, Metric, Quantity, Series, cost, first_round
 from lightning_fed.lab.tables import markdown
 from lightning_fed.lab.yaml_files import unknown
 
@@ -136,8 +136,9 @@ def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> 
         quantities += [Quantity(kind, kind, metric, target) for kind in _measured(runs)]
     rows = []
     for name, series in runs.items():
-        rounds = max(series[metric.name])
-        rows.append([name, str(rounds), *(_value(quantity, series) for quantity in quantities)])
+        first, last = first_round(series), max(series[metric.name])
+        rounds = f"{first} to {last}" if first > 1 else str(last)  # of a resumed run, whose best may be an earlier one
+        rows.append([name, rounds, *(_value(quantity, series) for quantity in quantities)])
     return ["run", "rounds", *(quantity.label for quantity in quantities)], rows
 
 
@@ -151,7 +152,9 @@ def _value(quantity: Quantity, series: Series) -> str:
         value = quantity.of(series)
     except FederatedError:  # it was not logged
         return "-"
-    return "not reached" if quantity.is_cost and math.isinf(value) else format_number(value)
+    if math.isfinite(value):
+        return format_number(value)
+    return "not reached" if quantity.is_cost else "not finite"
 
 
 def _figure(runs: Mapping[str, Series], metric: Metric, target: float | None) -> "Figure":

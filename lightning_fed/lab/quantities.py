@@ -11,7 +11,18 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.stability import climb, settled
 from lightning_fed.lab.yaml_files import unknown
 
-__all__ = ["COSTS", "TOTALS", "Curve", "Metric", "Quantity", "Series", "add_up", "cost", "parse_quantity"]
+__all__ = [
+    "COSTS",
+    "TOTALS",
+    "Curve",
+    "Metric",
+    "Quantity",
+    "Series",
+    "add_up",
+    "cost",
+    "first_round",
+    "parse_quantity",
+]
 
 Curve: TypeAlias = Mapping[int, float]
 """The values of a tag by the number of completed rounds."""
@@ -30,6 +41,7 @@ COSTS = {
 TOTALS = frozenset({"time/simulated"})
 """The tags that are logged as the sum over all rounds so far."""
 
+_EVERY_ROUND = "round/seconds"  # which every run logs in every round
 _TRAIN_LOSS = "population/train_loss"  # which says when a run has settled
 
 _GRAMMAR = re.compile(
@@ -165,6 +177,8 @@ class Quantity:
             )
         values = [_or(value, self.metric.worst) for value in curve.values()]
         if self.is_cost:
+            if (first := first_round(series)) > 1:  # the target may have been reached before
+                raise _begins_late(first, self.kind)
             reached = self._reached(series)
             return math.inf if reached is None else cost(series, self.kind)[reached]
         if self.kind == "round":
@@ -237,6 +251,24 @@ def _or(value: float, instead: float) -> float:
     return instead if math.isnan(value) else value
 
 
+def first_round(series: Series) -> int:
+    """Return the first round of a log: more than 1 if it is that of a resumed run.
+
+    Example:
+        >>> first_round({"val_acc": {6: 0.5}, "round/seconds": {4: 0.1, 5: 0.1, 6: 0.1}})
+        4
+        >>> first_round({"val_acc": {6: 0.5}})  # another program's log
+        1
+    """
+    return min(series.get(_EVERY_ROUND) or [1])
+
+
+def _begins_late(first: int, kind: str) -> FederatedError:
+    return FederatedError(
+        f"The log begins with round {first}, so the {kind} before are not known: it is that of a resumed run."
+    )
+
+
 def cost(series: Series, kind: str) -> dict[int, float]:
     """Return what a run took until the end of each round: its number, or gradients, bytes or seconds up to there.
 
@@ -254,9 +286,7 @@ def cost(series: Series, kind: str) -> dict[int, float]:
         raise FederatedError(f"{' and '.join(missing)} were not logged, so the {kind} are not known.")
     are_totals = TOTALS.issuperset(tags)
     if not are_totals and (first := min(n for tag in tags for n in series[tag])) > 1:
-        raise FederatedError(
-            f"The log begins with round {first}, so the {kind} before are not known: it is that of a resumed run."
-        )
+        raise _begins_late(first, kind)
     rounds = sorted({n for curve in series.values() for n in curve})
     if not tags:
         return {n: float(n) for n in rounds}

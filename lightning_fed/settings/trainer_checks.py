@@ -123,6 +123,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         _check_private(trainer)
     if settings.client_privacy is not None:
         check_private_clients(trainer, settings.client_privacy)
+    _check_measures(trainer)
     for callback in trainer.callbacks:
         interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
         if interval is not None and trainer.world_size > 1:
@@ -137,6 +138,20 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 raise FederatedError(
                     f"The callback {type(callback).__name__} is not supported: {_CALLBACKS[cls.__name__]}."
                     f" Instead, {remedy}."
+                )
+
+
+def _check_measures(trainer: pl.Trainer) -> None:
+    """Raise if two measures write different things under one name, where the second would hide the first."""
+    seen: dict[str, tuple[Measure, Any]] = {}
+    for measure in trainer.callbacks:
+        for name, what in measure.written.items() if isinstance(measure, Measure) else ():
+            other, theirs = seen.setdefault(name, (measure, what))
+            if theirs != what:
+                raise FederatedError(
+                    f"Two callbacks write {name!r}, {type(other).__name__} and {type(measure).__name__}, and the values"
+                    " could not be told apart. Remove one, or let a subclass write under its own name, such as tag ="
+                    " 'after_10_steps'."
                 )
 
 

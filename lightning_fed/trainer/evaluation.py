@@ -53,6 +53,7 @@ class SharedEvaluationLoop(_EvaluationLoop):
             return
         self._ranks = Ranks.of(self.trainer)
         self._is_shared = self._ranks.size > 1 and self._can_share(combined.flattened)
+        self._results.processes = self._ranks.size if self._is_shared else 1
         if self._is_shared:
             rank, size = self._ranks.rank, self._ranks.size
             loaders = zip(combined.flattened, self._max_batches, strict=True)

@@ -1,7 +1,8 @@
 """The loop that replaces Lightning's epochs by federated rounds."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.callbacks.monitors import Monitors
+from lightning_fed.callbacks.target import TargetMetric
 from lightning_fed.checkpoints.folders import save_last_round
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
@@ -92,6 +94,9 @@ class FederatedLoop(_FitLoop):
         self.corrected_clip: tuple[float, Any] | None = None
         self.after_round: list[tuple[bool, Callable[[], None]]] = []
         self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
+        self._of_hooks: dict[str, float] = {}  # what this process has logged in hooks of the last round
+        self._differing: set[str] = set()  # names of such values that processes do not agree on
+        self._names: set[str] = set()  # of values of rounds that are written
         self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
         self._stop = Stop.NO  # what any process was asked for in this round
         self._has_checked_batches = False  # in this fit
@@ -162,6 +167,7 @@ class FederatedLoop(_FitLoop):
         self.is_closing, self._stop, self.after_round = False, Stop.NO, []
         self.monitors.watch(self.trainer)
         self.restarting = self._has_checked_batches = False
+        self._of_hooks = {}
         self._says_why_it_continues = True
         self.epoch_loop.val_loop._restarting = False
 
@@ -235,11 +241,16 @@ class FederatedLoop(_FitLoop):
         self.epoch_progress.increment_processed()
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+        for callback in trainer.callbacks:  # before callbacks that save
+            if isinstance(callback, TargetMetric):
+                callback.check(trainer)
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         saves, self.after_round = self.after_round, []
         for _, save in sorted(saves, key=itemgetter(0)):
             save()
         trainer._logger_connector.on_epoch_end()
+        if trainer.world_size > 1:
+            self._of_hooks = self.epoch_loop._results.of_hooks()
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_progress.increment_completed()
         self.is_closing, self.has_run = False, True
@@ -339,6 +350,7 @@ class FederatedLoop(_FitLoop):
         assert run.server_model is not None
         return {
             "logged": self.epoch_loop._results.partial() if trainer.world_size > 1 else {},
+            "of_hooks": self._of_hooks,
             "stop": trainer._signal_connector.asked,
             "change": run.server_model.change_digest,
             "gave_up": run.clients.have_given_up,
@@ -351,10 +363,25 @@ class FederatedLoop(_FitLoop):
         assert run.server_model is not None
         if len(statuses) > 1:
             self.epoch_loop._results.merge([status["logged"] for status in statuses])
+            self._warn_of_differences([status["of_hooks"] for status in statuses])
             run.server_model.check_changes_agree([status["change"] for status in statuses])
             if any(status["gave_up"] for status in statuses):
                 run.clients.give_up()
         self._stop = Stop(max(map(itemgetter("stop"), statuses)))
+
+    def _warn_of_differences(self, of_hooks: Sequence[Mapping[str, float]]) -> None:
+        """Warn if the last round's hooks have logged other numbers in other processes, which nothing puts together."""
+        for name, value in of_hooks[0].items():
+            theirs = [
+                others[name] for others in of_hooks[1:] if name in others and not math.isnan(value + others[name])
+            ]
+            if name not in self._differing and any(not math.isclose(value, other, rel_tol=1e-6) for other in theirs):
+                self._differing.add(name)
+                rank_zero_warn(
+                    f"A hook of the round logs {name!r} with another value in each process, such as what training_step"
+                    " has collected from the clients that it trains; loggers get the first process's. Pass"
+                    " sync_dist=True to self.log there, or log the value in training_step."
+                )
 
     # ------------------------------------------------------------------ what callbacks may ask of the run
 
@@ -460,9 +487,21 @@ class FederatedLoop(_FitLoop):
 
     def log_round(self, values: dict[str, float]) -> None:
         """Write a round's values to the loggers, and let callbacks monitor them."""
+        if new := values.keys() - self._names:
+            self._names |= new
+            self._warn_of_clashes(new)
         connector = self.trainer._logger_connector
         connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
+
+    def _warn_of_clashes(self, names: Set[str]) -> None:
+        """Warn if the module logs other values under a name that the run or a measure uses."""
+        for results in (self.epoch_loop._results, self.epoch_loop.val_loop._results):
+            for name in sorted(names & results.names):
+                rank_zero_warn(
+                    f"self.log({name!r}, ...) uses the name of a value that the run itself logs: loggers, callbacks and"
+                    " the summary cannot tell the two apart. Choose another name in the module."
+                )
 
     def gather(self, record: Any) -> list[Any]:
         """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""

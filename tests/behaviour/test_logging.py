@@ -259,3 +259,17 @@ def test_a_refused_log_that_is_caught_leaves_other_metrics_alone() -> None:
     assert caught.callbacks[0].refused
     assert caught.callback_metrics["train_loss"] == plain.callback_metrics["train_loss"]
     assert caught.callback_metrics["twice"] == 1
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_name_that_the_run_itself_logs_is_told_once(step: str) -> None:
+    def logs(self: Net, batch: Any, batch_idx: int) -> Any:
+        self.log("client/loss", 5.0)
+        return getattr(Net, step)(self, batch, batch_idx)
+
+    clashing = type("Clashing", (Net,), {step: logs})
+    with pytest.warns(UserWarning, match="the run itself logs") as caught:
+        trainer(max_rounds=2, num_sanity_val_steps=1).fit(seeded(clashing), data())
+    told = [str(warning.message) for warning in caught if "the run itself logs" in str(warning.message)]
+    assert len(told) == 1
+    assert told[0].startswith("self.log('client/loss', ...) uses the name")

@@ -315,7 +315,7 @@ def test_a_sample_is_fixed_by_the_seed_and_its_mean_is_the_samples() -> None:
     one, other = GradientDissimilarity(clients=3), HessianDissimilarity(clients=3, max_iterations=1)
     rounds: list[list[Any]] = []
 
-    class Watch(GradientDissimilarity):
+    class Watch(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             rounds.append(list(one.measured))
 

@@ -1,5 +1,6 @@
 """What is printed at the end of a run."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import RunSummary, TargetMetric
-from tests.helpers.training import clients, data, fit, seeded, trainer
+from tests.helpers.training import Net, classification, clients, data, fit, seeded, trainer
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,61 @@ def test_tensorboard_compares_runs_by_the_best_of_what_is_monitored(
     values = [value for _, value in scalars(logger, monitor)]
     assert values[-1] != best(values)  # or the test could not tell the best from the last
     assert scores(logger) == [(5, pytest.approx(best(values)))]
+
+
+def test_metrics_of_several_loaders_are_shown_and_compared_by_their_full_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Several(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+    name, logger = "val_loss/dataloader_idx_1", TensorBoardLogger(tmp_path)
+    run = trainer(
+        callbacks=ModelCheckpoint(tmp_path / "saved", monitor=name, mode="min"),
+        enable_checkpointing=True,
+        logger=logger,
+        max_rounds=4,
+    )
+    run.fit(seeded(Several, lr=1.0), data(val=[classification(12, 77), classification(9, 78)]))  # type: ignore[arg-type]
+    values = [value for _, value in scalars(logger, name)]
+    assert values[-1] != min(values)
+    assert scores(logger) == [(4, pytest.approx(min(values)))]
+    shown = capsys.readouterr().out
+    assert f"{values[-1]:.4f} (best {min(values):.4f})" in shown
+    assert "val_acc/dataloader_idx_0" in shown
+    assert "client/loss" not in shown
+
+
+@pytest.mark.parametrize("name", ["client/loss", "late"])
+def test_tensorboard_compares_runs_by_a_monitored_metric_that_is_none_of_the_validation(
+    name: str, tmp_path: Path
+) -> None:
+    class Late(Net):
+        def on_train_epoch_end(self) -> None:  # rounds 1 to 4
+            self.log("late", float(self.trainer.fit_loop.round))
+
+    logger = TensorBoardLogger(tmp_path / "logs")
+    saving = [
+        ModelCheckpoint(tmp_path / "last", filename="last"),
+        ModelCheckpoint(tmp_path / "best", monitor=name, mode="max"),
+    ]
+    fit(seeded(Late), callbacks=saving, enable_checkpointing=True, logger=logger, max_rounds=4)
+    values = [value for _, value in scalars(logger, name)]
+    assert len(values) == 4
+    assert scores(logger) == [(4, pytest.approx(max(values)))]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_value_that_is_not_a_number_is_not_the_best(at: int, tmp_path: Path) -> None:
+    class Odd(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            done = self.trainer.fit_loop.round
+            self.log("odd", math.nan if done == at else float(done))
+
+    logger, saving = TensorBoardLogger(tmp_path), ModelCheckpoint(tmp_path / "saved", monitor="odd")
+    fit(seeded(Odd), callbacks=saving, enable_checkpointing=True, logger=logger, max_rounds=3)
+    assert scores(logger) == [(3, 2.0 if at == 1 else 1.0)]
 
 
 def test_tensorboard_compares_runs_by_the_last_metric_where_none_is_monitored(tmp_path: Path) -> None:

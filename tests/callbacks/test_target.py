@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pytorch_lightning.callbacks import ModelCheckpoint
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -52,6 +53,29 @@ def test_only_rounds_with_validation_can_reach_it() -> None:
     trainer(callbacks=callback, max_rounds=6, check_val_every_n_epoch=2, **PROBLEM).fit(model(), problem())
     assert callback.reached is not None
     assert callback.reached["rounds"] == 4
+
+
+@pytest.mark.parametrize("logs", ["module", "callback"])
+def test_a_metric_counts_in_the_round_that_logs_it_even_in_its_last_hook(logs: str, tmp_path: Path) -> None:
+    class Late(Quadratic):
+        def on_train_epoch_end(self) -> None:
+            self.log("late", float(self.trainer.fit_loop.round))
+
+    class Logs(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.log("late", float(trainer.fit_loop.round))
+
+    last, earlier = TargetMetric("late", 3.0), TargetMetric("late", 2.0)
+    saving = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
+    callbacks = [last, earlier, saving, *([Logs()] if logs == "callback" else [])]
+    module = Late if logs == "module" else Quadratic
+    run = trainer(callbacks=callbacks, max_rounds=3, enable_checkpointing=True, **PROBLEM)
+    run.fit(module(x0=8.0, lr=0.5, optimum=0.0), problem())
+    assert last.reached is not None
+    assert earlier.reached is not None
+    assert (last.reached["rounds"], earlier.reached["rounds"]) == (3, 2)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    assert saved[last.state_key]["reached"] == last.reached
 
 
 RESUMED = [  # checkpoints come after the round, after validation

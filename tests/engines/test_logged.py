@@ -1,5 +1,6 @@
 """What ``self.log`` collects in local steps: the mean of each client, of the round, and of several processes."""
 
+import math
 import warnings
 from typing import Any
 
@@ -106,6 +107,41 @@ def test_processes_put_their_values_together_each_with_its_weight() -> None:
         assert found == {"loss": (6 + 27) / 5, "rare": 6.0, "least": 1.0, "most": 3.0, "total": 4.0}
 
 
+@pytest.mark.parametrize("reduce_fx", ["min", "max", "sum", "mean"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_value_that_is_no_number_in_one_process_is_none_in_all(reduce_fx: str, broken: int) -> None:
+    processes = [EvaluationResults(training=False) for _ in range(2)]
+    for rank, results in enumerate(processes):
+        value = torch.tensor(math.nan if rank == broken else 1.0)
+        results.log("validation_step", "loss", value, reduce_fx=reduce_fx, batch_size=1)
+    parts = [results.partial() for results in processes]
+    for results in processes:
+        results.merge(parts)
+        assert math.isnan(round_mean(results))  # type: ignore[arg-type]
+
+
+def test_hooks_of_the_round_may_ask_for_the_values_of_all_processes() -> None:
+    asked: list[str] = []
+
+    def reduce(value: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        asked.append(reduce_op)
+        return value.add_(10.0)
+
+    def log(name: str, **options: Any) -> None:
+        results.log("on_train_epoch_end", name, given, batch_size=1, sync_dist_fn=reduce, **options)
+
+    results, given = RoundResults(), torch.tensor(1.0)
+    log("mean", sync_dist=True)
+    log("sum", sync_dist=True, reduce_fx="sum")
+    log("of_the_first", sync_dist=True, rank_zero_only=True)
+    log("own", sync_dist=False)
+    assert results.of_hooks() == {"mean": 11.0, "sum": 11.0, "of_the_first": 1.0, "own": 1.0}
+    assert asked == ["mean", "sum"]
+    assert given == 1.0
+    logged(results, [(2.0, 1)], sync_dist=True, sync_dist_fn=reduce)  # a client's: they train in one process each
+    assert asked == ["mean", "sum"]
+
+
 def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_example() -> None:
     processes = [RoundResults() for _ in range(3)]
     logged(processes[0], [(2.0, 1), (5.0, 2)])
@@ -114,6 +150,23 @@ def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_exampl
     for results in processes:
         results.merge_client(parts, torch.device("cpu"))
         assert results.close_client() == {"loss": (2 + 10 + 3) / 6}
+
+
+def test_values_of_single_batches_are_told_once_to_be_those_of_the_first_process() -> None:
+    def log(processes: int, name: str, **options: Any) -> None:
+        results.processes = processes
+        results.log("validation_step", name, torch.tensor(1.0), batch_size=1, on_epoch=True, **options)
+
+    results = EvaluationResults(training=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log(1, "alone", on_step=True)
+        log(2, "whole", on_step=False)
+    with pytest.warns(UserWarning, match="self.log\\('single', on_step=True\\): 2 processes share the batches"):
+        log(2, "single", on_step=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log(2, "single", on_step=True)
 
 
 def test_an_evaluation_counts_the_examples_that_it_is_told_of() -> None:

@@ -69,6 +69,28 @@ def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
     assert (timed[4:], old[4:]) == (["2", "13"], ["1", "-"])
 
 
+@needs_matplotlib
+def test_the_log_of_a_resumed_run_does_not_tell_when_the_target_was_reached() -> None:
+    rows = ["1,0.2,9,10,20,1", "2,0.8,9,10,20,1", "3,0.7,9,10,20,1", "4,0.9,9,10,20,1"]
+    head = "step,val_acc,round/gradients,comm/bytes_up,comm/bytes_down,round/seconds"
+    for folder, kept in {"whole": rows, "resumed": rows[2:]}.items():
+        Path(folder).mkdir()
+        (Path(folder) / "metrics.csv").write_text("\n".join([head, *kept]))
+    for target, of_whole in (("0.8", ["2", "18", "60"]), ("1.0", ["not reached"] * 3)):
+        main(["compare", "whole", "resumed", "--target", target])
+        _, whole, resumed = csv.reader(Path("compared/compare.csv").read_text().splitlines())
+        assert whole == ["whole", "4", "0.9", "0.9", *of_whole]
+        assert resumed == ["resumed", "3 to 4", "0.9", "0.9", "-", "-", "-"]
+
+
+@needs_matplotlib
+def test_a_final_value_that_is_not_a_number_is_not_infinite() -> None:
+    Path("run").mkdir()
+    Path("run/metrics.csv").write_text("step,val_acc\n1,0.5\n2,nan\n")
+    main(["compare", "run"])
+    assert Path("compared/compare.csv").read_text().splitlines()[1] == "run,2,not finite,0.5"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

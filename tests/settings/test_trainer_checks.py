@@ -6,7 +6,15 @@ import pytest
 import pytorch_lightning as pl
 
 from lightning_fed.algorithms import FedAvg, FedSAM, PFedMe, ServerOnly
-from lightning_fed.callbacks import TrainingLoss
+from lightning_fed.callbacks import (
+    ClientAccuracy,
+    GradientDissimilarity,
+    LocalDrift,
+    Measure,
+    PersonalizedAccuracy,
+    TrainingLoss,
+    UpdateCosine,
+)
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
 from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
@@ -77,6 +85,32 @@ def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> 
     ):
         with pytest.raises(FederatedError, match=message):
             check_trainer(trainer(**options))
+
+
+class After10(PersonalizedAccuracy):
+    """Writes under a name of its own."""
+
+    tag = "after_10"
+
+
+def test_two_measures_that_write_under_one_name_are_refused() -> None:
+    class Own(Measure):
+        pass
+
+    check_trainer(trainer(callbacks=[Own(), Own(), TrainingLoss(), UpdateCosine()]))
+    check_trainer(trainer(callbacks=[ClientAccuracy(), ClientAccuracy(on="train"), ClientAccuracy("val_loss", "min")]))
+    check_trainer(trainer(callbacks=[PersonalizedAccuracy(local_steps=1), After10(local_steps=10)]))
+    for measures, name in (
+        ([TrainingLoss(), TrainingLoss(weighting="uniform")], "population/train_loss"),
+        ([GradientDissimilarity(), GradientDissimilarity(clients=2)], "gradient"),
+        ([UpdateCosine(), UpdateCosine(2)], "update"),
+        ([LocalDrift(), LocalDrift(2)], "drift"),
+        ([PersonalizedAccuracy(local_steps=1), PersonalizedAccuracy(local_steps=10)], "personalized/val_acc"),
+        ([ClientAccuracy(), ClientAccuracy("val_loss", "min", clients=2)], "clients/round_<n>.csv"),
+    ):
+        kind = type(measures[0]).__name__
+        with pytest.raises(FederatedError, match=f"callbacks write '{name}', {kind} and {kind}, .* Remove one"):
+            check_trainer(trainer(callbacks=measures))
 
 
 @needs_opacus

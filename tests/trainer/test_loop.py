@@ -1,5 +1,7 @@
 """The loop of rounds: what epoch and step are, when it ends, and what a round's hooks may change."""
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
 from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
-from tests.helpers.training import QUIET, data, fit, parameters, seeded, trainer
+from tests.helpers.processes import in_processes
+from tests.helpers.training import QUIET, Net, data, fit, parameters, seeded, trainer
 
 
 class Seen(FederatedCallback):
@@ -139,3 +142,42 @@ def test_a_client_at_work_is_seen_by_its_hooks_and_nobody_afterwards() -> None:
     run.fit(seeded(), data())
     assert run.fit_loop.client_model is None
     assert run.fit_loop.local_steps == 0
+
+
+class Collects(Net):
+    """Collects what it has trained on, as modules do that have come from Lightning 1."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.examples = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.examples += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("own", self.examples)
+        self.log("everyones", self.examples, sync_dist=True, reduce_fx="sum")
+        self.log("round", float(self.trainer.fit_loop.round))
+        self.log("not_a_number", torch.nan)
+        self.examples = 0.0
+
+
+def collected(**options: Any) -> tuple[dict[str, float], list[str]]:
+    run = trainer(clients_per_round=6, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(seeded(Collects), data())
+    told = [str(warning.message) for warning in caught if "A hook of the round logs" in str(warning.message)]
+    return {name: float(run.callback_metrics[name]) for name in ("own", "everyones")}, told
+
+
+def test_what_a_module_collects_in_its_process_is_put_together_or_told_to_be_a_part(tmp_path: Path) -> None:
+    examples = float(sum((13, 8, 21, 5, 16, 9)))
+    assert collected() == ({"own": examples, "everyones": examples}, [])
+    outcomes = in_processes(lambda: collected(devices=2, strategy="clients"), tmp_path)
+    assert not any(outcome.error for outcome in outcomes)
+    (first, told), (second, _) = (outcome.value for outcome in outcomes)
+    assert first["everyones"] == second["everyones"] == first["own"] + second["own"] == examples
+    assert len(told) == 1  # in three rounds
+    assert told[0].startswith("A hook of the round logs 'own' with another value in each process")
