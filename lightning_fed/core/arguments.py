@@ -146,11 +146,7 @@ def check_patterns(owner: str, patterns: Any, least: int = 0, name: str = "perso
 def number(owner: object, name: str, value: object, interval: str) -> float:
     """Return a hyper-parameter as a float; the error names the owner, the argument and the interval.
 
-    Args:
-        owner: The object that has the argument.
-        name: The argument's name.
-        value: The given value.
-        interval: The allowed values, such as ``"[0, 1)"`` or ``"(0, inf)"``. Infinity is never allowed.
+    The interval is such as ``"[0, 1)"`` or ``"(0, inf)"``. Infinity is never allowed.
 
     Example:
         >>> from lightning_fed.algorithms.base_optimizers import SGDm
@@ -168,14 +164,7 @@ def number(owner: object, name: str, value: object, interval: str) -> float:
 
 
 def choice(owner: object, name: str, value: Choice, *allowed: Choice) -> Choice:
-    """Return a hyper-parameter that must be one of a few values; the error names these.
-
-    Args:
-        owner: The object that has the argument.
-        name: The argument's name.
-        value: The given value.
-        *allowed: The allowed values.
-    """
+    """Return a hyper-parameter that must be one of a few values; the error names these."""
     return check_one_of(type(owner).__name__, name, value, allowed)
 
 

@@ -53,14 +53,9 @@ def held_by(owner: nn.Module, key: str) -> torch.Tensor:
 
 
 def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
-    """Set a buffer to a value, in place if possible.
+    """Set a buffer, by the module's name for it, to a copy of a value, in place if possible.
 
     Elements of an expanded tensor share memory and cannot be written, so such a buffer is replaced.
-
-    Args:
-        owner: The module that has the buffer.
-        key: The module's name for it.
-        value: The value; it is copied.
     """
     buffer = held_by(owner, key)
     if any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
@@ -82,13 +77,9 @@ class BufferMean:
         self._picked: State = {}
 
     def update(self, buffers: State, size: int, index: int, count: int = 1) -> None:
-        """Add one client's buffers.
+        """Add the buffers of a client with ``size`` examples, by its stored index.
 
-        Args:
-            buffers: The buffers.
-            size: The client's number of examples.
-            index: The client's stored index.
-            count: How often the client was drawn: it multiplies the weight, not the size.
+        How often it was drawn, ``count``, multiplies the weight, not the size.
         """
         self._total += size * count
         picked = {}

@@ -16,9 +16,6 @@ _SMALL = 2**16  # a CPU is faster on one vector than on its parts up to this siz
 class Layout:
     """The layout of a flat vector [P] as tensors of given shapes, in order.
 
-    Args:
-        shapes: The shapes, first to last.
-
     Example:
         >>> import torch
         >>> [v.shape for v in Layout([torch.Size([2, 3]), torch.Size([2])]).views(torch.zeros(8))]

@@ -28,11 +28,7 @@ class Origin:
     template: str
 
     def remedy(self, what: str) -> str:
-        """Return the remedy for a difference.
-
-        Args:
-            what: The thing that must be the same, such as "the settings".
-        """
+        """Return the remedy for a difference in ``what``, such as "the settings"."""
         return self.template.format(what=what)
 
 

@@ -52,12 +52,7 @@ _COUPLED = (
 
 
 def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
-    """Raise for optimizers that cannot use an injected gradient.
-
-    Args:
-        optimizer: The optimizer.
-        role: The optimizer's role, for the error.
-    """
+    """Raise for optimizers that cannot use an injected gradient; the error names their role."""
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _UNSUPPORTED and cls.__module__.startswith("torch.optim"):
             raise FederatedError(

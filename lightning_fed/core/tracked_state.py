@@ -13,10 +13,6 @@ __all__ = ["TrackedState"]
 class TrackedState(dict[str, Tensor]):
     """A copy of a state that adds the names of entries to a set as they are read.
 
-    Args:
-        state: The state.
-        read: The set to add the names to.
-
     Example:
         >>> import torch
         >>> read = set()

@@ -37,13 +37,7 @@ class DrawnCohort:
 
 
 class CohortSampling:
-    """Draws the cohorts of a run.
-
-    Args:
-        settings: The settings of the run.
-        population: The clients of the run.
-        seed: The seed of cohorts: the run's, or :func:`secret_seed`.
-    """
+    """Draws the cohorts of a run, by its seed or by :func:`secret_seed`."""
 
     def __init__(self, settings: Settings, population: Population, seed: int) -> None:
         self.settings, self.population, self.seed = settings, population, seed

@@ -95,13 +95,7 @@ class Faults:
         ) from self._first
 
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
-        """Record and return the clients whose norm is too large compared to the median.
-
-        Args:
-            norms: The norm of each completed client's message.
-            what: The name of the message.
-            x: The server parameters [P].
-        """
+        """Record and return the clients whose norm of a message, ``what``, is too large compared to the median."""
         if self.max_ratio is None or not norms:
             return set()
         middle = median(norms.values())

@@ -100,9 +100,6 @@ class ReplyOrder:
 
     A reply that arrives before those of earlier clients waits as a copy. If replies arrive in order, as in a
     simulation, nothing is copied.
-
-    Args:
-        clients: The requested clients, by stored index.
     """
 
     def __init__(self, clients: Iterable[int]) -> None:

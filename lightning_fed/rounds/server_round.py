@@ -28,6 +28,8 @@ __all__ = ["ServerRound"]
 class ServerRound:
     """Sends requests to clients, combines their replies, and takes the server's step.
 
+    Clients that have failed in this round so far are left out. Only :meth:`close` changes the server's state.
+
     It does not depend on a module, data or an engine. A round is::
 
         for task in server_round.phases():
@@ -36,16 +38,6 @@ class ServerRound:
             if not server_round.close_phase():
                 ...  # start again with another ServerRound: it leaves out the clients that have failed
         report = server_round.close(metrics, seconds)
-
-    Args:
-        server: The server's state; only :meth:`close` changes it.
-        settings: The settings of the run.
-        population: The clients of the run.
-        cohort: The participants.
-        faults: The clients that failed in this round so far, which are left out.
-
-    Raises:
-        ClientError: If too many clients failed.
     """
 
     def __init__(

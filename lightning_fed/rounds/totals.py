@@ -36,13 +36,6 @@ class RoundTotals:
     ``update`` adds a reply. With several processes, each sends its ``partial`` to the others at the end of a phase, and
     ``merge`` combines them. Sums of vectors use the :class:`Collectives`. ``compute`` returns the results.
 
-    Args:
-        server: The server's state.
-        settings: The settings of the run.
-        members: The clients that train, by stored index.
-        gradient_members: The clients whose full-batch gradients are averaged, if any.
-        population: The number of clients, N.
-
     Attributes:
         traffic: The bytes sent.
         products: The sums of products of adapters' changes, if a residual corrects their mean.

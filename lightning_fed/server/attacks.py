@@ -205,13 +205,7 @@ class LabelFlipAttack(Attack):
 
 
 def attacked(attack: Attack, send: State, stream: torch.Generator) -> State:
-    """Return one client's messages after an attack; a tensor sent under two names is changed once.
-
-    Args:
-        attack: The attack.
-        send: The client's messages by name.
-        stream: The client's random generator for this round.
-    """
+    """Return one client's messages after an attack; a tensor sent under two names is changed once."""
     changed: dict[tuple[int, torch.Size], Tensor] = {}
     keys = {name: (value.data_ptr(), value.shape) for name, value in send.items()}
     for name in sorted(send):

@@ -36,11 +36,7 @@ class _ServerOptimizer(Optimizer):
             raise FederatedError(f"{type(self).__name__}(params=...): params must be tensors ({error}).") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group and check its hyper-parameters.
-
-        Raises:
-            FederatedError: If one is out of range.
-        """
+        """Add a parameter group and check its hyper-parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         number(self, "lr", group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"], "[0, inf)")
@@ -62,11 +58,7 @@ class _ServerOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step: x <- x - lr U(g, s), then s <- V(g, s).
-
-        Args:
-            closure: Recomputes the loss and the gradients; unused in rounds.
-        """
+        """Take one step: x <- x - lr U(g, s), then s <- V(g, s); the closure is unused in rounds."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

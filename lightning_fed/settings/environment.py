@@ -21,13 +21,10 @@ _SAME = ("max_rounds", "max_epochs")  # two names for one number
 
 
 def arguments_of_environment(own: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Return the arguments set by environment variables.
+    """Return the arguments set by environment variables, of Lightning's trainer and our ``own``.
 
     As in Lightning, values are Python literals if valid, else text. ``max_rounds`` overrides ``max_epochs``; either is
     returned as ``max_rounds``.
-
-    Args:
-        own: The arguments of the federated trainer, which are read in addition to Lightning's.
     """
     names = {**own, **signature(pl.Trainer.__init__).parameters}
     found = {name: _value(text) for name in names if (text := os.environ.get(_PREFIX + name.upper()))}
@@ -37,11 +34,7 @@ def arguments_of_environment(own: Mapping[str, Parameter]) -> dict[str, Any]:
 
 
 def defaults_of_environment(make: Init) -> Init:
-    """Wrap a trainer's ``__init__`` to read missing arguments from the environment.
-
-    Args:
-        make: The ``__init__``, with keyword arguments only.
-    """
+    """Wrap a trainer's ``__init__``, with keyword arguments only, to read missing arguments from the environment."""
 
     @wraps(make)
     def call(self: Any, **given: Any) -> None:

@@ -40,12 +40,7 @@ _ELSEWHERE = {"strategy"}  # checked by its meaning in rounds
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Raise for arguments that are not Lightning's, or not of the documented type and size.
-
-    Args:
-        arguments: The arguments for Lightning.
-        own: The names of the federated trainer's arguments, for suggestions.
-    """
+    """Raise for arguments that are not Lightning's, or not of the documented type and size; ``own`` has ours."""
     refuse_foreign(*arguments.values())
     hints = _hints()
     for name, value in arguments.items():
@@ -76,11 +71,7 @@ def as_callbacks(callbacks: Any) -> list[pl.Callback]:
 
 @contextmanager
 def refusals_of_lightning() -> Iterator[None]:
-    """Convert Lightning's errors inside to a :class:`FederatedError` with the same message.
-
-    Raises:
-        FederatedError: Instead of Lightning's error, which is its ``__cause__``.
-    """
+    """Convert Lightning's errors inside to a :class:`FederatedError` with the same message and this cause."""
     try:
         yield
     except FederatedError:
@@ -184,17 +175,7 @@ def check_call(
     weights_only: Any = None,
     **_: Any,
 ) -> None:
-    """Raise for arguments that no stage supports.
-
-    Args:
-        stage: "fit", "validate", "test" or "predict".
-        trainer: The trainer.
-        model: A LightningModule; None for the previous stage's.
-        dataloaders: Loaders, or a data module.
-        datamodule: A data module.
-        ckpt_path: A path, or one of Lightning's keywords such as "best".
-        weights_only: As for :func:`torch.load`.
-    """
+    """Raise for arguments that no stage supports."""
     owner = f"FederatedTrainer.{stage}"
     refuse_foreign(model, dataloaders, datamodule)
     found = model if model is not None or stage == "fit" else trainer.lightning_module

@@ -21,11 +21,7 @@ _SIZE = 6  # coordinates to try the hooks on
 
 
 def check_method(algorithm: Algorithm) -> None:
-    """Raise for a method with invalid declarations or local hooks; warn of names close to a hook's.
-
-    Args:
-        algorithm: The method.
-    """
+    """Raise for a method with invalid declarations or local hooks; warn of names close to a hook's."""
     name = type(algorithm).__name__
     for message, rule in algorithm.reduces.items():
         if rule not in _RULES:

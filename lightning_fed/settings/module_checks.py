@@ -130,11 +130,6 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
 def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: bool = False) -> Optimizer:
     """Return the single local optimizer.
 
-    Args:
-        trainer: The trainer, whose strategy has set up optimizers and schedules.
-        algorithm: The method.
-        keeps_state: Whether clients keep the optimizer's state.
-
     Raises:
         FederatedError: If there is no optimizer, it does not support corrections, it has a state that clients would
             hand on, both the method and the optimizer precondition gradients, or the optimizer or clipping would undo
@@ -193,15 +188,7 @@ def _check_state(optimizer: Optimizer, name: str, keeper: str | None) -> None:
 
 
 def check_schedules(trainer: pl.Trainer, local_schedule: LocalScheduleMode | None) -> None:
-    """Raise for schedules by local step without the trainer's choice of their count, or the choice without them.
-
-    Args:
-        trainer: The trainer, whose strategy has set up optimizers and schedules.
-        local_schedule: The trainer's ``local_schedule``.
-
-    Raises:
-        FederatedError: With the schedule at fault, and the values to choose from.
-    """
+    """Raise for schedules by local step without the trainer's choice of their count, or the choice without them."""
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     by_round = [config for config in trainer.lr_scheduler_configs if config.interval != "step"]
     if not by_step and local_schedule is not None:

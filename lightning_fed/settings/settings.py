@@ -45,9 +45,6 @@ class Settings:
         seed_is_given: Whether the seed is the trainer's argument rather than that of ``seed_everything``.
         sampler_learns: Whether the sampler reads reports; :attr:`sampler` is then a copy of the user's.
         sampler_start: The state of such a sampler at the start of a run.
-
-    Raises:
-        FederatedError: With the argument, the found value and the allowed ones.
     """
 
     algorithm: Algorithm
@@ -86,11 +83,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Settings":
-        """Return the settings in a trainer's arguments.
-
-        Args:
-            arguments: The trainer's arguments by name, defaults included.
-        """
+        """Return the settings in a trainer's arguments by name, defaults included."""
         return cls(**{one.name: arguments[one.name] for one in fields(cls) if one.init})
 
     def __post_init__(self) -> None:
@@ -196,12 +189,7 @@ class Settings:
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
     def check_transport(self, saved: Mapping[str, str], origin: Origin = CHECKPOINT) -> None:
-        """Raise if this run continues one that combined messages in another way.
-
-        Args:
-            saved: The :meth:`transport` of that run.
-            origin: The source that this run continues from.
-        """
+        """Raise if this run continues one that combined messages in another way, given its :meth:`transport`."""
         mine = self.transport()
         for name in sorted({*saved, *mine}):
             unset = repr("separate") if name == "lora" else "None"

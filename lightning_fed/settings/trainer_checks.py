@@ -35,11 +35,7 @@ _STRATEGIES = {
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise for strategies that cannot run clients.
-
-    Args:
-        strategy: A strategy or its name.
-    """
+    """Raise for strategies, or their names, that cannot run clients."""
     if isinstance(strategy, str):
         name, kinds = strategy.lower(), [strategy.lower()]
         known = name.startswith(("auto", "clients", "ddp", "single_device")) or not any(k in name for k in _STRATEGIES)

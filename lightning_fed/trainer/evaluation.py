@@ -124,14 +124,7 @@ def validation_batches(data: FederatedDataModule, client_id: ClientId) -> Client
 
 
 def own_model(algorithm: Algorithm, x: Vector, server: State, client: ClientState) -> Vector:
-    """Return the parameters [P + Q] of a client's personal model.
-
-    Args:
-        algorithm: The method.
-        x: The server parameters [P].
-        server: The server state.
-        client: The client state.
-    """
+    """Return the parameters [P + Q] of a client's personal model."""
     shared = algorithm.evaluate_client_at(x, server, method_part(client.own))
     return torch.cat([shared, client.own.get(PERSONAL, x[:0])])
 
@@ -148,9 +141,6 @@ class ClientEvaluation:
 
     Parameters, buffers, gradients, metrics, optimizer, random state and the trainer's logged values are as before
     afterwards. Of the hooks, the module's ``on_validation_epoch_start`` and ``on_validation_epoch_end`` are called.
-
-    Args:
-        engine: The engine, with module and optimizer set up.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -26,9 +26,6 @@ class Measurements:
 
     A measurement leaves no trace, and is a function of (seed, round, client). The loop's methods of the same names have
     the arguments.
-
-    Args:
-        run: The run.
     """
 
     def __init__(self, run: RunState) -> None:

@@ -36,10 +36,6 @@ __all__ = ["RunState"]
 class RunState:
     """A trainer's run between rounds, and from one fit to the next.
 
-    Args:
-        trainer: The trainer.
-        settings: How rounds are run.
-
     Attributes:
         client_states: Where client states are kept.
         population: The clients; None before the first fit.

@@ -22,10 +22,6 @@ _Model: TypeAlias = tuple[Vector, Vector, State, set[str]]
 class ServerModel:
     """The server's model, which the module holds between the rounds of a fit.
 
-    Args:
-        prepared: The module.
-        server: The server's side of the run.
-
     Attributes:
         change_digest: A digest of the model after hooks changed it since the last round, to compare between processes.
     """
@@ -90,11 +86,7 @@ class ServerModel:
         self.change_digest = digest.hexdigest()
 
     def check_changes_agree(self, digests: Sequence[str | None]) -> None:
-        """Refuse changes by hooks that are not the same in all processes.
-
-        Args:
-            digests: The :attr:`change_digest` of every process.
-        """
+        """Refuse changes by hooks that are not the same in all processes, given each one's :attr:`change_digest`."""
         if len(set(digests)) > 1:
             raise FederatedError(
                 "Hooks have changed the model's parameters or buffers between rounds, and not alike in all processes:"

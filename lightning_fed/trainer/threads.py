@@ -31,14 +31,8 @@ def threads_for(module: nn.Module, device: torch.device) -> Iterator[int | None]
     """Work with one thread where the model is small, and with as many as before afterwards, also after an error.
 
     The number that a user has set is left alone: by ``torch.set_num_threads``, ``OMP_NUM_THREADS`` or
-    ``MKL_NUM_THREADS``. So is that of a process which Lightning has started with a share of the cores.
-
-    Args:
-        module: The model.
-        device: Where it works; threads are changed on CPUs only.
-
-    Yields:
-        The number of threads before, if it was changed; None otherwise.
+    ``MKL_NUM_THREADS``. So is that of a process which Lightning has started with a share of the cores. On a CPU, and if
+    the number was changed, this yields the number before, and otherwise None.
     """
     before = torch.get_num_threads()
     if before == 1 or device.type != "cpu" or _is_users(before) or not is_small(module):

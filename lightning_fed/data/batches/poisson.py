@@ -17,12 +17,6 @@ class PoissonBatches(ClientBatches):
 
     Empty batches are yielded as None. The draws cannot be predicted without the run's seed. Those of other rounds and
     clients are independent also where a generator of batches, which has 32 bits of seed, is the same.
-
-    Args:
-        batches: The client's batches without sampling.
-        seed: The run's seed.
-        round: The round, from 0.
-        client: The client's stored index.
     """
 
     def __init__(self, batches: TensorBatches | LoaderBatches, seed: int, round: int, client: int) -> None:

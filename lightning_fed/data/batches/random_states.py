@@ -39,12 +39,8 @@ class RandomStates:
 
     The search walks attributes, lists, mappings and closures. It seeds objects with ``set_random_state(seed)`` (and
     skips their parts, unless they are data sets), and every NumPy ``RandomState``, ``Generator`` or ``BitGenerator``,
-    ``random.Random`` and ``torch.Generator``. The run seeds global generators. A warning names each state that cannot
-    be seeded.
-
-    Args:
-        roots: The objects to start from.
-        besides: Generators to skip.
+    ``random.Random`` and ``torch.Generator``, except those that are given as ``besides``. The run seeds global
+    generators. A warning names each state that cannot be seeded.
     """
 
     def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:

@@ -35,9 +35,6 @@ def words(text: str) -> list[str]:
 class Vocabulary:
     """Numbers of words: 0 is padding, 1 any unknown word, then the known words, the most frequent first.
 
-    Args:
-        known: The distinct known words.
-
     Example:
         >>> Vocabulary(["so", "good"]).encode([["good", "grief"], []], length=3).tolist()
         [[0, 3, 1], [0, 0, 0]]

@@ -119,11 +119,7 @@ class FeatureShift(Partition):
         return bool(getattr(self.partition, "needs_labels", True))
 
     def __call__(self, labels: Tensor) -> Parts:
-        """Return each client's indices from the partition.
-
-        Args:
-            labels: The class of each example [n], integers.
-        """
+        """Return each client's indices from the partition."""
         return self.partition(labels)
 
     def angle(self, client: int, num_clients: int) -> float:

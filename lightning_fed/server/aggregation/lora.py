@@ -132,9 +132,6 @@ class ExactLora:
 
     so that :math:`W_0 + s \bar B \bar A` is the mean of the clients' merged weights. It changes the module's own base
     weights. They are part of the module's ``state_dict``, so a checkpoint only adds their checksum.
-
-    Args:
-        pairs: The adapters.
     """
 
     def __init__(self, pairs: Sequence[LoraPair]) -> None:

@@ -30,11 +30,9 @@ class Collectives(Protocol):
         ...
 
     def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return this process's share of the columns, with the rows of all processes in order of rank.
+        """Return this process's share of the columns of all rows, in the order of ranks.
 
-        Args:
-            rows: This process's rows [n, P].
-            counts: The number of rows of each process.
+        ``rows`` [n, P] are this process's, ``counts`` the number of rows of each process.
         """
         ...
 
@@ -174,8 +172,7 @@ class Aggregation:
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
         """Return the averages, and the mean client model if "delta" is the models' change; call it once a round.
 
-        Args:
-            x: The server parameters [P] at the start of the round.
+        ``x`` is the server parameters [P] at the start of the round.
         """
         if self._members and self._weight_sums.get("weighting", 1.0) <= 0:
             raise no_weight([member.client_id for member in self._members.values()])
