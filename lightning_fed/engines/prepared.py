@@ -15,7 +15,6 @@ from lightning_fed.compat.private import call, rank_zero_warn
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
-from lightning_fed.core.heap import keep_freed_memory
 from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.local_schedule import LocalSchedule
@@ -81,8 +80,6 @@ class PreparedModule:
         held, trained = {id(p) for group in base.param_groups for p in group["params"]}, dict(named)
         self._untrained = [(n, p) for n, p in self.module.named_parameters() if id(p) in held and n not in trained]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
-        if self.flat.whole.device.type == "cpu":
-            keep_freed_memory(16 * self.flat.whole.nbytes)  # a round frees half of that
         self.optimizer = FederatedOptimizer(base, self.flat)
         if settings.local_schedule is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
