@@ -11,21 +11,13 @@ __all__ = ["CHECKPOINT", "EARLIER_FIT", "Origin", "differing_options", "options_
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The wording for the source that a run continues from: a checkpoint or an earlier fit.
+    """The wording for the source that a run continues from: a checkpoint or an earlier fit."""
 
-    Attributes:
-        name: The source, at the start of a sentence.
-        has: The verb for its contents.
-        ran: The text between the name and its settings.
-        this: The run or fit that continues from it.
-        template: The remedy, with a placeholder for the required equality.
-    """
-
-    name: str
-    has: str
-    ran: str
-    this: str
-    template: str
+    name: str  # the source, at the start of a sentence
+    has: str  # the verb for its contents
+    ran: str  # the text between the name and its settings
+    this: str  # the run or fit that continues from it
+    template: str  # the remedy, with a placeholder for the required equality
 
     def remedy(self, what: str) -> str:
         """Return the remedy for a difference in ``what``, such as "the settings"."""

@@ -21,19 +21,12 @@ __all__ = ["CohortSampling", "DrawnCohort", "secret_seed"]
 
 @dataclass(frozen=True, slots=True)
 class DrawnCohort:
-    """The clients of a round.
+    """The clients of a round."""
 
-    Attributes:
-        members: The clients that train, with their planned steps.
-        gradient_members: The clients that compute full-batch gradients at the method's points.
-        dropped: The ids of clients that were drawn to train but left out.
-        measured: The ids of clients whose loss was measured to draw the others.
-    """
-
-    members: Sequence[Participant] = ()
-    gradient_members: Sequence[Participant] = ()
-    dropped: Sequence[ClientId] = ()
-    measured: Sequence[ClientId] = ()
+    members: Sequence[Participant] = ()  # the clients that train, with their planned steps
+    gradient_members: Sequence[Participant] = ()  # the clients that compute full-batch gradients at the method's points
+    dropped: Sequence[ClientId] = ()  # the ids of clients that were drawn to train but left out
+    measured: Sequence[ClientId] = ()  # the ids of clients whose loss was measured to draw the others
 
 
 class CohortSampling:

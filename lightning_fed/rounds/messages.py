@@ -18,32 +18,21 @@ GRADIENTS, LOSS, TRAIN = "gradients", "loss", "train"  # the phases of a round, 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The server's request to clients in one phase of a round, the same for all of them.
+    """The server's request to clients in one phase of a round, the same for all of them."""
 
-    Attributes:
-        round: The round, from 0.
-        phase: ``GRADIENTS``: full-batch gradients at the method's points, before any local work. ``LOSS``: the training
-            loss at x. ``TRAIN``: local work.
-        clients: The requested clients, by stored index, in the cohort's order.
-        steps: The requested local steps, if limited, by stored index.
-        x: The server parameters [P].
-        server: The server state.
-        cohort_grad: The cohort's mean full-batch gradients by point, once known.
-        buffers: The server's buffers.
-        mean_examples: The mean of n_i over the clients that have examples if the method may read it, else nan.
-        first_step: The step of the run at which local work begins, for ``local_schedule="total"``; else 0.
-    """
-
-    round: int
+    round: int  # the round, from 0
+    # `GRADIENTS`: full-batch gradients at the method's points, before any local work. `LOSS`: the training loss at
+    # x. `TRAIN`: local work.
     phase: str
-    clients: Sequence[int]
-    steps: Mapping[int, int]
-    x: Vector
+    clients: Sequence[int]  # the requested clients, by stored index, in the cohort's order
+    steps: Mapping[int, int]  # the requested local steps, if limited, by stored index
+    x: Vector  # the server parameters [P]
     server: State
-    cohort_grad: State = field(default_factory=dict)
+    cohort_grad: State = field(default_factory=dict)  # the cohort's mean full-batch gradients by point, once known
     buffers: State = field(default_factory=dict)
+    # the mean of n_i over the clients that have examples if the method may read it, else nan
     mean_examples: float = math.nan
-    first_step: int = 0
+    first_step: int = 0  # the step of the run at which local work begins, for `local_schedule="total"`; else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,46 +41,28 @@ class Reply:
 
     It does not contain client states, which stay with the clients. In a simulation the tensors belong to the engine,
     and are valid until the next clients run.
-
-    Attributes:
-        round: The round.
-        phase: The phase of the task.
-        clients: The clients by stored index, first those of the rows, in their order.
-        send: The messages [S, ...] by name, or full-batch gradients by point.
-        reports: The clients' reports, in the order of the rows.
-        models: The clients' final parameters y [S, P], if the message "delta" is ``y - x``.
-        changes: ``y - x`` [S, P], for any messages. None if the sender omits it.
-        buffers: The module's buffers after each client's work; empty if no client changes any.
-        norms: Norms of the clients' full-batch gradients, by point and stored index; as 0-dim tensors if they are still
-            on an accelerator.
-        examples: The number of examples in each client's local epochs.
-        own_examples: The number of examples in each client's inner solve.
-        loss: The sum of the loss over :attr:`loss_examples` examples of these clients.
-        loss_examples: The number of examples in :attr:`loss`.
-        implied: The names of messages that are not sent; the server computes them.
-        message_bytes: The size of the messages if they are compressed.
-        server_read: The entries of the server state that clients have read in the round.
-        cohort_grad_read: The mean gradients that clients have read in the round.
-        failed: The causes of failed clients, by stored index; their rows must not be used.
     """
 
     round: int
     phase: str
-    clients: Sequence[int] = ()
-    send: State = field(default_factory=dict)
-    reports: Sequence[ClientReport] = ()
-    models: Tensor | None = None
-    changes: Tensor | None = None
-    buffers: Sequence[State] = ()
+    clients: Sequence[int] = ()  # the clients by stored index, first those of the rows, in their order
+    send: State = field(default_factory=dict)  # the messages [S, ...] by name, or full-batch gradients by point
+    reports: Sequence[ClientReport] = ()  # the clients' reports, in the order of the rows
+    models: Tensor | None = None  # the clients' final parameters y [S, P], if the message "delta" is `y - x`
+    changes: Tensor | None = None  # `y - x` [S, P], for any messages. None if the sender omits it
+    buffers: Sequence[State] = ()  # the module's buffers after each client's work; empty if no client changes any
+    # norms of the clients' full-batch gradients, by point and stored index; as 0-dim tensors if they are still on an
+    # accelerator
     norms: Mapping[str, Mapping[int, float | Tensor]] = field(default_factory=dict)
-    examples: Sequence[int] = ()
-    own_examples: Sequence[int] = ()
-    loss: float = 0.0
-    loss_examples: int = 0
-    implied: tuple[str, ...] = ()
-    message_bytes: int | None = None
-    server_read: frozenset[str] = frozenset()
-    cohort_grad_read: frozenset[str] = frozenset()
+    examples: Sequence[int] = ()  # the number of examples in each client's local epochs
+    own_examples: Sequence[int] = ()  # the number of examples in each client's inner solve
+    loss: float = 0.0  # the sum of the loss over `loss_examples` examples of these clients
+    loss_examples: int = 0  # the number of examples in `loss`
+    implied: tuple[str, ...] = ()  # the names of messages that are not sent; the server computes them
+    message_bytes: int | None = None  # the size of the messages if they are compressed
+    server_read: frozenset[str] = frozenset()  # the entries of the server state that clients have read in the round
+    cohort_grad_read: frozenset[str] = frozenset()  # the mean gradients that clients have read in the round
+    # the causes of failed clients, by stored index; their rows must not be used
     failed: Mapping[int, ClientError] = field(default_factory=dict)
 
 

@@ -158,23 +158,14 @@ class Participation:
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """One member of a cohort.
-
-    Attributes:
-        client_id: The id.
-        index: The stored index.
-        size: The number of training examples, n_i.
-        count: How often it was drawn. It trains once, and counts ``count`` times in a mean.
-        steps: The local steps planned for it.
-        share: Its weight in a sum that is an unbiased estimate of the mean over all clients; None for the mean over the
-            cohort.
-    """
+    """One member of a cohort."""
 
     client_id: ClientId
-    index: int
-    size: int
-    count: int = 1
-    steps: int = 0
+    index: int  # the stored index
+    size: int  # the number of training examples, n_i
+    count: int = 1  # how often it was drawn. It trains once, and counts `count` times in a mean
+    steps: int = 0  # the local steps planned for it
+    # its weight in a sum that is an unbiased estimate of the mean over all clients; None for the mean over the cohort
     share: float | None = None
 
 

@@ -56,15 +56,10 @@ def stop_of(error: BaseException | None) -> Stop:
 
 @dataclass(frozen=True)
 class Failure:
-    """The description of one process's exception for the others.
+    """The description of one process's exception for the others."""
 
-    Attributes:
-        text: The message; empty for a request to stop.
-        stop: The request that it represents.
-    """
-
-    text: str | None
-    stop: Stop
+    text: str | None  # the message; empty for a request to stop
+    stop: Stop  # the request that it represents
 
     @staticmethod
     def of(error: BaseException | None) -> "Failure | None":

@@ -57,23 +57,14 @@ def takes_mean_model(algorithm: Algorithm) -> bool:
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The matrices A [r, n] and B [m, r] of an adapter: its layer's weight is ``base + scaling * B @ A``.
+    """The matrices A [r, n] and B [m, r] of an adapter: its layer's weight is ``base + scaling * B @ A``."""
 
-    Attributes:
-        base: The frozen weight [m, n], or [n, m] if ``is_transposed``.
-        a: The place of A in the server parameters [P].
-        b: The place of B.
-        rank: r.
-        scaling: The factor of the product.
-        is_transposed: Whether the base weight is stored as [n, m].
-    """
-
-    base: nn.Parameter
-    a: slice
-    b: slice
+    base: nn.Parameter  # the frozen weight [m, n], or [n, m] if `is_transposed`
+    a: slice  # the place of A in the server parameters [P]
+    b: slice  # the place of B
     rank: int
-    scaling: float
-    is_transposed: bool
+    scaling: float  # the factor of the product
+    is_transposed: bool  # whether the base weight is stored as [n, m]
 
     def cut(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the parts A [S, r, n] and B [S, m, r] of vectors [S, P], as views."""

@@ -34,19 +34,13 @@ LOCAL_STEPS = "schedule.steps"
 
 @dataclass
 class ClientState:
-    """One client's state, by name.
+    """One client's state, by name."""
 
-    Attributes:
-        own: The method's state and the personal parameters.
-        buffers: The module's buffers, if every client has its own.
-        solver: The local optimizer's state, as ``solver.<parameter>.<name>``, if clients keep it.
-        residuals: The residuals of compression, by message.
-    """
-
-    own: State
-    buffers: State = field(default_factory=dict)
+    own: State  # the method's state and the personal parameters
+    buffers: State = field(default_factory=dict)  # the module's buffers, if every client has its own
+    # the local optimizer's state, as `solver.<parameter>.<name>`, if clients keep it
     solver: State = field(default_factory=dict)
-    residuals: State = field(default_factory=dict)
+    residuals: State = field(default_factory=dict)  # the residuals of compression, by message
 
     def joined(self) -> State:
         """Return all parts in one mapping, as a store saves it."""
@@ -99,23 +93,14 @@ class Stacked(Sequence[State]):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedState:
-    """The names, shapes and types that a run expects in a client's state.
-
-    Attributes:
-        method: The method's name.
-        own: The state of a new client.
-        buffers: The module's buffers that clients keep.
-        num_parameters: The number of trained tensors, personal ones included.
-        ids: The client ids in their stored order.
-        device: The device of the training.
-    """
+    """The names, shapes and types that a run expects in a client's state."""
 
     method: str
-    own: State
-    buffers: State
-    num_parameters: int
-    ids: Sequence[ClientId]
-    device: torch.device = _CPU
+    own: State  # the state of a new client
+    buffers: State  # the module's buffers that clients keep
+    num_parameters: int  # the number of trained tensors, personal ones included
+    ids: Sequence[ClientId]  # the client ids in their stored order
+    device: torch.device = _CPU  # the device of the training
 
     def to_device(self, state: State) -> State:
         """Return a state on the device of the training."""
