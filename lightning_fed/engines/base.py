@@ -43,51 +43,32 @@ class OnlySequentialError(FederatedError):
 
 
 class Restart(NamedTuple):
-    """The restart of a round that an engine could not run.
-
-    Attributes:
-        reason: The reason.
-        chunk_size: The number of clients that the vectorized engine then runs at once; None for the sequential engine.
-    """
+    """The restart of a round that an engine could not run."""
 
     reason: str
+    # the number of clients that the vectorized engine then runs at once; None for the sequential engine
     chunk_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """One client's work in a round.
-
-    Attributes:
-        participant: The client.
-        batches: The client's batches.
-        epochs: The number of batches to train on in each local epoch.
-    """
+    """One client's work in a round."""
 
     participant: Participant
-    batches: ClientBatches
-    epochs: tuple[int, ...]
+    batches: ClientBatches  # the client's batches
+    epochs: tuple[int, ...]  # the number of batches to train on in each local epoch
 
 
 @dataclass(frozen=True, slots=True)
 class RoundInputs:
-    """The server's inputs to all clients of a round.
+    """The server's inputs to all clients of a round."""
 
-    Attributes:
-        round: The round, from 0.
-        x: The server parameters [P].
-        server: The server state.
-        full_grad: Full-batch gradients by client index, then by point.
-        cohort_grad: The averages of these by point.
-        mean_examples: The mean of n_i over the clients that have examples if the method may read it, else nan.
-    """
-
-    round: int
+    round: int  # the round, from 0
     x: Vector
     server: TrackedState
-    full_grad: dict[int, State]
-    cohort_grad: TrackedState
-    mean_examples: float
+    full_grad: dict[int, State]  # full-batch gradients by client index, then by point
+    cohort_grad: TrackedState  # the averages of these by point
+    mean_examples: float  # the mean of n_i over the clients that have examples if the method may read it, else nan
 
 
 def per_parameter(whole: Step, layout: Layout) -> list[Step]:
@@ -118,35 +99,22 @@ def per_parameter(whole: Step, layout: Layout) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """The results of S clients; the tensors are valid until the next chunk starts.
+    """The results of S clients; the tensors are valid until the next chunk starts."""
 
-    Attributes:
-        participants: The clients, in the order of the rows.
-        y: The clients' final parameters [S, P + Q], personal ones last.
-        delta: The changes of the exchanged parameters [S, P].
-        send: The clients' messages [S, ...].
-        keep: The clients' new states [S, ...].
-        sends_delta: Whether the message "delta" is :attr:`delta` itself.
-        reports: The clients' reports.
-        asked: The rows in the order in which the clients were requested.
-        solver: The local optimizer's states that clients keep, if any.
-        buffers: The module's buffers after each client's work; or none if no client changes any.
-        faults: The errors of clients by row, whose results must not be used.
-        implied: The names of messages that are not sent.
-    """
-
-    participants: Sequence[Participant]
-    y: Tensor
-    delta: Tensor
-    send: State
-    keep: State
-    sends_delta: bool
-    reports: Sequence[ClientReport]
-    asked: Sequence[int]
-    solver: Sequence[State] = field(default_factory=list)
+    participants: Sequence[Participant]  # the clients, in the order of the rows
+    y: Tensor  # the clients' final parameters [S, P + Q], personal ones last
+    delta: Tensor  # the changes of the exchanged parameters [S, P]
+    send: State  # the clients' messages [S, ...]
+    keep: State  # the clients' new states [S, ...]
+    sends_delta: bool  # whether the message "delta" is `delta` itself
+    reports: Sequence[ClientReport]  # the clients' reports
+    asked: Sequence[int]  # the rows in the order in which the clients were requested
+    solver: Sequence[State] = field(default_factory=list)  # the local optimizer's states that clients keep, if any
+    # the module's buffers after each client's work; or none if no client changes any
     buffers: Sequence[State] = field(default_factory=list)
+    # the errors of clients by row, whose results must not be used
     faults: Mapping[int, ClientError] = field(default_factory=dict)
-    implied: tuple[str, ...] = ()
+    implied: tuple[str, ...] = ()  # the names of messages that are not sent
 
     @property
     def shared(self) -> Tensor:

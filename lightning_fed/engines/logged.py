@@ -25,19 +25,12 @@ _PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  #
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """The values that one process logged under one name.
+    """The values that one process logged under one name."""
 
-    Attributes:
-        flags: The arguments of ``self.log``, and the hook that called it.
-        value: The sum of values times examples, or the sum, minimum or maximum of values.
-        weight: The sum of the batch sizes.
-        dtype: The dtype of the value.
-    """
-
-    flags: dict[str, Any]
-    value: float
-    weight: float
-    dtype: torch.dtype
+    flags: dict[str, Any]  # the arguments of `self.log`, and the hook that called it
+    value: float  # the sum of values times examples, or the sum, minimum or maximum of values
+    weight: float  # the sum of the batch sizes
+    dtype: torch.dtype  # the dtype of the value
 
 
 class _ClientMean:

@@ -30,52 +30,36 @@ _NO_CONTEXT = nullcontext()
 
 
 class StepPlan(NamedTuple):
-    """Properties of local steps under a method and the current options of the wrapped optimizer.
+    """Properties of local steps under a method and the current options of the wrapped optimizer."""
 
-    Attributes:
-        rates: The learning rate of every parameter, personal ones last.
-        is_plain: Whether the wrapped optimizer is SGD without momentum.
-        is_straight: Whether y - x equals the sum of -lr * direction over the steps, as for plain SGD.
-        tracks: Whether the method reads that sum, and it has to be computed step by step.
-        injects: Whether gradients are modified before the wrapped optimizer steps.
-        is_bare: Whether a step is one rate times a direction, and only changes parameters.
-    """
-
-    rates: list[float]
-    is_plain: bool
-    is_straight: bool
-    tracks: bool
-    injects: bool
-    is_bare: bool
+    rates: list[float]  # the learning rate of every parameter, personal ones last
+    is_plain: bool  # whether the wrapped optimizer is SGD without momentum
+    is_straight: bool  # whether y - x equals the sum of -lr * direction over the steps, as for plain SGD
+    tracks: bool  # whether the method reads that sum, and it has to be computed step by step
+    injects: bool  # whether gradients are modified before the wrapped optimizer steps
+    is_bare: bool  # whether a step is one rate times a direction, and only changes parameters
 
 
 @dataclass(slots=True)
 class LocalWork:
-    """The optimizer's view of one client's round: the hooks' inputs, and the progress so far.
-
-    Attributes:
-        algorithm: The method.
-        steps: The inputs of ``correct``, one :class:`Step` per parameter, only needed if gradients are modified.
-        is_joined: Whether :attr:`steps` is one step of whole vectors instead, with one rate for all parameters.
-        solver: Optimizer statistics to load before every step, per parameter, if the method keeps them.
-        whole: The input of ``second_gradient_at``, as whole vectors; only needed if a method has that hook.
-        second_gradient: A function from a point [P] to the gradient [P] on the current batch, if the method needs it.
-        num_steps: The steps taken.
-        lr_sum: The sum of the steps' learning rates, per coordinate [P] if groups differ; set at the end.
-        path: The sum of lr_k v_k, if it differs from x - y.
-        still: The sum of v_k over steps with rate zero.
-    """
+    """The optimizer's view of one client's round: the hooks' inputs, and the progress so far."""
 
     algorithm: Algorithm
+    # the inputs of `correct`, one `Step` per parameter, only needed if gradients are modified
     steps: list[Step]
+    # whether `steps` is one step of whole vectors instead, with one rate for all parameters
     is_joined: bool = False
+    # optimizer statistics to load before every step, per parameter, if the method keeps them
     solver: list[dict[str, Tensor]] | None = None
+    # the input of `second_gradient_at`, as whole vectors; only needed if a method has that hook
     whole: Step | None = None
+    # a function from a point [P] to the gradient [P] on the current batch, if the method needs it
     second_gradient: Callable[[Vector], Vector] | None = None
-    num_steps: int = 0
+    num_steps: int = 0  # the steps taken
+    # the sum of the steps' learning rates, per coordinate [P] if groups differ; set at the end
     lr_sum: float | Vector = 0.0
-    path: Vector | None = None
-    still: Vector | None = None
+    path: Vector | None = None  # the sum of lr_k v_k, if it differs from x - y
+    still: Vector | None = None  # the sum of v_k over steps with rate zero
 
 
 class FederatedOptimizer(Optimizer):

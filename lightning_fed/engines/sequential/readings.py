@@ -18,20 +18,13 @@ __all__ = ["ClientNumbers", "Reading", "read"]
 
 @dataclass(slots=True)
 class ClientNumbers:
-    """The numbers of a client's batches.
+    """The numbers of a client's batches."""
 
-    Attributes:
-        losses: The loss of each batch: numbers, or a tensor on an accelerator.
-        weights: The examples in each batch.
-        metrics: The means of logged values by name: numbers, or tensors on an accelerator.
-        accumulated: The batches per local step.
-        totals: The sums of losses times examples, and of examples, over the processes that split batches.
-    """
-
-    losses: Sequence[float] | Tensor
-    weights: Sequence[int]
-    metrics: Mapping[str, Any]
-    accumulated: int
+    losses: Sequence[float] | Tensor  # the loss of each batch: numbers, or a tensor on an accelerator
+    weights: Sequence[int]  # the examples in each batch
+    metrics: Mapping[str, Any]  # the means of logged values by name: numbers, or tensors on an accelerator
+    accumulated: int  # the batches per local step
+    # the sums of losses times examples, and of examples, over the processes that split batches
     totals: tuple[float, float] | None = None
 
     def waiting(self) -> list[Tensor]:
@@ -71,17 +64,10 @@ class ClientNumbers:
 
 @dataclass(slots=True)
 class Reading:
-    """A report whose numbers are not yet read.
-
-    Attributes:
-        report: The report.
-        norm: The norm of the client's change.
-        numbers: The other numbers.
-        round: The round.
-    """
+    """A report whose numbers are not yet read."""
 
     report: ClientReport
-    norm: Tensor
+    norm: Tensor  # the norm of the client's change
     numbers: ClientNumbers
     round: int
 
