@@ -206,7 +206,7 @@ class BernoulliSampler(ArgumentsRepr):
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the cohort of a round, in the population's order."""
         p = self._of_each.of(population) if isinstance(self._of_each, ClientWeights) else self._of_each
-        return _active(p, population, generator(seed, Purpose.COHORT, round))
+        return included(p, population, generator(seed, Purpose.COHORT, round))
 
 
 class AvailabilitySampler(CountingSampler):
@@ -245,7 +245,7 @@ class AvailabilitySampler(CountingSampler):
         phase = torch.rand(len(population), generator=longitudes, dtype=torch.float64)
         day = (1 + torch.cos(2 * math.pi * (round / self.rounds_per_day - phase))) / 2
         stream = generator(seed, Purpose.COHORT, round)
-        available = _active(self.low + (self.high - self.low) * day, population, stream)
+        available = included(self.low + (self.high - self.low) * day, population, stream)
         return _choose(min(self.count(len(population)), len(available)), available, stream)
 
 
@@ -317,7 +317,8 @@ def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> 
     return [population[i] for i in sorted(chosen)]
 
 
-def _active(p: float | Tensor, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:
+def included(p: float | Tensor, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:
+    """Return the clients that are drawn independently, with one probability or one each [N]."""
     drawn = torch.rand(len(population), generator=stream, dtype=torch.float64)
     return [population[i] for i in (drawn < p).nonzero()[:, 0].tolist()]
 

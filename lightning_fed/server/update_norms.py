@@ -13,7 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
-from lightning_fed.server.sampling import CountingSampler
+from lightning_fed.server.sampling import CountingSampler, included
 
 __all__ = ["UpdateNormSampler", "optimal_probabilities"]
 
@@ -84,10 +84,7 @@ class UpdateNormSampler(CountingSampler):
 
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the cohort of a round, in the population's order."""
-        stream = generator(seed, Purpose.COHORT, round)
-        drawn = torch.rand(len(population), generator=stream, dtype=torch.float64)
-        drawn = drawn < self.probabilities(round, population)
-        return [population[i] for i in drawn.nonzero()[:, 0].tolist()]
+        return included(self.probabilities(round, population), population, generator(seed, Purpose.COHORT, round))
 
     def update(self, round: int, reports: Mapping[ClientId, ClientReport]) -> None:
         """Note the norms of the updates of clients that have trained."""
