@@ -7,8 +7,6 @@ from lightning_fed.core.arguments import number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["APFL"]
-
 
 class APFL(Algorithm):
     r"""Adaptive personalized federated learning, with a fixed mixing weight.

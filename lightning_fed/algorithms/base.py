@@ -11,8 +11,6 @@ from lightning_fed.core.arguments import ArgumentsRepr
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["Algorithm"]
-
 
 class Algorithm(ArgumentsRepr):
     """A federated method as pure functions of flat vectors; every hook defaults to FedAvg.

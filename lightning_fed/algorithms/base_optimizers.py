@@ -13,8 +13,6 @@ from lightning_fed.core.arguments import ArgumentsRepr, choice, number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["SGD", "Adagrad", "Adam", "BaseOptimizer", "RMSProp", "SGDm", "Yogi"]
-
 
 class BaseOptimizer(ArgumentsRepr):
     r"""An optimizer as pure elementwise formulas; by default those of plain SGD.

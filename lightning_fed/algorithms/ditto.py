@@ -10,8 +10,6 @@ from lightning_fed.core.arguments import check_count, choice, number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["Ditto"]
-
 
 class Ditto(Algorithm):
     r"""Federated averaging, and a regularized personal model per client.

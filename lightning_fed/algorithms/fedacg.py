@@ -8,8 +8,6 @@ from lightning_fed.core.arguments import number
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FedACG"]
-
 
 class FedACG(Algorithm):
     r"""Federated averaging with an accelerated client gradient.

@@ -7,8 +7,6 @@ from lightning_fed.core.arguments import choice
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import Vector
 
-__all__ = ["FedAvg"]
-
 
 class FedAvg(Algorithm):
     r"""Federated averaging.

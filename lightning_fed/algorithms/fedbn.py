@@ -8,8 +8,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["FedBN"]
-
 
 class FedBN(Algorithm):
     r"""Federated averaging of all layers except batch normalization.

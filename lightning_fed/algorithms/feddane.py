@@ -8,8 +8,6 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.rounds import Step
 
-__all__ = ["FedDane"]
-
 
 class FedDane(Algorithm):
     r"""FedDANE, a federated Newton-type method.

@@ -11,8 +11,6 @@ from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FedDyn"]
-
 
 class FedDyn(Algorithm):
     r"""Federated learning with dynamic regularization.

@@ -10,8 +10,6 @@ from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.rounds import Cohort, Run, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FedExP"]
-
 
 class FedExP(Algorithm):
     r"""Federated averaging with an adaptive server step.

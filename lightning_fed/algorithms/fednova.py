@@ -8,8 +8,6 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Cohort, Run, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FedNova"]
-
 
 class FedNova(Algorithm):
     r"""Federated normalized averaging.

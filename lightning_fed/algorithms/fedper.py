@@ -7,8 +7,6 @@ from torch import nn
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_patterns
 
-__all__ = ["FedPer", "LGFedAvg"]
-
 
 class FedPer(Algorithm):
     r"""Federated averaging of the base layers; the last layers are personal.

@@ -11,8 +11,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FedProx"]
-
 
 class FedProx(Algorithm):
     r"""FedAvg with a proximal term in every local step.

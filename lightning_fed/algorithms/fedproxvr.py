@@ -10,8 +10,6 @@ from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FedProxVR"]
-
 
 class FedProxVR(Algorithm):
     r"""Federated learning with proximal, stochastic variance-reduced local steps.

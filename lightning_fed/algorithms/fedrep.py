@@ -8,8 +8,6 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import Vector
 
-__all__ = ["FedRep"]
-
 
 class FedRep(FedPer):
     r"""Federated averaging of a representation, after clients train their heads.

@@ -11,8 +11,6 @@ from lightning_fed.core.arguments import number
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import Vector
 
-__all__ = ["FedSAM", "MoFedSAM", "unit"]
-
 
 def unit(g: Vector, eps: float) -> Vector:
     """Return g / (|g| + eps), with the norm of the whole vector [P]; zero if g is zero."""

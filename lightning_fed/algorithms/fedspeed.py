@@ -13,8 +13,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FedSpeed"]
-
 
 class FedSpeed(Algorithm):
     r"""Federated learning with a prox-correction and a second gradient at an ascent point.

@@ -8,8 +8,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["CMime", "Mime", "MimeLite"]
-
 
 class MimeLite(Algorithm):
     r"""Mime without its control variate.

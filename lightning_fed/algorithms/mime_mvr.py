@@ -10,8 +10,6 @@ from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["MimeMVR"]
-
 _POINTS = {"eq15": ("x", "x_prev"), "lemma9": ("x_prev", "x_prev"), "current": ("x", "x")}
 """The points of the batch gradient A and the cohort gradient C of a local step."""
 

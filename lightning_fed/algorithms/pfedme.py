@@ -8,8 +8,6 @@ from lightning_fed.core.arguments import check_count, number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["PFedMe"]
-
 
 class PFedMe(Algorithm):
     r"""Personalized federated learning with Moreau envelopes.

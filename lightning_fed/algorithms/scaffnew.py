@@ -10,8 +10,6 @@ from lightning_fed.core.arguments import number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["Scaffnew"]
-
 
 class Scaffnew(Algorithm):
     r"""Local gradient steps with control variates that are exact at the optimum.

@@ -11,8 +11,6 @@ from lightning_fed.core.arguments import choice
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["Scaffold"]
-
 
 class Scaffold(Algorithm):
     r"""Stochastic controlled averaging.

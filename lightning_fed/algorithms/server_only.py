@@ -4,8 +4,6 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import Vector
 
-__all__ = ["ServerOnly"]
-
 
 class ServerOnly(Algorithm):
     r"""A centralized optimizer with one step per round, on the clients' mean full-batch gradient.

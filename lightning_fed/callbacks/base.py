@@ -9,15 +9,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = [
-    "FederatedCallback",
-    "any_uses_hook",
-    "boards",
-    "call_round_hook",
-    "uses_hook",
-    "write_histogram",
-]
-
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
 

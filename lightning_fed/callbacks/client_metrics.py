@@ -11,8 +11,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.metrics import spread
 
-__all__ = ["ClientAccuracy", "PersonalizedAccuracy"]
-
 
 class ClientAccuracy(ClientMeasure):
     r"""Measure the server model on each client's own examples with the module's ``validation_step``.

@@ -20,8 +20,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId, State
 
-__all__ = ["ClientModels"]
-
 
 class ClientModels(Measure):
     """Save clients' models, a file per client and round.

@@ -12,8 +12,6 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.metrics import PairwiseCosine
 
-__all__ = ["LocalDrift", "LocalIterates", "UpdateCosine"]
-
 _MOST_PARAMETERS = 64  # that are written for every local step
 
 

@@ -20,19 +20,6 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId, Vector
 from lightning_fed.metrics import GradientDissimilarities, gradient_dissimilarity, hessian_dissimilarity
 
-__all__ = [
-    "ClientMeasure",
-    "ControlVariateError",
-    "GradientDissimilarity",
-    "HessianDissimilarity",
-    "Inexactness",
-    "Measure",
-    "TrainingLoss",
-    "WeightedMeasure",
-    "Weighting",
-    "write_table",
-]
-
 Weighting: TypeAlias = Literal["uniform", "examples"]
 
 _MANY = 30  # clients whose Hessians take so long that a word is in place

@@ -9,8 +9,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["Monitors", "PlateauSchedulers", "warn_of_misspelt"]
-
 
 class Monitors:
     """Let a metric that nobody logs end the run when its round is complete, and not in the middle of its hooks.

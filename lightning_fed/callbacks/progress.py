@@ -11,8 +11,6 @@ from lightning_fed.compat.private import Tqdm, TrainerFn
 from lightning_fed.core.arguments import check_count, check_flags, check_number
 from lightning_fed.core.rounds import ClientReport, RoundReport
 
-__all__ = ["RoundLines", "RoundProgressBar", "shows_information"]
-
 
 def shows_information() -> bool:
     """Return whether Lightning's logger shows information: a run prints its lines and its summary only then."""

@@ -13,8 +13,6 @@ from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.step import plain_sgd
 
-__all__ = ["RoundLogger", "SimulatedTime"]
-
 _SHOWN = ("clients_per_round", "local_epochs", "local_steps", "engine", "seed")
 _IF_SET = ("server_optimizer", "heterogeneity", "aggregator", "attack", "compression", "client_privacy", "asynchronous")
 _RELEASED = ("server/update_norm", "round/seconds")  # follow from the models, or say nothing of clients' data

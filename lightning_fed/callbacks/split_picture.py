@@ -10,8 +10,6 @@ from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.skew_report import skew_table, split_figure
 
-__all__ = ["SplitPicture", "is_cheap"]
-
 
 class SplitPicture(FederatedCallback):
     """Write the split of the data to TensorBoard when a fit starts.

@@ -12,8 +12,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["RunSummary"]
-
 _SHOWN = 5  # clients that failed, those that did so most often
 
 

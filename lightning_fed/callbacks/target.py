@@ -7,8 +7,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_number, check_one_of, check_texts
 
-__all__ = ["TargetMetric"]
-
 
 class TargetMetric(FederatedCallback):
     """Record the rounds and the bytes until a metric first reaches a target.

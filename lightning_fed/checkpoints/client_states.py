@@ -23,8 +23,6 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
-__all__ = ["MEMORY_LIMIT", "ClientStatesStorage", "StoreFolder", "is_reference", "shards_of"]
-
 MEMORY_LIMIT = 2**30  # from this size of all clients' states on, client_states="auto" uses the disk
 FOLDER = "client_states"
 _FORMAT = 2  # the disk store's format

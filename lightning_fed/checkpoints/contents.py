@@ -11,8 +11,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import call, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["SafeContents", "check_loads", "fill_in"]
-
 _LEFT_OUT = "left_out"  # key of the list of entries left out of a checkpoint
 _OURS = ("state_dict", "loops", "optimizer_states")  # tensors and numbers for any module
 _PARTS = {

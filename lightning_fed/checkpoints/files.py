@@ -26,17 +26,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "AtomicCheckpointIO",
-    "by_age",
-    "damage_of",
-    "link",
-    "local_path",
-    "newest_valid",
-    "remove_temporary_files",
-    "resumable",
-]
-
 _PART = ".part"
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, RuntimeError, ValueError, KeyError)
 

@@ -10,14 +10,6 @@ from lightning_fed.checkpoints.files import by_age, damage_of, link, local_path,
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
 
-__all__ = [
-    "adapt_checkpoint_callbacks",
-    "folders",
-    "newest",
-    "restore_scores",
-    "save_last_round",
-]
-
 
 def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
     """Make ModelCheckpoints count rounds; before a fit, clean up their folders and change how they save ``last``.

@@ -26,16 +26,6 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
-__all__ = [
-    "EarlierFit",
-    "check_optimizer_states",
-    "compare_work",
-    "notes_of",
-    "restored_from",
-    "sampler_state",
-    "start_server",
-]
-
 _MISMATCHES = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
 

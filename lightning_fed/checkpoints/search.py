@@ -9,8 +9,6 @@ from lightning_fed.checkpoints.folders import folders, newest
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["best_of_newest_run", "check_exists", "last_of_newest_run", "roots"]
-
 _RUNS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")  # without a logger, and in folders for its name and version
 _SHOWN = 8
 

@@ -1,7 +1,5 @@
 """The commands, each with a line of description."""
 
-__all__ = ["OWN", "STAGES"]
-
 STAGES = {
     "fit": "Train: run the rounds.",
     "validate": "Evaluate a checkpoint on the validation set.",

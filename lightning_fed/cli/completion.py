@@ -15,8 +15,6 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_fed.cli.commands import OWN, STAGES
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["completion", "make_parser"]
-
 _FILES = ("config", "ckpt_path", "grid", "add", "out", "runs", "data_root")
 _KNOWN = {"trainer.accelerator": ("auto", "cpu", "gpu"), "trainer.strategy": ("auto", "clients", "ddp")}
 

@@ -8,8 +8,6 @@ from lightning_fed.cli.parser import ArgsType, LightningArgumentParser, Lightnin
 from lightning_fed.compat.package import pl
 from lightning_fed.trainer.trainer import FederatedTrainer
 
-__all__ = ["CellParts"]
-
 
 class CellParts(LightningCLI):
     """The trainer, model and data that a configuration describes; nothing is run.

@@ -11,8 +11,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.skew_report import skew_table, split_figure
 
-__all__ = ["make_parser", "picture"]
-
 
 def picture(args: list[str] | None = None) -> None:
     """Print how much the clients of a configuration differ, and draw the data of each.

@@ -12,8 +12,6 @@ from jsonargparse import ArgumentParser
 from lightning_fed.compat.choice import NAMES, USED
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["create", "make_parser", "new"]
-
 _TEMPLATES = Path(__file__).parent / "new_project"
 _EACH = {"train": 60, "val": 20}  # images of a digit
 

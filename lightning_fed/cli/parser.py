@@ -19,8 +19,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed.compat.package import advice_on_path, pl
 
-__all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "Parser", "arrange", "class_names", "plain"]
-
 importlib.import_module(f"{pl.__name__}.cli")  # which Lightning does not import unasked
 ArgsType = pl.cli.ArgsType
 LightningArgumentParser = pl.cli.LightningArgumentParser

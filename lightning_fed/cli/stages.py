@@ -17,8 +17,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.settings.environment import arguments_of_environment
 from lightning_fed.trainer.trainer import FederatedTrainer
 
-__all__ = ["FederatedCLI", "run"]
-
 _INITIAL = "initial"  # as a checkpoint: none, by intention
 _EVALUATED = (
     f'The checkpoint to run, which must be given: a path, "last" or "best" of the newest run, or "{_INITIAL}" for the'

@@ -9,25 +9,6 @@ from typing import Any, TypeVar
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = [
-    "ArgumentsRepr",
-    "check_count",
-    "check_flags",
-    "check_fraction",
-    "check_number",
-    "check_numbers",
-    "check_one_of",
-    "check_paths",
-    "check_patterns",
-    "check_seed",
-    "check_texts",
-    "choice",
-    "finite",
-    "format_value",
-    "kind_of",
-    "number",
-]
-
 Choice = TypeVar("Choice")
 
 _LARGEST = 2**63 - 1  # the largest size of a tensor

@@ -8,8 +8,6 @@ from torch import nn
 from lightning_fed.core.devices import narrowed, widened
 from lightning_fed.core.types import State
 
-__all__ = ["BufferMean", "Buffers", "held_by", "overwrite"]
-
 
 class Buffers:
     """Named buffers of a module, such as the running statistics of BatchNorm.

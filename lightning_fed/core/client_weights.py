@@ -13,8 +13,6 @@ from lightning_fed.core.arguments import finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 
-__all__ = ["ClientWeights"]
-
 
 class ClientWeights:
     """Weights of the clients of a population.

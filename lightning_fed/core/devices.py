@@ -15,27 +15,6 @@ from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = [
-    "Memory",
-    "accelerator_name",
-    "accumulation",
-    "are_equal",
-    "can_pin",
-    "get_device_random_state",
-    "has_float64",
-    "is_out_of_memory",
-    "memory_of",
-    "narrowed",
-    "numbers_of",
-    "peak_memory",
-    "release_memory",
-    "reset_peak_memory",
-    "seed_device",
-    "set_device_random_state",
-    "widened",
-]
-
-
 _NO_MEMORY = ("DefaultCPUAllocator", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """Parts of the messages of the CPU, MPS and NVIDIA's libraries, which raise no specific error type."""
 

@@ -4,8 +4,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["flush_folder"]
-
 
 def flush_folder(folder: Path) -> None:
     """Wait until new or changed names in a folder are on the disk, if the system can flush folders."""

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_fed.core.types import ClientId
 
-__all__ = ["ClientError", "FederatedError", "refusal_in"]
-
 
 class FederatedError(ValueError):
     """An unsupported setting, model, data set or checkpoint; the message explains how to fix it."""

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["FlatParameters", "Layout", "trained_parameters"]
-
 _SMALL = 2**16  # a CPU is faster on one vector than on its parts up to this size
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["CHECKPOINT", "EARLIER_FIT", "Origin", "differing_options", "options_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:

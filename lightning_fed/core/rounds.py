@@ -8,8 +8,6 @@ from torch import Tensor
 
 from lightning_fed.core.types import ClientId, Metrics, State, Vector
 
-__all__ = ["AdvanceSolver", "ClientReport", "Cohort", "RoundReport", "Run", "Step", "Update"]
-
 
 @dataclass(slots=True)
 class Step:

@@ -12,18 +12,6 @@ import torch
 
 from lightning_fed.core.devices import get_device_random_state, seed_device, set_device_random_state
 
-__all__ = [
-    "KeyedStream",
-    "Purpose",
-    "capture_random_state",
-    "derive_seed",
-    "foreign_state",
-    "generator",
-    "preserved_random_state",
-    "random_state",
-    "seed_global",
-]
-
 
 class Purpose(IntEnum):
     """The purpose of a random stream; streams of different purposes are independent."""

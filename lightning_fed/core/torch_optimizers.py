@@ -14,18 +14,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = [
-    "STEP_COUNTS",
-    "copies_of_parameters",
-    "coupled_decay",
-    "device_of",
-    "inner_optimizers",
-    "is_plain_sgd",
-    "refuse_unsupported",
-    "take_plain_step",
-    "without_coupled_decay",
-]
-
 STEP_COUNTS = ("step", "mu_product")
 """The statistics that only depend on the number of steps: one number for any shape of the parameter."""
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from lightning_fed.core.types import State
 
-__all__ = ["TrackedState"]
-
 
 class TrackedState(dict[str, Tensor]):
     """A copy of a state that adds the names of entries to a set as they are read.

@@ -35,8 +35,6 @@ from lightning_fed.data.batches.settings import (
 from lightning_fed.data.dataset import FederatedDataset, check_partition
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction, check_client_id, check_client_ids
 
-__all__ = ["FederatedDataModule"]
-
 if TYPE_CHECKING:
     AnyDataset: TypeAlias = Dataset[Any]
     AnyLoader: TypeAlias = DataLoader[Any]

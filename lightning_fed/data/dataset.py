@@ -26,8 +26,6 @@ from lightning_fed.data.batches.examples import (
 from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
 from lightning_fed.data.partitions.partition import ByKey, Partition, PartitionFunction, check_client_id
 
-__all__ = ["FederatedDataset"]
-
 
 class FederatedDataset:
     """Map-style data sets by client id.

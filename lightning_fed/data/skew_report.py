@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["SkewTable", "skew_table", "split_figure"]
-
 Split: TypeAlias = Mapping[ClientId, Tensor] | Sequence[Tensor] | FederatedDataset | FederatedDataModule
 """Each client's labels [n_i], integers, by id or in order; or clients whose data sets have labels."""
 

@@ -23,8 +23,6 @@ from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
 from lightning_fed.trainer.run_state import RunState
 
-__all__ = ["ClientsOutsideFit"]
-
 
 class ClientsOutsideFit:
     """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, and none running.

@@ -14,8 +14,6 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.configured import Configured, share_clients
 
-__all__ = ["deploy", "make_parser"]
-
 _TRIED = 5  # rounds of a run on this machine, unless told otherwise
 _TRANSPORTS = {"flower": ("flower", "flwr", "Flower"), "nvflare": ("flare", "nvflare", "NVFlare")}
 """By name, which is the extra's as well: the room, the package that it needs, and how people call that."""

@@ -13,8 +13,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.core.types import ClientId
 
-__all__ = ["NAME", "Configured", "share_clients", "write_app"]
-
 NAME = "federated_app"
 """The package in an app that has the configuration, and the functions that server and sites call."""
 

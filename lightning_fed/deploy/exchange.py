@@ -16,8 +16,6 @@ from lightning_fed.deploy.registrations import Registrations
 from lightning_fed.deploy.reply_checks import NAMES, words_in
 from lightning_fed.deploy.transport import Absent, Refusal, Transport
 
-__all__ = ["Exchange"]
-
 _SHOWN = 5  # clients that one error or one line of the log names
 _WAIT = 60.0  # seconds until the log names who is missing; then twice as many, and so on
 _log = logging.getLogger("lightning_fed.deploy")

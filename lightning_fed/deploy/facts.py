@@ -20,8 +20,6 @@ from lightning_fed.engines.lora import lora_a
 from lightning_fed.engines.prepared import parameters_as_buffers, personal_names
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["check_facts", "check_single", "facts_of", "optimizer_facts"]
-
 _LIBRARIES = ("version of Lightning", "version of PyTorch")
 _NOISE = ("noise_multiplier", "max_grad_norm", "sampling")  # delta and examples_at_once change no answer
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # options of optimizers that change speed alone

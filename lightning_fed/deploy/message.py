@@ -17,25 +17,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.rounds.messages import Task
 
-__all__ = [
-    "FORMAT",
-    "MEASURE",
-    "MOST",
-    "REGISTER",
-    "WORDS",
-    "Message",
-    "address",
-    "check_columns",
-    "check_message",
-    "digest",
-    "is_count",
-    "parts_of",
-    "printable",
-    "quoted",
-    "shared_part",
-    "task_in",
-]
-
 FORMAT = 1
 """Of messages, one more with every change that an older version could not read."""
 

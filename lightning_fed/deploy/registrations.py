@@ -10,8 +10,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.message import is_count, printable, quoted
 
-__all__ = ["Registration", "Registrations"]
-
 _log = logging.getLogger("lightning_fed.deploy")
 
 

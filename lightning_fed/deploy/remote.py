@@ -21,8 +21,6 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.run_state import RunState
 
-__all__ = ["RemoteClients"]
-
 
 class RemoteClients(FederatedDataModule):
     """The clients of a run on remote sites, and the server's own validation set.

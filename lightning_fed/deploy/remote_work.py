@@ -21,8 +21,6 @@ from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 
-__all__ = ["RemoteWork"]
-
 
 class RemoteWork(ClientHalf):
     """Ask clients on their sites for what a round needs, all of a phase at once."""

@@ -16,8 +16,6 @@ from lightning_fed.deploy.message import MEASURE, Message, address, parts_of, pr
 from lightning_fed.deploy.reply_checks import Expected, Fields, check_finite, check_tensor
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 
-__all__ = ["reply_of", "reply_to"]
-
 _SHOWN = 20  # names in an error
 _REPORT = ("size", "steps", "loss", "update_norm", "seconds")
 

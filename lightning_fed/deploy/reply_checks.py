@@ -17,8 +17,6 @@ from lightning_fed.deploy.message import MOST, Message, is_count, quoted
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.rounds.messages import Task
 
-__all__ = ["NAMES", "Expected", "Fields", "check_finite", "check_tensor", "words_in"]
-
 NAMES = 1000
 """The most names in one mapping or list."""
 

@@ -13,8 +13,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.deploy.remote import RemoteClients
 
-__all__ = ["fit"]
-
 _PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
 
 

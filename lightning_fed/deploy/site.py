@@ -37,8 +37,6 @@ from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.client_states.store import MemoryClientStore
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["FederatedSite"]
-
 _log = logging.getLogger("lightning_fed.deploy.site")
 
 

@@ -18,8 +18,6 @@ from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["TaskChecks", "check_budget", "check_header", "check_registration"]
-
 _RUN = re.compile(r"[0-9a-f]{16}")
 _MOST = 2**31  # rounds, and attempts at one
 _MOST_STEPS = 2**20  # local steps in a round, of a client that may be on another site

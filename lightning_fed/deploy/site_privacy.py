@@ -14,8 +14,6 @@ from lightning_fed.deploy.message import Message, digest
 from lightning_fed.deploy.site_states import append_private, write_private
 from lightning_fed.server.client_privacy import ClientPrivacy, epsilon_of
 
-__all__ = ["SitePrivacy", "digest_of", "seed_of"]
-
 _BYTES = 32  # of the secret, and of digests
 
 

@@ -20,8 +20,6 @@ from lightning_fed.deploy.site_worker import (
     state_dir_of,
 )
 
-__all__ = ["SiteProcess"]
-
 _TRIES = 3  # how often a process that ends during a task is restarted
 _LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
 # Not from the folder in which the transport was started, whose copy of the app may be another one than was sent. From

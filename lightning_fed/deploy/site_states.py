@@ -14,8 +14,6 @@ from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 
-__all__ = ["SiteStates", "append_private", "write_private"]
-
 _AGREED = "agreed.json"
 
 

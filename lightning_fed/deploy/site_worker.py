@@ -25,26 +25,6 @@ from typing import Any, TypeAlias
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = [
-    "NOT_MINE",
-    "READY",
-    "REFUSED",
-    "REPLY",
-    "STARTED_BY",
-    "Maker",
-    "SiteWorker",
-    "called",
-    "clients_of",
-    "end_with",
-    "log_of",
-    "main",
-    "named",
-    "open_log",
-    "socket_of",
-    "spec_of",
-    "state_dir_of",
-]
-
 _IDLE = 3600.0  # seconds without a task after which it ends
 _PATIENCE = 60.0  # seconds in which a predecessor is to end
 _LOG_SIZE = 10 * 2**20  # bytes

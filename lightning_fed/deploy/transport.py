@@ -9,8 +9,6 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.message import Message, quoted
 from lightning_fed.deploy.site import FederatedSite
 
-__all__ = ["Absent", "InProcess", "Refusal", "Transport", "contents_of", "replies_in", "reply_from"]
-
 _MOST = 64 * 2**20  # bytes in one message of Flower or FLARE, which all on the way hold as a whole
 
 

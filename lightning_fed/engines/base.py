@@ -24,17 +24,6 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import clone_rows
 from lightning_fed.server.participation import Participant
 
-__all__ = [
-    "ChunkResult",
-    "Engine",
-    "OnlySequentialError",
-    "Restart",
-    "RoundInputs",
-    "WorkPlan",
-    "per_parameter",
-]
-
-
 _METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # counts of a metric object, in addition to its state
 
 

@@ -8,18 +8,6 @@ from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_overridden, rank_zero_warn
 
-__all__ = [
-    "CALLBACK_STEP_HOOKS",
-    "STEP_HOOKS",
-    "has_transfer_hooks",
-    "is_users_own",
-    "overridden_hooks",
-    "plugin_step_hooks",
-    "time_by_rounds",
-    "uses_batch_hook",
-    "warn_of_gradient_hooks",
-]
-
 STEP_HOOKS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",

@@ -19,25 +19,6 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 
-__all__ = [
-    "INTERNAL",
-    "METRICS",
-    "PASSING",
-    "Marks",
-    "Snapshot",
-    "attribute_tensors",
-    "changed",
-    "class_data",
-    "describe",
-    "generator_states",
-    "marks",
-    "numbers_in",
-    "own_classes",
-    "own_tensors",
-    "parts_of",
-    "tensor_marks",
-]
-
 PASSING = ("log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes")
 """Module attributes that Lightning and this package set and reset."""
 

@@ -12,8 +12,6 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
-__all__ = ["make_engine", "reason_in"]
-
 _TRIED = 10  # clients that may fail in a trial step before the module is blamed
 
 

@@ -18,8 +18,6 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.strategies.split import PeerError
 
-__all__ = ["ONE_VALUE", "SHARED_STATE", "NamesClient", "fault_of", "summary_of"]
-
 _log = logging.getLogger(pl.__name__)  # in every process, since the error may come from any
 
 ONE_VALUE = "Expected more than 1 value per channel when training"

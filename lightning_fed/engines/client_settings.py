@@ -25,8 +25,6 @@ from lightning_fed.engines.changes import (
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.prepared import PreparedModule
 
-__all__ = ["CLIENT_HOOKS", "ClientSettings", "SettingsSnapshot"]
-
 CLIENT_HOOKS = ("on_client_start", "on_client_end")
 """The callbacks' hooks for single clients."""
 

@@ -11,8 +11,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_fed.core.devices import memory_of
 from lightning_fed.data.batches.batches import ClientBatches, RepeatedBatches, TensorBatches
 
-__all__ = ["DeviceData", "is_rows", "num_bytes"]
-
 _SHARE = 4  # all copies together use at most 1 / _SHARE of the memory that they leave free
 
 

@@ -23,8 +23,6 @@ from lightning_fed.engines.vectorized.trial import hooked_parameter
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from lightning_fed.server.client_privacy import ClientPrivacy
 
-__all__ = ["ExampleGradients"]
-
 
 class ExampleGradients:
     """Sets the module's gradients to the noisy mean of the clipped gradients of a batch's examples.

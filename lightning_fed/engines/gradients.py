@@ -23,8 +23,6 @@ from lightning_fed.core.seeds import capture_random_state, preserved_random_stat
 from lightning_fed.core.types import Vector
 from lightning_fed.strategies.ddp import split_of
 
-__all__ = ["GradientPass", "buffer_owners", "check_loss", "prepare_batch"]
-
 _METRICS = (Metric, MetricCollection)
 
 

@@ -9,8 +9,6 @@ from torch.optim import Optimizer
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["LocalOptions", "stepped_schedule"]
-
 
 class LocalOptions:
     """The options of the local optimizer and the steps of its schedules before some local work.

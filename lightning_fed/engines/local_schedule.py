@@ -13,8 +13,6 @@ from lightning_fed.core.types import LocalScheduleMode, State
 from lightning_fed.server.client_states.state import LOCAL_STEPS
 from lightning_fed.server.step import steps_not_counted
 
-__all__ = ["MOVED", "LocalSchedule"]
-
 MOVED = ("lr", "momentum", "betas")
 """The options of optimizers that schedules move."""
 

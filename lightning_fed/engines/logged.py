@@ -15,8 +15,6 @@ from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.processes import Ranks
 
-__all__ = ["EvaluationResults", "Logged", "RoundResults", "SharedResults"]
-
 _MEANS = (torch.mean, "mean", "avg")
 _EXTREMES = {"max": np.max, "min": np.min}  # NaN if any value is, unlike Python's
 _SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")

@@ -11,8 +11,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.server.aggregation.lora import LoraPair
 
-__all__ = ["lora_a", "lora_pairs"]
-
 
 def _layers(module: nn.Module, lora: str) -> tuple[Any, list[tuple[str, Any]]]:
     """Return peft's package of LoRA layers, and the module's layers by name; raise if there are none."""

@@ -24,8 +24,6 @@ from lightning_fed.core.torch_optimizers import (
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.local_schedule import LocalSchedule
 
-__all__ = ["FederatedOptimizer", "LocalWork", "StepPlan", "solver_entries"]
-
 _NO_CONTEXT = nullcontext()
 
 

@@ -27,8 +27,6 @@ from lightning_fed.settings.module_checks import check_buffers, check_optimizati
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
-__all__ = ["PreparedModule", "parameters_as_buffers", "personal_names"]
-
 
 class PreparedModule:
     """A module ready for an engine: one vector of trained parameters, and an optimizer that corrects gradients.

@@ -16,8 +16,6 @@ from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.gradients import GradientPass
 
-__all__ = ["check_lstm", "denormals_as_zero", "lstm_errors"]
-
 
 def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Iterator[WorkPlan]]) -> None:
     """Raise before the first round if this processor does not support the module's LSTM.

@@ -13,8 +13,6 @@ from lightning_fed.lab.records import Record
 from lightning_fed.lab.results import Cells
 from lightning_fed.lab.yaml_files import read_yaml
 
-__all__ = ["EitherCells", "add_methods"]
-
 _Part = TypeVar("_Part", Figure, Table)
 
 

@@ -9,8 +9,6 @@ from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.reading_claims import check_label
 from lightning_fed.lab.yaml_files import check_keys, unknown
 
-__all__ = ["check_overrides", "make_tune_axis", "read_axis", "read_labels", "read_tuned", "revise"]
-
 _PARTS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 _RUNNERS = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
 

@@ -3,8 +3,6 @@
 import csv
 from pathlib import Path
 
-__all__ = ["CATALOGUE", "COLUMNS", "listing"]
-
 CATALOGUE = Path(__file__).parent / "papers" / "catalogue.csv"
 """A row for each experiment; ``python docs/papers_index.py`` writes it."""
 

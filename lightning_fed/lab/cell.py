@@ -23,8 +23,6 @@ from lightning_fed.lab.records import Record, write_record
 from lightning_fed.lab.store import settle
 from lightning_fed.trainer.trainer import FederatedTrainer
 
-__all__ = ["CellRunner", "Recorder", "made_with"]
-
 _PROBE: Config = {"trainer": {"max_rounds": 1, "limit_val_batches": 1, "check_val_every_n_epoch": 1}}
 
 

@@ -7,8 +7,6 @@ from lightning_fed.lab.experiment import Selection
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.selections import is_within
 
-__all__ = ["check_outputs"]
-
 
 def check_outputs(grid: Grid) -> None:
     """Refuse figures and tables that leave an axis of the grid open, and those that show nothing.

@@ -12,8 +12,6 @@ from lightning_fed.lab.quantities import add_up
 from lightning_fed.lab.results import Estimate, Results
 from lightning_fed.lab.selections import is_within
 
-__all__ = ["Judgement", "judge", "overall"]
-
 
 @dataclass(frozen=True)
 class Judgement:

@@ -20,8 +20,6 @@ from lightning_fed.lab.yaml_files import unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["compare", "make_parser", "read_log"]
-
 _LABELS = {
     "rounds": "rounds",
     "gradients": "gradients computed",

@@ -17,8 +17,6 @@ from lightning_fed.cli.parser import ArgsType, LightningArgumentParser
 from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.lab.overlays import Config, overlay
 
-__all__ = ["Configurations", "key_of", "with_root"]
-
 
 class _Parser(CellParts):
     """The parser alone."""

@@ -8,24 +8,6 @@ from typing import Any, Literal, TypeAlias
 from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import Metric, Quantity
 
-__all__ = [
-    "METHOD",
-    "Axis",
-    "Cases",
-    "Claim",
-    "Departure",
-    "Difference",
-    "Experiment",
-    "Figure",
-    "Label",
-    "Mark",
-    "Scale",
-    "Selection",
-    "Table",
-    "Tune",
-    "term_text",
-]  # fmt: skip
-
 METHOD = "method"
 """The axis that every experiment has."""
 

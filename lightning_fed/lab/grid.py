@@ -13,8 +13,6 @@ from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.selections import is_within
 from lightning_fed.lab.yaml_files import unknown
 
-__all__ = ["Cell", "Grid", "Point", "name_of"]
-
 DEFAULTS: Config = {"trainer": {"engine": "auto", "accelerator": "cpu", "max_update_ratio": None}}
 """What a cell has unless its file says otherwise. A client at its optimum makes others look out of proportion."""
 

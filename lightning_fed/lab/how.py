@@ -8,8 +8,6 @@ from lightning_fed.lab.records import Record
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown
 
-__all__ = ["choices", "dates", "losses", "means", "other_choices", "records_of"]
-
 
 def choices(results: Results) -> Iterator[str]:
     """Yield what was chosen where something was tuned, with a warning of choices at an end of their list."""

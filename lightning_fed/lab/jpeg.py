@@ -13,8 +13,6 @@ from torch import Tensor
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datasets.cifar import CIFAR10
 
-__all__ = ["JpegCIFAR10", "read_jpegs"]
-
 
 class JpegCIFAR10(CIFAR10):
     """:class:`CIFAR10` from lossy JPEG copies of the photographs.

@@ -9,8 +9,6 @@ from lightning_fed.lab.quantities import Quantity
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import TableCell, cells_of
 
-__all__ = ["latex"]
-
 _ESCAPED = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$", "±": r"$\pm$", "μ": r"$\mu$",

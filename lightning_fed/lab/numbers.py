@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 
-__all__ = ["aligned", "format_number", "p_text", "with_spread"]
-
 _PERCENT = 2  # decimals of what is in percent
 
 

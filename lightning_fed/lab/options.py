@@ -11,8 +11,6 @@ from jsonargparse import ArgumentParser
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.reading import PAPERS
 
-__all__ = ["Count", "add_run_options", "command_line", "default_jobs", "reproduce_command"]
-
 _MACHINES = ("--out", "--jobs")
 _PLACES = ("--data_root",)
 

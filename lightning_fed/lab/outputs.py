@@ -11,8 +11,6 @@ from lightning_fed.lab.quantities import COSTS, Metric, parse_quantity
 from lightning_fed.lab.selections import read_selection
 from lightning_fed.lab.yaml_files import as_list, check_keys, unknown
 
-__all__ = ["read_figures", "read_tables"]
-
 Labels: TypeAlias = Mapping[str, tuple[Label, ...]]
 
 _FIGURE = ("kind", "y", "x", "lines", "rows", "columns", "band", "log", "xlim", "ylim", "at", "rounds", "marks")

@@ -6,8 +6,6 @@ from typing import Any, TypeAlias
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["Config", "overlay"]
-
 Config: TypeAlias = dict[str, Any]
 """What a YAML file of ``lightning-fed fit`` holds."""
 

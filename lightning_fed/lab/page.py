@@ -11,8 +11,6 @@ from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown, rows_of
 from lightning_fed.lab.verdict import claim_details, claim_table, counted
 
-__all__ = ["pages"]
-
 _LINES = 150  # of a page, at most
 
 

@@ -10,8 +10,6 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
-__all__ = ["LEVEL", "Comparison", "Verdict", "holm"]
-
 LEVEL = 0.05
 """The level of every test, two-sided: a verdict is undecided if its p is larger."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_paths"]
-
 _SERVER = "server"
 _RESOLUTION = 60  # points of the level sets' grid, along each parameter
 

@@ -11,8 +11,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["checksums", "commit", "files_read"]
-
 _opened: set[str] | None = None  # the opened files, while a caller records them
 
 

@@ -22,8 +22,6 @@ from lightning_fed.lab.quantities import COSTS, TOTALS, Curve, Metric, Quantity,
 from lightning_fed.lab.records import Record, number_text
 from lightning_fed.lab.results import Results
 
-__all__ = ["PublishedCells", "publish", "thinned", "write_configurations"]
-
 _DRAWN = 100  # points of a curve that a figure shows
 _ABOUT = ("cell", "name", "settings", "status", "cause", "seconds", "cpu_seconds")
 

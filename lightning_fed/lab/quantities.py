@@ -11,19 +11,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.stability import climb, settled
 from lightning_fed.lab.yaml_files import unknown
 
-__all__ = [
-    "COSTS",
-    "TOTALS",
-    "Curve",
-    "Metric",
-    "Quantity",
-    "Series",
-    "add_up",
-    "cost",
-    "first_round",
-    "parse_quantity",
-]
-
 Curve: TypeAlias = Mapping[int, float]
 """The values of a tag by the number of completed rounds."""
 

@@ -15,8 +15,6 @@ from lightning_fed.lab.reading_claims import ClaimReader, read_departures
 from lightning_fed.lab.selections import read_selection, read_skip
 from lightning_fed.lab.yaml_files import check_keys, read_text, read_yaml, unknown
 
-__all__ = ["PAPERS", "find_experiment", "read_base", "read_experiment", "read_metrics"]
-
 PAPERS = Path(__file__).parent / "papers"
 """The experiments that come with the package."""
 

@@ -12,8 +12,6 @@ from lightning_fed.lab.quantities import Metric, parse_quantity
 from lightning_fed.lab.selections import read_selection
 from lightning_fed.lab.yaml_files import as_list, check_keys, read_text, unknown
 
-__all__ = ["ClaimReader", "check_label", "read_departures"]
-
 Labels: TypeAlias = Mapping[str, tuple[Label, ...]]
 
 _SIGNS = re.compile(r"\s+(<=|>=|<|>|~)\s+")

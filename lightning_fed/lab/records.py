@@ -12,8 +12,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.overlays import Config
 from lightning_fed.lab.quantities import Series
 
-__all__ = ["Record", "number_text", "read_record", "read_series", "write_record", "write_rounds"]
-
 _ABOUT, _ROUNDS = "cell.json", "rounds.csv"
 
 

@@ -26,8 +26,6 @@ from lightning_fed.lab.tables import write_choices
 from lightning_fed.lab.verdict import write_claims
 from lightning_fed.lab.workers import make_workers
 
-__all__ = ["draw_figures", "make_parser", "page", "reproduce", "write_page"]
-
 
 def reproduce(args: Sequence[str]) -> None:
     """Run an experiment, and write its verdict.

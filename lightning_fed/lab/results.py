@@ -13,8 +13,6 @@ from lightning_fed.lab.numbers import format_number, with_spread
 from lightning_fed.lab.quantities import Quantity, cost
 from lightning_fed.lab.records import Record
 
-__all__ = ["Candidate", "Cells", "Estimate", "Results", "Tuned", "choose"]
-
 Tuned = tuple[tuple[str, Label], ...]
 
 

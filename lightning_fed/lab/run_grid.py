@@ -16,8 +16,6 @@ from lightning_fed.lab.runner import Job, check_jobs, make_jobs, probe_jobs, run
 from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import TaskRunner
 
-__all__ = ["StoredCells", "run_grid"]
-
 
 @dataclass(frozen=True)
 class StoredCells:

@@ -15,8 +15,6 @@ from lightning_fed.lab.store import Store
 from lightning_fed.lab.workers import TaskRunner, WorkerTask, quietly
 from lightning_fed.lab.yaml_files import unknown
 
-__all__ = ["Job", "check_jobs", "make_jobs", "probe_jobs", "run_jobs"]
-
 
 @dataclass(frozen=True)
 class Job:

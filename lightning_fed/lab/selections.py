@@ -7,8 +7,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.experiment import Label, Selection
 from lightning_fed.lab.yaml_files import unknown
 
-__all__ = ["is_within", "read_selection", "read_skip"]
-
 
 def read_selection(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> Selection:
     """Return a part of a grid, given as a label or a list of labels for each axis that it names.

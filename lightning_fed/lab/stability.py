@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["climb", "settled"]
-
 _CONVERGED = 1e-4  # a smaller change of the loss from one round to the next
 _DIVERGED = 1.0  # a larger growth of the loss in ten rounds
 

@@ -12,8 +12,6 @@ from filelock import FileLock, Timeout
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.records import Record, read_record
 
-__all__ = ["Store", "settle"]
-
 
 class Store:
     """The finished cells of a grid, to be used as a context: nobody else can work in the folder meanwhile.

@@ -31,8 +31,6 @@ from lightning_fed.lab.tables import markdown, rows_of, write_series
 from lightning_fed.lab.workers import make_workers
 from lightning_fed.lab.yaml_files import check_keys, read_yaml, unknown
 
-__all__ = ["make_parser", "sweep"]
-
 _KEYS = ("metrics", "axes", "skip", "seeds", "by", "figures", "tables")
 _GRID = (
     "The grid, a YAML file, such as {metrics: {val_acc: {mode: max}}, axes: {lr: {key: model.init_args.lr, values:"

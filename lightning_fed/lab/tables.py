@@ -13,8 +13,6 @@ from lightning_fed.lab.numbers import format_number
 from lightning_fed.lab.results import Estimate, Results
 from lightning_fed.lab.selections import is_within
 
-__all__ = ["TableCell", "cells_of", "markdown", "rows_of", "write_choices", "write_series"]
-
 
 @dataclass(frozen=True)
 class TableCell:

@@ -13,8 +13,6 @@ from lightning_fed.lab.paired import Comparison, Verdict
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown
 
-__all__ = ["claim_details", "claim_table", "counted", "read_claims", "write_claims"]
-
 _MARKS: dict[Verdict, str] = {"does not hold": "**does not hold**", "undecided": "*undecided*"}
 _COUNTED: dict[Verdict, tuple[str, str]] = {
     "holds": ("holds", "hold"),

@@ -22,8 +22,6 @@ from lightning_fed.core.errors import refusal_in
 from lightning_fed.lab.cell import CellRunner
 from lightning_fed.lab.overlays import Config
 
-__all__ = ["Inline", "Outcome", "TaskRunner", "WorkerTask", "Workers", "make_workers", "quietly"]
-
 
 @dataclass(frozen=True)
 class WorkerTask:

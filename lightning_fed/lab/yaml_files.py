@@ -10,8 +10,6 @@ import yaml
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["as_list", "check_keys", "read_text", "read_yaml", "unknown"]
-
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, in which a mapping's keys differ."""

@@ -12,8 +12,6 @@ from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 
-__all__ = ["GradientDissimilarities", "PairwiseCosine", "gradient_dissimilarity"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientDissimilarities:

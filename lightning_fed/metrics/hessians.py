@@ -11,8 +11,6 @@ from lightning_fed.core.arguments import check_count, check_fraction, check_numb
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 
-__all__ = ["Eigenvalue", "Product", "extreme_eigenvalue", "hessian_dissimilarity"]
-
 Product: TypeAlias = Callable[[Vector], Vector]
 """A symmetric operator: from v [P] to H v [P]."""
 

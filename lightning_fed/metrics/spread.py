@@ -11,8 +11,6 @@ import torch
 from lightning_fed.core.arguments import check_one_of
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["Spread", "spread"]
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:

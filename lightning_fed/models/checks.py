@@ -11,8 +11,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["as_images", "check_floating", "check_widths", "sized"]
-
 
 def check_widths(owner: str, name: str, values: Any) -> list[int]:
     """Return an argument that must be a sequence of positive integers, as a list."""

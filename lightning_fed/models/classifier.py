@@ -14,8 +14,6 @@ from lightning_fed.core.arguments import check_count, check_fraction, check_numb
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import check_floating, check_widths, sized
 
-__all__ = ["Classifier", "MLPClassifier"]
-
 
 class Classifier(pl.LightningModule):
     """A network that returns logits, with cross-entropy loss and SGD.

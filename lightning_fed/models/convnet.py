@@ -10,8 +10,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import as_images, check_widths, sized
 from lightning_fed.models.classifier import Classifier
 
-__all__ = ["CifarCNN", "ConvNet", "EmnistCNN", "MnistCNN"]
-
 
 class ConvNet(Classifier):
     """Convolutions with ReLU and 2x2 max pooling, then dense layers with ReLU.

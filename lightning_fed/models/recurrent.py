@@ -12,8 +12,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import sized
 from lightning_fed.models.classifier import Classifier
 
-__all__ = ["CharLSTM", "SentimentLSTM"]
-
 _MAX_LAYERS = 100  # they are built one by one
 
 

@@ -13,8 +13,6 @@ from lightning_fed.core.arguments import check_count, check_flags, check_number,
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import sized
 
-__all__ = ["LinearRegression", "Quadratic"]
-
 
 class _KnownOptimum(pl.LightningModule):
     """A model with the option to compare its parameters with a known optimum, flat [P]."""

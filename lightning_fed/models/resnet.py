@@ -14,8 +14,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import as_images, sized
 from lightning_fed.models.classifier import Classifier
 
-__all__ = ["ResNet"]
-
 _STAGES = {18: ((64, 128, 256, 512), 2), 20: ((16, 32, 64), 3)}  # depth: channels of the stages, blocks in each
 _Norm = Callable[[int], nn.Module]
 

@@ -17,8 +17,6 @@ from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, padded
 from lightning_fed.strategies.stopping import Failure
 
-__all__ = ["Kinds", "StateTransfer", "assign", "pack", "unpack"]
-
 Kinds: TypeAlias = Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shapes and types of clients' states, by stored index and name."""
 

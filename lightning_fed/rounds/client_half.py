@@ -15,8 +15,6 @@ from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.strategies.split import BatchSplit
 
-__all__ = ["ClientHalf"]
-
 
 class ClientHalf(ABC):
     """Answers for clients, one or several at a time.

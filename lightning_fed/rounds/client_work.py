@@ -36,8 +36,6 @@ from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 from lightning_fed.strategies.split import BatchSplit
 
-__all__ = ["ClientWork", "gradients_together", "prepare_clients"]
-
 _TOGETHER = 2**16  # numbers in the gradients of clients that answer together
 
 

@@ -16,8 +16,6 @@ from lightning_fed.server.participation import Participant, Population, unbiased
 from lightning_fed.server.sampling import draw
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["CohortSampling", "DrawnCohort", "secret_seed"]
-
 
 @dataclass(frozen=True, slots=True)
 class DrawnCohort:

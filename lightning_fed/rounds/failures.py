@@ -12,8 +12,6 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import ChunkResult, Engine, WorkPlan
 from lightning_fed.server.participation import Participant
 
-__all__ = ["Faults", "Isolation", "stop_at", "warn_of"]
-
 _SHOWN = 5  # causes listed in one message
 
 

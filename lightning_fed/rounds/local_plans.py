@@ -36,8 +36,6 @@ from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings, cut
 
-__all__ = ["LocalPlans", "RoundPlans", "check_lone_examples", "check_separate_examples", "limited", "num_examples"]
-
 _TRIED = 10  # clients whose data may fail to build before the first round
 
 

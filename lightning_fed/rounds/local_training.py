@@ -28,8 +28,6 @@ from lightning_fed.server.client_states.state import LOCAL_STEPS, ClientState, C
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
-__all__ = ["ClientGradients", "InnerSolve", "LocalTraining", "prepared_for_inner_solve"]
-
 _CACHE_BYTES = 2**30  # limit of full-batch gradients that are kept from their average to the clients' work
 
 

@@ -11,8 +11,6 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["GRADIENTS", "LOSS", "TRAIN", "Reply", "ReplyOrder", "Task"]
-
 GRADIENTS, LOSS, TRAIN = "gradients", "loss", "train"  # the phases of a round, in their order
 
 

@@ -11,8 +11,6 @@ from lightning_fed.server.attacks import attacked
 from lightning_fed.server.client_states.state import ClientState, ClientStates, Stacked
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["Outgoing"]
-
 
 class Outgoing:
     """Passes on the messages and states of a chunk of clients; ``attackers`` has the stored indices of bad ones."""

@@ -23,8 +23,6 @@ from lightning_fed.server.learning_sampler import LossesOf
 from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, metrics_alone
 
-__all__ = ["Rounds"]
-
 Status: TypeAlias = dict[str, Any]
 """What a process reports to the others when its clients are done."""
 

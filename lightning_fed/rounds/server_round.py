@@ -22,8 +22,6 @@ from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["ServerRound"]
-
 
 class ServerRound:
     """Sends requests to clients, combines their replies, and takes the server's step.

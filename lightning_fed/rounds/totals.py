@@ -22,8 +22,6 @@ from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 
-__all__ = ["Drift", "RoundTotals", "Traffic"]
-
 _BLOCK = 2**16  # numbers converted to float64 in one block
 
 Failed: TypeAlias = Callable[[ClientError], None]

@@ -13,8 +13,6 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.server.participation import Population
 
-__all__ = ["Attack", "LabelFlipAttack", "NoiseAttack", "SignFlipAttack", "attacked"]
-
 _LABEL_NAMES = ("targets", "labels", "target", "label")
 
 

@@ -13,8 +13,6 @@ from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_numbe
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.aggregation.privacy import ORDERS, accountant
 
-__all__ = ["ClientPrivacy", "PrivacyLedger", "epsilon_of"]
-
 
 class ClientPrivacy(ArgumentsRepr):
     r"""Local steps on clipped gradients of single examples with Gaussian noise (DP-SGD).

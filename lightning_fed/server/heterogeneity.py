@@ -10,8 +10,6 @@ from lightning_fed.core.arguments import ArgumentsRepr, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 
-__all__ = ["SystemsHeterogeneity"]
-
 _LARGEST_EXPONENT = 700.0  # beyond 709 there is no float
 
 

@@ -7,8 +7,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 
-__all__ = ["LearningSampler", "LossesOf", "learns"]
-
 LossesOf: TypeAlias = Callable[[Sequence[ClientId]], Mapping[ClientId, float]]
 """Measures the training loss f_i of clients at the server model; clients that do not answer are left out."""
 

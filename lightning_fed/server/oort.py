@@ -15,8 +15,6 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.sampling import CountingSampler, has_examples
 
-__all__ = ["OortSampler"]
-
 _EXPLOIT, _EXPLORE = 1, 2  # the streams of a round
 
 

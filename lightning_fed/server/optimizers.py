@@ -12,8 +12,6 @@ from lightning_fed.algorithms.base_optimizers import Adagrad, Adam, BaseOptimize
 from lightning_fed.core.arguments import choice, number
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedRMSProp", "FedYogi"]
-
 Params: TypeAlias = Any
 """What a torch optimizer takes: parameters, named parameters or parameter groups."""
 

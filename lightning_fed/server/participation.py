@@ -14,8 +14,6 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, Weighting
 
-__all__ = ["Participant", "Participation", "Population", "no_weight", "raw_weight", "unbiased"]
-
 
 class Population(Sequence[ClientId]):
     """The sequence of client ids that can participate; clients without examples are left out.

@@ -13,8 +13,6 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.sampling import CountingSampler, WeightedSampler, has_examples
 
-__all__ = ["PowerOfChoiceSampler"]
-
 _TIES = 1  # the stream of a round that orders clients of equal loss
 
 

@@ -16,18 +16,6 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.learning_sampler import LossesOf
 
-__all__ = [
-    "AvailabilitySampler",
-    "BernoulliSampler",
-    "CountingSampler",
-    "RoundRobinSampler",
-    "Sampler",
-    "UniformSampler",
-    "WeightedSampler",
-    "draw",
-    "has_examples",
-]
-
 Sampler: TypeAlias = Callable[..., Sequence[ClientId]]
 """``sampler(seed, round, population)`` or ``sampler(seed, round)``: the ids of a cohort, possibly with repetitions.
 

@@ -22,8 +22,6 @@ from lightning_fed.server.client_states.store import ClientStore, MemoryClientSt
 from lightning_fed.server.participation import Participation
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, ServerStep
 
-__all__ = ["FORMAT", "Server", "resolve_weighting"]
-
 FORMAT = 3  # of :meth:`Server.state_dict`; increment it when older versions cannot read a change
 
 _WEIGHTINGS = ("examples", "uniform", "steps")

@@ -16,8 +16,6 @@ from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.torch_optimizers import is_plain_sgd, refuse_unsupported
 from lightning_fed.core.types import Vector
 
-__all__ = ["ServerOptimizerFactory", "ServerSchedulerFactory", "ServerStep", "plain_sgd", "steps_not_counted"]
-
 ServerOptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 """A function from parameters to a torch optimizer, such as ``functools.partial(torch.optim.Adam, lr=0.01)``."""
 

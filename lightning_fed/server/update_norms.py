@@ -15,8 +15,6 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.sampling import CountingSampler, included
 
-__all__ = ["UpdateNormSampler", "optimal_probabilities"]
-
 
 class UpdateNormSampler(CountingSampler):
     r"""Include clients independently, more often those whose last update was long, and weight them without bias.

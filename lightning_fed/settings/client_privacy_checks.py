@@ -12,8 +12,6 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.strategies import WithinClientStrategy
 
-__all__ = ["check_private_clients", "check_private_module"]
-
 
 def check_private_clients(trainer: Any, privacy: ClientPrivacy) -> None:
     """Raise for settings of the trainer under which noise would not cover all that clients release."""

@@ -12,8 +12,6 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["arguments_of_environment", "defaults_of_environment"]
-
 Init = TypeVar("Init", bound=Callable[..., None])
 
 _PREFIX = "PL_TRAINER_"

@@ -18,8 +18,6 @@ from lightning_fed.compat.private import MisconfigurationException
 from lightning_fed.core.arguments import check_flags, check_paths, finite, format_value
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["as_callbacks", "check_call", "check_trainer_arguments", "checked", "refusals_of_lightning"]
-
 _LEAST: Mapping[str, float] = {
     "num_nodes": 1,
     "min_epochs": 0,

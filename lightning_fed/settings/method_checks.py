@@ -13,8 +13,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.seeds import preserved_random_state, random_state
 
-__all__ = ["check_method"]
-
 _RULES = ("weighting", "examples", "uniform", "population")
 _HOOKS = [name for name in vars(Algorithm) if not name.startswith("_")]
 _SIZE = 6  # coordinates to try the hooks on

@@ -25,15 +25,6 @@ from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.server.aggregation.base import Aggregator
 
-__all__ = [
-    "check_batch_statistics",
-    "check_buffers",
-    "check_module",
-    "check_optimization",
-    "check_schedules",
-    "no_federated_data",
-]
-
 
 def no_federated_data(found: object) -> FederatedError:
     """Return the error for data that are not split into clients; ``found`` is the given data, if any."""

@@ -29,8 +29,6 @@ from lightning_fed.server.sampling import Sampler, UniformSampler
 from lightning_fed.server.server import resolve_weighting
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 
-__all__ = ["MAX_FAILED_SHARE", "Settings", "cut"]
-
 MAX_FAILED_SHARE = 0.5
 
 

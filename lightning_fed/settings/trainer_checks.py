@@ -9,8 +9,6 @@ from lightning_fed.settings.client_privacy_checks import check_private_clients
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy
 
-__all__ = ["check_local_options", "check_strategy", "check_trainer"]
-
 _CALLBACKS = {
     "StochasticWeightAveraging": "it averages weights along one optimizer path, while every client starts a new path",
     "WeightAveraging": "it averages weights after every batch, while batches belong to different clients",

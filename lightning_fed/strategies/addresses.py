@@ -18,8 +18,6 @@ from typing import Any
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.peers import LIMIT
 
-__all__ = ["check_addresses"]
-
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 _KEYS = "lightning_fed/addresses"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -23,8 +23,6 @@ from lightning_fed.strategies.peers import NO_PEERS, Peers, monitored_connection
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
-__all__ = ["ClientsStrategy", "UnwrappedDDPStrategy", "WithinClientStrategy", "adopt", "split_of"]
-
 
 class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     """Processes that start and connect like Lightning's DDP, each with the unwrapped module.

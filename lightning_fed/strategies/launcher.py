@@ -17,8 +17,6 @@ from lightning_fed.compat.private import Tqdm, TrainerFn, _MultiProcessingLaunch
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.stopping import OtherProcessError
 
-__all__ = ["RoundLauncher", "adopt_launcher"]
-
 _LARGEST = 2**15  # size limit of an exception in bytes, so that a pipe takes it without a reader
 
 

@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["LIMIT", "NO_PEERS", "Endpoint", "Peers", "monitored_connections"]
-
 LIMIT = 15.0
 """Seconds without an answer after which a machine counts as gone."""
 

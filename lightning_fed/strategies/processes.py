@@ -20,8 +20,6 @@ from lightning_fed.strategies.peers import NO_PEERS, Peers
 from lightning_fed.strategies.shared_memory import PIECE, SharedMemory, add_together
 from lightning_fed.strategies.stopping import Failure
 
-__all__ = ["Ranks", "Sent", "metrics_alone", "padded"]
-
 Record = TypeVar("Record")
 Sent: TypeAlias = Sequence[Sequence[Tensor]]
 """The data for each process, as bytes in host memory."""

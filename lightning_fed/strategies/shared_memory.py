@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["PIECE", "SharedMemory", "add_together"]
-
 PIECE = 2**22
 """Bytes of a sum exchanged at once; larger sums are exchanged in pieces."""
 

@@ -17,8 +17,6 @@ from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.strategies.peers import NO_PEERS, Peers
 from lightning_fed.strategies.stopping import Failure
 
-__all__ = ["NO_EXAMPLES", "BatchSplit", "PeerError", "part_of"]
-
 NO_EXAMPLES = object()
 """The part of a batch for a process if there are fewer examples than processes."""
 

@@ -11,16 +11,6 @@ from typing import Any
 from lightning_fed.compat.private import SIGTERMException, TrainerFn, _SignalConnector
 from lightning_fed.core.errors import ClientError
 
-__all__ = [
-    "Failure",
-    "OtherProcessError",
-    "RequeueException",
-    "RoundSignalConnector",
-    "Stop",
-    "exception_of",
-    "stop_of",
-]
-
 
 class Stop(IntEnum):
     """The request of a signal; the larger number wins."""

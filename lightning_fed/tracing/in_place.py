@@ -10,8 +10,6 @@ from torch import fx
 
 from lightning_fed.tracing.passes import erase_unused, root, shape_of, writes
 
-__all__ = ["SplitGraph", "split_graph"]
-
 _aten = torch.ops.aten
 _Term: TypeAlias = tuple[float, fx.Node]  # a factor, and the node that it multiplies
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-__all__ = ["erase_unused", "generalize", "is_view", "root", "shape_of", "simplify", "writes"]
-
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.expand.default)
 _PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)

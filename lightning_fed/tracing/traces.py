@@ -19,8 +19,6 @@ except ImportError as error:  # private names, which may move; everything also r
 else:
     _MISSING = ""
 
-__all__ = ["Found", "Trace", "Traces", "kinds", "resized"]
-
 _MOST = 512  # traces of about 300 kB each
 
 _aten = torch.ops.aten

@@ -33,8 +33,6 @@ from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
 from lightning_fed.trainer.evaluation import SharedEvaluationLoop
 
-__all__ = ["RoundCheckpointConnector", "RoundLoggerConnector", "install", "remove_refused_logs"]
-
 _LOGGED = ("config.yaml", "hparams.yaml", "metrics.csv")  # what the command line and Lightning's loggers write
 
 

@@ -29,8 +29,6 @@ from lightning_fed.engines.processor import lstm_errors
 from lightning_fed.server.client_states.state import PERSONAL, ClientState, method_part
 from lightning_fed.strategies.processes import Ranks, metrics_alone
 
-__all__ = ["ClientEvaluation", "SharedEvaluationLoop", "mean_loss", "own_model", "validation_batches"]
-
 
 class SharedEvaluationLoop(_EvaluationLoop):
     """Lightning's evaluation loop, with batch k given to process k mod n, under its own index.

@@ -5,8 +5,6 @@ from pathlib import Path
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["MethodLogger", "name_default_runs", "unwritable_logs"]
-
 
 class MethodLogger(pl.loggers.TensorBoardLogger):
     """Lightning's default logger, whose folder for a run also names the method: ``version_0_Scaffold``.

@@ -44,8 +44,6 @@ from lightning_fed.strategies.stopping import Stop, exception_of, stop_of
 from lightning_fed.trainer.measurements import Measurements
 from lightning_fed.trainer.run_state import RunState
 
-__all__ = ["FederatedLoop"]
-
 
 class FederatedLoop(_FitLoop):
     """Run federated rounds where Lightning would run epochs.

@@ -18,8 +18,6 @@ from lightning_fed.server.participation import Population
 from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
 from lightning_fed.trainer.run_state import RunState
 
-__all__ = ["Measurements"]
-
 
 class Measurements:
     """Gradients, losses and metrics of single clients, which :class:`lightning_fed.FederatedLoop` hands to callbacks.

@@ -12,8 +12,6 @@ from lightning_fed.compat.private import is_overridden
 from lightning_fed.engines.batch_hooks import is_users_own
 from lightning_fed.trainer.server_model import ServerModel
 
-__all__ = ["RoundStart", "has_round_hooks"]
-
 
 def has_round_hooks(trainer: pl.Trainer) -> bool:
     """Return whether the user has hooks that are called in a round, besides those of the module for its batches."""

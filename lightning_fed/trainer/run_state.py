@@ -30,8 +30,6 @@ from lightning_fed.strategies.processes import Ranks
 from lightning_fed.trainer.round_start import RoundStart, has_round_hooks
 from lightning_fed.trainer.server_model import ServerModel
 
-__all__ = ["RunState"]
-
 
 class RunState:
     """A trainer's run between rounds, and from one fit to the next.

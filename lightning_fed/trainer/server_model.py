@@ -13,8 +13,6 @@ from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.server import Server
 
-__all__ = ["ServerModel"]
-
 _Model: TypeAlias = tuple[Vector, Vector, State, set[str]]
 """Trained and personal parameters, buffers, and the names of the buffers that have changed in the run."""
 

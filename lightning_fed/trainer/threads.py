@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["is_small", "threads_for"]
-
 SMALL = 500_000
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Lightning sets the first of them when it starts processes: a value at import is the user's

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fed.data.batches.batches import BatchSettings, RepeatedBatches, TensorBatches
+from lightning_fed.data.batches.batches import RepeatedBatches, TensorBatches
+from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.engines.device_data import DeviceData
 
 

@@ -14,16 +14,6 @@ from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
 
-__all__ = [
-    "BatchSettings",
-    "ChangedBatches",
-    "ClientBatches",
-    "LoaderBatches",
-    "RepeatedBatches",
-    "TensorBatches",
-    "batching_problem",
-]
-
 _AHEAD = 2**22  # bytes of the batches that are looked up together on an accelerator
 
 

@@ -13,8 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["BatchSizeOf", "RecordedBatches", "count_examples", "has_index_lists", "possible_counts", "sampled_length"]
-
 BatchSizeOf: TypeAlias = Callable[[Any], int]
 """A function from a batch to the number of examples in it."""
 

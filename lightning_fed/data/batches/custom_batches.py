@@ -19,8 +19,6 @@ from lightning_fed.data.batches.counting import RecordedBatches, count_examples,
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings, options_of
 
-__all__ = ["CustomBatches"]
-
 
 class CustomBatches(ClientBatches):
     """Batches of a user-defined loader; ``make`` returns one for a local epoch, given a generator.

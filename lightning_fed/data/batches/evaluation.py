@@ -17,15 +17,6 @@ from lightning_fed.data.batches.examples import check_map_style, check_positions
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import BatchSettings, BatchTransform, Chain, options_of
 
-__all__ = [
-    "EvaluationLoader",
-    "are_several",
-    "check_client_val",
-    "check_evaluation",
-    "evaluation_loader",
-    "transformed_loader",
-]
-
 _KINDS = (Dataset, DataLoader)
 
 

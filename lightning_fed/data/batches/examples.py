@@ -12,20 +12,6 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 
-__all__ = [
-    "BareInputs",
-    "as_labels",
-    "check_map_style",
-    "check_positions",
-    "class_counts",
-    "column_of",
-    "inner_indices",
-    "labels_of",
-    "rows_in",
-    "size_of",
-    "targets_of",
-]
-
 _LABEL_NAMES = ("targets", "labels", "target", "label")
 _REMEDY = (
     "Pass the class of each example, a tensor [n] or a function of an example, as"

@@ -9,8 +9,6 @@ from lightning_fed.core.seeds import KeyedStream, Purpose
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.batches.settings import Batches
 
-__all__ = ["PoissonBatches"]
-
 
 class PoissonBatches(ClientBatches):
     """A client's examples in batches by Poisson sampling, as many per epoch as without.

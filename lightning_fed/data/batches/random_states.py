@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-__all__ = ["RandomStates", "WorkerSeeds"]
-
 _MOST = 10_000  # objects visited, which takes milliseconds
 _LONG = 256  # longer lists hold examples, unless they start with a data set or a function
 _SHOWN = 12  # the last parts of an attribute's path that messages show

@@ -13,18 +13,6 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.counting import BatchSizeOf
 
-__all__ = [
-    "BatchAugmentation",
-    "BatchSettings",
-    "BatchTransform",
-    "Batches",
-    "Chain",
-    "chain",
-    "check_options",
-    "options_of",
-    "settings_of",
-]
-
 Batches: TypeAlias = Iterator[tuple[Any, int]]
 """Batches, each with the number of examples in it."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from lightning_fed.core.arguments import check_count, check_numbers
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["Flatten", "Normalize", "RandomCrop", "RandomFlip", "Shrink", "ToFloat"]
-
 
 class _OfImages(ABC):
     """Base of transforms that change the images: a batch, or the first part of a list or tuple."""

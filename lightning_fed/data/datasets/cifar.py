@@ -15,8 +15,6 @@ from lightning_fed.data.datasets.images import ImageDataModule
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 from lightning_fed.data.partitions.skew import BalancedDirichlet
 
-__all__ = ["CIFAR10", "CIFAR100"]
-
 
 class _Cifar(ImageDataModule):
     """Photographs in the files that torchvision uses."""

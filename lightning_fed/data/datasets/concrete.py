@@ -12,8 +12,6 @@ from lightning_fed.data.files.stored import StoredDataModule, find, read_table
 from lightning_fed.data.files.tables import as_number
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction, equal_shares, random_state
 
-__all__ = ["Concrete"]
-
 _COLUMNS = 9
 
 

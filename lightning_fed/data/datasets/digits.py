@@ -14,8 +14,6 @@ from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import Dirichlet, Partition, PartitionFunction
 
-__all__ = ["Digits"]
-
 _VAL_FRACTION = 0.1
 
 

@@ -17,8 +17,6 @@ from lightning_fed.data.batches.transforms import Flatten
 from lightning_fed.data.files.stored import StoredDataModule
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 
-__all__ = ["ImageDataModule"]
-
 
 class ImageDataModule(StoredDataModule):
     """Published images with a training and a test part, which stay in memory as bytes [n, C, H, W].

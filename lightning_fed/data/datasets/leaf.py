@@ -15,8 +15,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, listing
 
-__all__ = ["FEMNIST", "LeafDataModule", "LeafUser", "read_leaf"]
-
 _PARTS = {"users": list, "num_samples": list, "user_data": dict}
 
 

@@ -17,8 +17,6 @@ from lightning_fed.data.datasets.images import ImageDataModule
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction
 from lightning_fed.data.partitions.skew import BalancedDirichlet, PowerLaw
 
-__all__ = ["EMNIST", "MNIST"]
-
 _CLASSES = {  # in the order of the labels
     "byclass": digits + ascii_uppercase + ascii_lowercase,
     "bymerge": digits + ascii_uppercase + "abdefghnqrt",

@@ -13,8 +13,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import random_state
 
-__all__ = ["LeastSquares", "Quadratics"]
-
 _MAX_NUMBERS = 10**8  # float64, in memory
 
 

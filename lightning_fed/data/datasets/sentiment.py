@@ -19,8 +19,6 @@ from lightning_fed.data.datasets.leaf import read_leaf
 from lightning_fed.data.files.stored import StoredDataModule, find, large_enough, read_rows
 from lightning_fed.data.partitions.partition import random_state
 
-__all__ = ["Sentiment140", "Vocabulary", "read_embedding", "words"]
-
 
 def words(text: str) -> list[str]:
     """Return the words and the marks . , ! ? ; of a text, in lower case.

@@ -22,8 +22,6 @@ from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.datasets.leaf import LeafUser, read_leaf
 from lightning_fed.data.files.stored import StoredDataModule, find, large_enough, listing
 
-__all__ = ["SYMBOLS", "Shakespeare", "encode", "read_plays", "speeches", "windows"]
-
 _START = re.compile(r"ACT [IVX]+\b")
 _HEADING = re.compile(r"(ACT|SCENE|PROLOGUE|EPILOGUE|INDUCTION)\b")
 _DIRECTION = re.compile(r"\[[^]]*\]|\|")  # a stage direction, or the brace next to lines that several roles speak

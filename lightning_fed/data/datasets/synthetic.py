@@ -12,8 +12,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import Floats, random_state
 
-__all__ = ["Synthetic"]
-
 _MAX_CLIENTS = 100_000  # drawn at once and kept: half a minute, and gigabytes
 
 

@@ -18,8 +18,6 @@ from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransfor
 from lightning_fed.data.datamodule import AnyDataset, FederatedDataModule
 from lightning_fed.data.files.stored import find, inside
 
-__all__ = ["ClientFolder", "ClientImages"]
-
 _ARRAYS = ("x", "y")
 _DEEP = ("I", "F")  # PIL's modes of 16 and 32 bits, whose values convert("RGB") would clip at 255
 _IMAGES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}

@@ -15,8 +15,6 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 
-__all__ = ["StoredDataModule", "find", "inside", "large_enough", "listing", "pool", "read_rows", "read_table"]
-
 
 class StoredDataModule(FederatedDataModule, ABC):
     """A data module that reads its files once, in ``setup`` or when the clients are first accessed.

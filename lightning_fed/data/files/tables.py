@@ -33,8 +33,6 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
 from lightning_fed.data.partitions.partition import check_client_id, random_state
 
-__all__ = ["ClientTable", "Columns", "as_number", "is_word", "read_columns", "sorted_words"]
-
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
 _MISSING_VALUE = "has no value. Fill it in, or drop the row."

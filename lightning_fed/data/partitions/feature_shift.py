@@ -15,8 +15,6 @@ from lightning_fed.core.arguments import check_number, check_one_of, check_seed,
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.partitions.partition import Partition, PartitionFunction, Parts, random_state, seed_words
 
-__all__ = ["FeatureShift", "ShiftedClients", "rotate"]
-
 
 def rotate(images: Tensor, degrees: float) -> Tensor:
     """Return images [..., H, W], float or uint8, rotated counter-clockwise about their center; the corners are zero.

@@ -15,27 +15,6 @@ from lightning_fed.core.arguments import check_count, check_number, check_seed, 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 
-__all__ = [
-    "ByKey",
-    "Dirichlet",
-    "Floats",
-    "Iid",
-    "Ints",
-    "Partition",
-    "PartitionFunction",
-    "Parts",
-    "SeededPartition",
-    "Shards",
-    "by_class",
-    "check_client_id",
-    "check_client_ids",
-    "cut_by",
-    "equal_shares",
-    "log_gamma",
-    "random_state",
-    "seed_words",
-]
-
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]

@@ -19,8 +19,6 @@ from lightning_fed.data.partitions.partition import (
     log_gamma,
 )
 
-__all__ = ["BalancedDirichlet", "ClassesPerClient", "LogNormalSizes", "PowerLaw", "QuantitySkew", "Similarity"]
-
 
 class BalancedDirichlet(SeededPartition):
     """Label skew with equal sizes: each client draws its mixture of classes from a Dirichlet distribution.

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["packed", "unpacked"]
-
 _REFUSED = "refused "
 
 

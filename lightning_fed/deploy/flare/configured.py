@@ -13,8 +13,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.configured import NAME, write_app
 
-__all__ = ["run", "simulator", "write"]
-
 _PATIENCE = 20.0  # seconds in which FLARE's processes are to end
 
 

@@ -22,8 +22,6 @@ from lightning_fed.deploy.remote import RemoteClients
 from lightning_fed.deploy.saved_run import fit
 from lightning_fed.deploy.site_worker import called
 
-__all__ = ["RoundsController"]
-
 _OTHER = "`nvflare job list` shows its job, and `nvflare job abort` ends it"
 _log = logging.getLogger("lightning_fed.deploy")
 

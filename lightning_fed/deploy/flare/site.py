@@ -13,8 +13,6 @@ from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.site_process import SiteProcess
 from lightning_fed.deploy.site_worker import Maker, named
 
-__all__ = ["serve_site"]
-
 
 def serve_site(
     make_trainer: Maker,

@@ -13,8 +13,6 @@ from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.message import Message, printable
 from lightning_fed.deploy.transport import Absent, Refusal, contents_of, replies_in
 
-__all__ = ["AbortedError", "FlareTransport"]
-
 _LOOK = 0.2  # seconds between two looks for an abort
 _TRIES = 3  # how often a site is asked again in a phase after an error of its side of FLARE
 _BACK_OFF = 5.0  # seconds before that

@@ -7,8 +7,6 @@ from lightning_fed.deploy.flower.records import clients_record, packed, unpacked
 from lightning_fed.deploy.site_process import SiteProcess
 from lightning_fed.deploy.site_worker import STARTED_BY, Maker, clients_of, end_with, named
 
-__all__ = ["client_app"]
-
 
 def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> ClientApp:
     """Return the ClientApp of the sites of a run.

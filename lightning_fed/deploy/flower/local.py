@@ -15,8 +15,6 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 
-__all__ = ["LocalFlower"]
-
 _LOOK = 0.2  # seconds between two looks
 _SHOWN = 2000  # characters of a log in an error
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-__all__ = ["clients_in", "clients_record", "packed", "unpacked"]
-
 _MESSAGES, _REFUSED, _WHO, _CLIENTS = "messages", "refused", "who", "clients"
 _FORMAT = "lightning_fed.deploy.Message"
 

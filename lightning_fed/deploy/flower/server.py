@@ -16,8 +16,6 @@ from lightning_fed.deploy.remote import RemoteClients
 from lightning_fed.deploy.saved_run import fit
 from lightning_fed.deploy.site_worker import STARTED_BY, Maker, called, end_with
 
-__all__ = ["server_app"]
-
 DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0, "absent-after": 300.0}
 """A run's options in its configuration, in seconds, as :class:`FlowerTransport` explains them."""
 

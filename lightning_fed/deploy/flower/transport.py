@@ -19,8 +19,6 @@ from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
 from lightning_fed.deploy.message import Message
 from lightning_fed.deploy.transport import Absent, Refusal, contents_of, replies_in
 
-__all__ = ["FlowerTransport"]
-
 _PAUSE = 0.5  # seconds between two looks for replies
 _BACK_OFF = 5.0  # seconds before a node that has answered with an error is asked again
 _log = logging.getLogger("flwr")

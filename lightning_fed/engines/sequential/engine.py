@@ -29,8 +29,6 @@ from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientF
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 
-__all__ = ["SequentialEngine"]
-
 
 class SequentialEngine(Engine):
     """Runs clients one by one."""

@@ -25,8 +25,6 @@ from lightning_fed.engines.sequential.readings import ClientNumbers
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
-__all__ = ["ClientEpochLoop", "ClientFetcher"]
-
 _NO_CONTEXT = nullcontext()
 
 

@@ -30,8 +30,6 @@ from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
-__all__ = ["ClientOptimization"]
-
 _NO_CONTEXT = nullcontext()
 
 

@@ -13,8 +13,6 @@ from lightning_fed.core.errors import ClientError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.engines.client_errors import fault_of
 
-__all__ = ["ClientNumbers", "Reading", "read"]
-
 
 @dataclass(slots=True)
 class ClientNumbers:

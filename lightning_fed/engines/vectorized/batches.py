@@ -17,17 +17,6 @@ from lightning_fed.engines.device_data import DeviceData, is_rows, num_bytes
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.tracing.traces import kinds
 
-__all__ = [
-    "AnyBatches",
-    "BatchGroup",
-    "RowBatches",
-    "RowLookup",
-    "StepGroup",
-    "flatten",
-    "rows_of_one_kind",
-    "unflatten",
-]
-
 _AHEAD = 2**22  # bytes of several steps that are looked up together
 _JOINED = 2**25  # bytes of several clients' tensors that are concatenated in host memory
 

@@ -6,8 +6,6 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.changes import Marks, changed, marks, tensor_marks
 
-__all__ = ["ChangeTracker"]
-
 _WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
 
 

@@ -18,8 +18,6 @@ from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimize
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 from lightning_fed.server.participation import Participant
 
-__all__ = ["ChunkWork"]
-
 
 class ChunkWork:
     """Parameters, states and optimizer of the S clients of a chunk; states are stacked: vectors [S, P], numbers [S].

@@ -12,8 +12,6 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.types import State, Vector
 from lightning_fed.server.client_states.state import Stacked
 
-__all__ = ["ChunkMeans", "ChunkMemory", "Clients", "default_chunk_size", "of_each", "stack_states"]
-
 _Entry: TypeAlias = tuple[Sequence[int], Tensor, float]  # clients, each one's value, and the weight
 _Sums: TypeAlias = tuple[list[float], list[float]]  # by client: sums of values times weights, and of weights
 

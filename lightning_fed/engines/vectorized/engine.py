@@ -38,8 +38,6 @@ from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import TrialStep, check_settings, hooked_parameter
 
-__all__ = ["VectorizedEngine"]
-
 
 class VectorizedEngine(Engine):
     """Runs the clients of a chunk at once, on stacked parameters; docs/architecture.md shows a batch's path.

@@ -13,8 +13,6 @@ from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
-__all__ = ["FullGradients", "add_decay"]
-
 _EXAMPLES = (5, 3, 2)  # batch sizes that record a trace for any number of examples
 
 

@@ -16,8 +16,6 @@ from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import Clients, of_each
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 
-__all__ = ["DIMS", "LocalStep", "StepInput", "StepOutput"]
-
 Gradient: TypeAlias = Callable[
     [Sequence[Tensor], Sequence[Tensor], Any, int], tuple[Sequence[Tensor | None], Tensor, dict[str, Tensor]]
 ]

@@ -18,8 +18,6 @@ from lightning_fed.engines.vectorized.local_step import DIMS, LocalStep, StepInp
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, Sizes
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
-__all__ = ["LocalSteps"]
-
 _LEAST_RATE = 1e5  # in units of rounding: the learning rate whose moves are compared as directions
 _CLIENTS = (5, 7)  # numbers of clients that record a trace for any number, regardless of the current clients
 

@@ -23,8 +23,6 @@ from lightning_fed.engines.gradients import check_loss
 from lightning_fed.engines.vectorized.batches import unflatten
 from lightning_fed.tracing.traces import Trace, Traces, kinds
 
-__all__ = ["ModuleStep", "OwnStep", "Sizes"]
-
 _LOG = inspect.signature(pl.LightningModule.log)
 _NO_OPTIONS = ("self", "name", "value", "batch_size")
 _MEANS = (torch.mean, "mean", "avg")

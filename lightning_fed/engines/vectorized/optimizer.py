@@ -14,8 +14,6 @@ from lightning_fed.core.torch_optimizers import STEP_COUNTS, without_coupled_dec
 from lightning_fed.engines.local_schedule import MOVED
 from lightning_fed.engines.optimizer import FederatedOptimizer
 
-__all__ = ["ELEMENTWISE", "Clipping", "StackedOptimizer"]
-
 ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,

@@ -24,8 +24,6 @@ from lightning_fed.engines.vectorized.clients import ChunkMeans
 from lightning_fed.engines.vectorized.local_steps import LocalSteps
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 
-__all__ = ["RecurringShapes", "Schedule", "StartGroup", "batch_sizes", "interleaved"]
-
 _SHARE = 8  # a shape recurs if one in this many steps of the round so far had it
 
 

@@ -37,8 +37,6 @@ from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
 from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 
-__all__ = ["StepState", "TrialStep", "check_settings", "hooked_parameter"]
-
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
 _LOW = (torch.bfloat16, torch.float16)

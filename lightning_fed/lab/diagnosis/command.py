@@ -19,8 +19,6 @@ from lightning_fed.lab.diagnosis.verdicts import Findings, verdicts
 from lightning_fed.lab.options import Count
 from lightning_fed.lab.workers import quietly
 
-__all__ = ["diagnose", "make_parser"]
-
 _LABELLED = 1000  # clients whose labels are read at most
 _FORMATS = (".md", ".json")
 

@@ -16,8 +16,6 @@ from lightning_fed.core.types import ClientId, Vector
 from lightning_fed.metrics import extreme_eigenvalue, gradient_dissimilarity, hessian_dissimilarity
 from lightning_fed.rounds.local_plans import RoundPlans
 
-__all__ = ["Measured", "mean_gradient", "measure", "stepping"]
-
 _TOLERANCE, _ITERATIONS = 1e-2, 30  # of Lanczos
 _BATCHES = 8  # of a client, whose gradients tell the noise
 _PATH = 50  # local steps that are followed to measure the drift

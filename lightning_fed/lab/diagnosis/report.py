@@ -11,8 +11,6 @@ from lightning_fed.lab.diagnosis.trials import Trial
 from lightning_fed.lab.diagnosis.verdicts import Findings, Verdict, corrects_drift, plural
 from lightning_fed.lab.tables import markdown
 
-__all__ = ["Section", "as_json", "as_markdown", "as_text", "sections"]
-
 Section: TypeAlias = tuple[str, list[tuple[str, str, str]]]
 """A heading, and rows of name, value and meaning."""
 

@@ -23,8 +23,6 @@ from lightning_fed.data import Quadratics
 from lightning_fed.models import Quadratic
 from lightning_fed.trainer.trainer import FederatedTrainer
 
-__all__ = ["SelfCheck", "self_check"]
-
 _A, _G, _START, _RATE, _STEPS, _ROUNDS = (3.0, 1.0, 0.5, 1.5), 2.0, 1.0, 0.1, 3, 4
 _CLIENTS = list(zip(_A, (_G, -_G) * 2, strict=True))
 _TOLERANCE = 1e-9

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from lightning_fed.lab.diagnosis.measurement import Measured
 
-__all__ = ["Theory", "mime_mvr", "suggest"]
-
 
 @dataclass(frozen=True)
 class Theory:

@@ -26,8 +26,6 @@ from lightning_fed.lab.yaml_files import read_yaml, unknown
 from lightning_fed.settings.settings import Settings
 from lightning_fed.trainer.trainer import FederatedTrainer
 
-__all__ = ["PARTS", "Trial", "Trials", "read_config"]
-
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")

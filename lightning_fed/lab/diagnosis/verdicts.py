@@ -11,8 +11,6 @@ from lightning_fed.lab.diagnosis.self_check import SelfCheck
 from lightning_fed.lab.diagnosis.theory import Theory
 from lightning_fed.lab.diagnosis.trials import Trial
 
-__all__ = ["Findings", "Verdict", "corrects_drift", "plural", "verdicts"]
-
 _EVIDENCE = ("certain", "likely", "possible")
 _CORRECTING = (Scaffold, ScaffoldM, Scaffnew, Mime, MimeMVR, FedDane, FedDyn, FedSpeed)
 _KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # each client's gradient, so that the sampled clients matter less

@@ -12,8 +12,6 @@ from lightning_fed.core.types import Vector, Weighting
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.sampling import Sampler
 
-__all__ = ["FULL_GRAD", "Aggregator", "averaged_points"]
-
 FULL_GRAD = "full_grad_"
 """The prefix of a point's name in messages of full-batch gradients at that point."""
 

@@ -11,8 +11,6 @@ from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_numbe
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
-__all__ = ["QSGD", "Compressor", "TopK", "compress"]
-
 
 class Compressor(ArgumentsRepr, ABC):
     """Compresses a client's messages.

@@ -18,8 +18,6 @@ from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.aggregation.robust import RobustAggregator
 from lightning_fed.server.sampling import Sampler
 
-__all__ = ["Bulyan", "Krum", "MultiKrum"]
-
 _BLOCK = 2**14  # columns compared in one block, which bounds the extra memory
 
 

@@ -17,8 +17,6 @@ from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import State, Vector
 from lightning_fed.server.aggregation.mean import Collectives
 
-__all__ = ["ExactLora", "LoraPair", "ProductSums", "lora_needs_mean", "takes_mean_model"]
-
 
 def lora_needs_mean(reason: str) -> str:
     """Return the error for a run whose server does not take the mean of the clients' models, and why."""

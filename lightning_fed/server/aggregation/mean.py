@@ -11,8 +11,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.participation import Participant, no_weight, raw_weight
 
-__all__ = ["Aggregation", "Collectives"]
-
 _ROWS = 128  # clients whose messages are converted in one block
 _BLOCK = 2**16  # numbers converted in one block on a CPU
 _BLOCK_ON_DEVICE = 2**24  # numbers converted in one block on a device: 128 MiB of float64

@@ -20,8 +20,6 @@ from lightning_fed.server.participation import no_weight
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.update_norms import optimal_probabilities
 
-__all__ = ["OptimalClientSampling"]
-
 
 class OptimalClientSampling(Aggregator):
     r"""The unbiased estimate of the mean from the updates of a few clients, which are drawn by this round's norms.

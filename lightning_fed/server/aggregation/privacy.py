@@ -20,8 +20,6 @@ from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.aggregation.robust import ClippedAggregation
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
 
-__all__ = ["ORDERS", "DifferentialPrivacy", "accountant", "gaussian_noise"]
-
 _BLOCK = 2**20  # pairs of numbers per block
 ORDERS = [1 + i / 10 for i in range(1, 100)] + [*range(12, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
 

@@ -18,8 +18,6 @@ from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
 
-__all__ = ["CoordinateMedian", "GeometricMedian", "NormClipping", "RobustAggregator", "TrimmedMean"]
-
 _BLOCK = 2**14  # columns sorted in one block, which bounds the extra memory of a coordinate-wise rule
 
 

@@ -21,8 +21,6 @@ from lightning_fed.server.aggregation.robust import CollectedAggregation
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 from lightning_fed.server.sampling import Sampler
 
-__all__ = ["Arrival", "Arrivals", "Asynchronous", "Between"]
-
 
 class Arrival(NamedTuple):
     """A client's message and its origin."""

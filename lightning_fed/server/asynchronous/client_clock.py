@@ -12,8 +12,6 @@ from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
 
-__all__ = ["ClientClock"]
-
 _LARGEST_EXPONENT = 700.0  # beyond 709 there is no float
 _PER_CLIENT, _SLOW, _JITTER = 1, 2, 3  # the purposes of random streams; SystemsHeterogeneity has its own
 

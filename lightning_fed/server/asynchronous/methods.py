@@ -8,8 +8,6 @@ from lightning_fed.core.types import Vector
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.asynchronous.client_clock import ClientClock
 
-__all__ = ["FedAsync", "FedBuff"]
-
 
 class FedBuff(Asynchronous):
     r"""A server that steps along the mean of the next M messages to arrive, however stale they are.

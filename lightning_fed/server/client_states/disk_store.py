@@ -28,8 +28,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 
-__all__ = ["INDICES", "DiskClientStore", "Index", "Shard", "read_version"]
-
 _SMALL_FILES = 256  # number of small files that are merged
 
 _NEWEST = "CREATE UNIQUE INDEX newest ON states (client) WHERE until IS NULL;"

@@ -11,17 +11,6 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.server.client_states.store import ClientStore
 
-__all__ = [
-    "LOCAL_STEPS",
-    "PERSONAL",
-    "ClientState",
-    "ClientStates",
-    "ExpectedState",
-    "Stacked",
-    "method_part",
-    "with_kept",
-]
-
 _CPU = torch.device("cpu")
 _BUFFER, _SOLVER, _RESIDUAL = "buffer.", "solver.", "residual."
 

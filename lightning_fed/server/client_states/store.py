@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_fed.core.types import State
 
-__all__ = ["ClientStore", "MemoryClientStore", "StateRows", "clone_rows", "clone_tensor", "fit_rows"]
-
 _FIRST = 64  # rows at the start
 _NEW = 0  # the row that a new client's state is read from
 

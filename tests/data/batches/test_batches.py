@@ -16,9 +16,10 @@ from torch.utils.data import (
 )
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.batches.batches import BatchSettings, LoaderBatches, TensorBatches
+from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.batches.evaluation import evaluation_loader
+from lightning_fed.data.batches.settings import BatchSettings
 
 
 def generator(seed=0):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fed.data.batches.batches import BatchSettings, ClientBatches, LoaderBatches, TensorBatches
+from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.batches.poisson import PoissonBatches
+from lightning_fed.data.batches.settings import BatchSettings
 
 SIZE = 40
 
