@@ -73,7 +73,7 @@ def test_nothing_is_imported_before_it_is_needed_and_the_package_is_ready_when_p
 
     assert "lightning_fed.compat.package" not in lightning, "which Lightning is in use is decided at the first use"
     assert added(lightning, package, PACKAGE) <= NUMPY_TYPING
-    assert len(own(package) | (package - lightning)) < 230, "each own module costs about a millisecond"
+    assert len(own(package)) < 225, "each own module costs about a millisecond"
 
     assert {f"{pl.__name__}.cli", "lightning_fed.cli.main"} <= helped
     new = helped - lightning
