@@ -78,6 +78,8 @@ class Watch(lightning_fed.FederatedCallback):
         what: "round", "whole" for a round with what lies before it, or "fit" for the start of a fit.
     """
 
+    __module__ = "lightning_fed.reach"  # the random numbers of a user's hooks are seeded, which would be counted
+
     def __init__(self, what: str) -> None:
         self.what = what
         self.calls: Counter[CodeType] = Counter()

@@ -70,7 +70,7 @@ def warn_of_misspelt(trainer: pl.Trainer) -> None:
         if close and monitor not in names:
             rank_zero_warn(
                 f"{who} follows the metric {monitor!r}, and validation logs {close[0]!r}. If training does not log"
-                f" {monitor!r} either, change monitor: the run would stop at the end of the first round without it."
+                f" {monitor!r} either, change monitor: the run may stop at the end of the first round without it."
             )
 
 

@@ -203,7 +203,8 @@ class FederatedLoop(_FitLoop):
         assert self.run_state.rounds is not None
         self.epoch_progress.increment_ready()
         self.run_state.begin_round()
-        self._seed_hooks(Purpose.HOOKS_BEFORE_ROUND)
+        if self.run_state.has_hooks:
+            self._seed_hooks(Purpose.HOOKS_BEFORE_ROUND)
         if self.settings.local_schedule is not None:
             self.run_state.show_rates()
         call._call_callback_hooks(trainer, "on_train_epoch_start")
@@ -223,7 +224,8 @@ class FederatedLoop(_FitLoop):
             self.run_state.leave_round()
             self._end_stopped(stop_of(request))
             raise
-        self._seed_hooks(Purpose.HOOKS_AFTER_ROUND)
+        if self.run_state.has_hooks:
+            self._seed_hooks(Purpose.HOOKS_AFTER_ROUND)
         trainer._logger_connector.on_epoch_end()
         with steps_not_counted():
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -263,8 +265,7 @@ class FederatedLoop(_FitLoop):
 
     def _seed_hooks(self, purpose: Purpose) -> None:
         """Seed the global generators for hooks of the user, alike in all processes; a resumed run draws the same."""
-        if self.run_state.has_hooks:
-            seed_global(derive_seed(self.state.seed, purpose, self.round), self.trainer.strategy.root_device)
+        seed_global(derive_seed(self.state.seed, purpose, self.round), self.trainer.strategy.root_device)
 
     def _end_stopped(self, stop: Stop) -> None:
         """See to it that a checkpoint holds the last completed round, in all processes together."""
@@ -329,8 +330,9 @@ class FederatedLoop(_FitLoop):
             self._has_checked_batches = True
         server_round, statuses = run.rounds.run(self._process_status)
         self._merge_statuses(statuses)
-        self.is_closing = True
-        run.complete_round()
+        self.is_closing, run.round_start = True, None  # from here on, a checkpoint is of this round
+        if run.has_hooks:
+            run.server_model.forget_kept()
         if self.settings.is_private or self.settings.client_privacy is not None:
             results.forget_clients()
         trainer._logger_connector.epoch_end_reached()

@@ -354,12 +354,6 @@ class RunState:
         """Note what the next round begins with, before its hooks."""
         self.round_start = RoundStart(self.trainer, self.server_model if self.has_hooks else None)
 
-    def complete_round(self) -> None:
-        """Forget what the round began with: from here on, a checkpoint is of this round."""
-        assert self.server_model is not None
-        self.round_start = None
-        self.server_model.forget_kept()
-
     def close_round(self, report: RoundReport) -> None:
         """Complete a round."""
         assert self.rounds is not None
