@@ -17,8 +17,8 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
     Checkpoints due every n steps are due every n rounds, since the global step counts rounds. Lightning would check it
     after each batch, in the middle of the next round. ``last`` becomes the last due round. Lightning only saves it in
     rounds of the top k, so a run killed long after its best round would lose all rounds since. What is due is saved
-    once the round is complete. Links to checkpoints always lead to a file. This changes the
-    instances, so it also works for subclasses.
+    once the round is complete. Links to checkpoints always lead to a file. This changes the instances, so it also works
+    for subclasses.
     """
     writers = [c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint)]
     for callback in writers:
@@ -203,7 +203,7 @@ def _save_after_round(
 
 def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
     """Save a due round among the top k, or else as the last one."""
-    if callback.save_last and not callback.last_model_path:  # a link to this file, which has its path this way
+    if callback.save_last and not callback.last_model_path:  # this file holds the path of the link that leads to it
         callback.last_model_path = _path_of_last(trainer, callback, None)
     try:
         type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)

@@ -86,7 +86,8 @@ def plugin_step_hooks(trainer: pl.Trainer) -> list[str]:
 
 def warn_of_gradient_hooks(trainer: pl.Trainer, algorithm: Algorithm) -> None:
     """Warn if hooks may change the gradients of local steps, but not the other gradients that a method takes."""
-    found = [hook for hook in overridden_hooks(trainer) + plugin_step_hooks(trainer) if hook.endswith(_GRADIENT_HOOKS)]
+    hooks = overridden_hooks(trainer) + plugin_step_hooks(trainer)
+    found = [hook for hook in hooks if hook.rpartition(".")[2] in _GRADIENT_HOOKS]
     if found:
         others = "full-batch gradients" if algorithm.full_grad_at else "second gradients"
         rank_zero_warn(

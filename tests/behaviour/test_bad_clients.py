@@ -625,12 +625,16 @@ def test_a_run_resumed_after_a_failure_has_the_same_bits(engine: str, cause: str
 
 
 def test_the_summary_goes_on_counting_where_it_was(tmp_path: Path) -> None:
-    summary, trainer = RunSummary(), SimpleNamespace(checkpoint_callbacks=[])
-    summary.on_round_end(trainer, None, SimpleNamespace(failed={2: "cause", "bob": "cause"}))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[])
+    module: Any = None
+    first: Any = SimpleNamespace(failed={2: "cause", "bob": "cause"})
+    second: Any = SimpleNamespace(failed={2: "cause"})
+    summary = RunSummary()
+    summary.on_round_end(trainer, module, first)
     torch.save(summary.state_dict(), tmp_path / "state")
     later = RunSummary()
     later.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    later.on_round_end(trainer, None, SimpleNamespace(failed={2: "cause"}))  # type: ignore[arg-type]
+    later.on_round_end(trainer, module, second)
     assert later._failures() == [("clients failed", "2, 3 times in all: 2 in 2, 'bob' in 1")]
 
 

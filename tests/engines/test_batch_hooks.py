@@ -180,6 +180,11 @@ def test_hooks_of_a_users_strategy_are_found_and_those_of_lightning_are_not() ->
         assert plugin_step_hooks(SimpleNamespace(precision_plugin=plugin, strategy=SingleDeviceStrategy("cpu"))) == []
 
 
+class Watching(Ordinary):
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.watched = True
+
+
 class Scaling(Ordinary):
     def on_after_backward(self) -> None:
         self.scaled = True
@@ -197,7 +202,11 @@ def test_a_hook_that_other_gradients_do_not_pass_is_named(algorithm: Algorithm, 
         fit(seeded(Scaling), algorithm=algorithm, max_rounds=1, **local)
 
 
-@pytest.mark.parametrize(("module", "algorithm"), [(Scaling, FedAvg()), (Ordinary, Mime())], ids=["FedAvg", "no hook"])
+@pytest.mark.parametrize(
+    ("module", "algorithm"),
+    [(Scaling, FedAvg()), (Ordinary, Mime()), (Watching, Mime())],
+    ids=["FedAvg", "no hook", "a hook before backward"],
+)
 def test_a_hook_that_sees_all_gradients_gives_no_warning(
     module: type[Ordinary], algorithm: Algorithm, recwarn: pytest.WarningsRecorder
 ) -> None:
