@@ -298,6 +298,7 @@ for words in (["--help"], ["--version"], ["new", "a_project"], ["compare", "log"
 """
 
 
+@pytest.mark.thorough  # .ci/run has it with the checks
 def test_what_trains_nothing_imports_no_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
     Path("log").mkdir()
     Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n2,0.75\n")

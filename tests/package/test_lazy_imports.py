@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from lightning_fed.compat.package import pl
 
 # One interpreter for every promise, since each takes seconds: the package alone, then PyTorch (by way of torchvision,
@@ -57,6 +59,7 @@ def own(names: set[str]) -> set[str]:
     return {name for name in names if name.startswith("lightning_fed")}
 
 
+@pytest.mark.thorough  # nine seconds of starts; .ci/run has it with the checks
 def test_nothing_is_imported_before_it_is_needed_and_the_package_is_ready_when_pytorch_comes() -> None:
     command = [sys.executable, "-c", PROBE, pl.__name__]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)

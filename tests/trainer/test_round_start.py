@@ -126,8 +126,13 @@ class Draws(FederatedCallback):
 
 @pytest.mark.parametrize(
     ("hook", "engine"),
-    covering(
-        ["on_train_epoch_start", "on_round_start", "on_round_end", "on_train_epoch_end"], ["sequential", "vectorized"]
+    few(
+        [
+            pytest.param(hook, engine, id=f"{hook}-{engine}")
+            for hook in ("on_train_epoch_start", "on_round_start", "on_round_end", "on_train_epoch_end")
+            for engine in ("sequential", "vectorized")
+        ],
+        ["on_train_epoch_start-sequential", "on_train_epoch_end-vectorized"],
     ),
 )
 def test_hooks_of_rounds_draw_the_same_numbers_in_a_resumed_run(hook: str, engine: Any, tmp_path: Path) -> None:
