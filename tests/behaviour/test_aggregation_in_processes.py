@@ -61,11 +61,9 @@ CASES: dict[str, Any] = {
 FEW = (  # every rule once, and what goes through other code
     *(
         "FedAvg median",
-        "Scaffold trimmed",
         "Mime geometric",
         "clipping",
         "few send",
-        "quantized and robust",
         "pairwise and attacked",
     ),
 )

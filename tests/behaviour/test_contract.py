@@ -402,7 +402,7 @@ def distance(
     return float(torch.linalg.vector_norm(end - target))
 
 
-@where(lambda method: method.reaches == "partial", ["Scaffold ii", "FedDyn inverse mean"])
+@where(lambda method: method.reaches == "partial", ["Scaffold ii"])
 def test_reaches_the_joint_optimum_under_partial_participation(name: str) -> None:
     assert distance(METHODS[name], clients_per_round=2, local_steps=4, max_rounds=90) < 1e-10
 
@@ -454,7 +454,7 @@ def scalar_path(method: Method, a: tuple[float, float], dissimilarity: float) ->
         and method.algorithm.full_grad_for != "client"
         and (method.algorithm.anchor_at is not None or isinstance(method.algorithm, FedDane))
     ),
-    ["FedDane own", "MimeMVR eq15", "MimeMVR zeros", "Mime of the user's Adam", "CMime SGDm"],
+    ["FedDane own", "MimeMVR eq15"],
 )
 def test_dissimilar_gradients_do_not_touch_corrected_steps(name: str, a: tuple[float, float]) -> None:
     alike = scalar_path(METHODS[name], a, 1.0)

@@ -155,6 +155,7 @@ def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_pat
     assert len(fallen) == BLOWS, fallen
 
 
+@pytest.mark.thorough
 def test_a_run_killed_from_outside_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> None:
     digits()
     whole, hurt, stream, kills = tmp_path / "whole", tmp_path / "hurt", random.Random(0), 0
@@ -194,6 +195,7 @@ class KilledAt(FederatedCallback):
 LONG_AGO = [pytest.param(how, n, id=f"{how}, {n}") for how in (True, "link") for n in (1, 2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("save_last", "processes"), few(LONG_AGO, ["True, 1"]))
 def test_a_run_killed_long_after_its_best_round_loses_nothing(save_last: Any, processes: int, tmp_path: Path) -> None:
     digits()

@@ -118,6 +118,7 @@ def test_the_best_stays_what_it_is(save_last: Any, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"epoch=5.ckpt", "last.ckpt"}
 
 
+@pytest.mark.thorough
 def test_several_callbacks_have_their_own_last(tmp_path: Path) -> None:
     watch, rare = Watch(), saver(tmp_path / "rare", every_n_epochs=3, save_last="link")
     weights = saver(tmp_path / "weights", save_weights_only=True, mode="min")
@@ -162,6 +163,7 @@ def test_a_run_resumes_exactly_from_last(save_last: Any, tmp_path: Path) -> None
     assert resumed(tmp_path / "parts", save_last) == parameters(whole.lightning_module).tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
 def test_two_processes_keep_last_alike(save_last: Any, tmp_path: Path) -> None:
     def work() -> list[int]:

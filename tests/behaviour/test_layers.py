@@ -107,9 +107,7 @@ METHODS = {"Scaffold": Scaffold(), "Mime": Mime(SGDm())}
     few(
         [pytest.param(network, method, id=f"{network}-{method}") for network in NETWORKS for method in METHODS],
         [
-            "convolution-Scaffold",
             "embedding-Scaffold",
-            "pools-Scaffold",
             "residual blocks-Scaffold",
         ],
     ),

@@ -177,6 +177,7 @@ def test_a_resumed_run_with_timed_validations_has_the_same_bits(tmp_path: Path) 
     assert clock.validated == [3]
 
 
+@pytest.mark.thorough
 def test_the_first_process_decides_when_the_time_has_passed(tmp_path: Path) -> None:
     def validated() -> list[list[int]]:
         clocks = [Clock(1), Clock(1, rank=1)]

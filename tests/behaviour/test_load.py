@@ -69,7 +69,7 @@ def vectors_held(method, engine, cohort):
     ("method", "engine"),
     few(
         [pytest.param(m, e, id=f"{m}-{e}") for m in METHODS for e in ("sequential", "vectorized")],
-        ["Mime-sequential", "Scaffold-vectorized"],
+        ["Scaffold-vectorized"],
     ),
 )
 def test_a_round_holds_no_more_for_a_larger_cohort(method, engine):

@@ -222,8 +222,8 @@ def state_of(fitted: Any) -> Any:
 @pytest.mark.parametrize(
     ("mode", "schedule", "engine"),
     [
-        ("continue", "adam", "sequential"),
         ("continue", "adam", "vectorized"),
+        pytest.param("continue", "adam", "sequential", marks=pytest.mark.thorough),
         ("total", "decay", "sequential"),  # each of its rates follows from the one before
         pytest.param("total", "adam", "vectorized", marks=pytest.mark.thorough),
         *(pytest.param(mode, "adam", "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
@@ -313,7 +313,11 @@ def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule
             torch.testing.assert_close(value, two.state[name], rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("algorithm", [Scaffold("ii"), FedProxVR(1.0)], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize(
+    "algorithm",
+    [Scaffold("ii"), pytest.param(FedProxVR(1.0), marks=pytest.mark.thorough)],
+    ids=lambda a: type(a).__name__,
+)
 def test_engines_agree_where_clients_of_a_chunk_begin_at_rates_of_zero(algorithm: Algorithm) -> None:
     """In the last round all three clients have rates of zero, and begin at different steps."""
     SCHEDULES["pause"] = partial(SGD, lr=0.2), lambda optimizer: LambdaLR(optimizer, lambda t: float(not 8 <= t < 24))

@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", few(WAYS, ["FedRep", "Ditto, own batches", "pFedMe"]))
+@pytest.mark.parametrize("way", few(WAYS, ["FedRep", "pFedMe"]))
 def test_engines_agree(way: str) -> None:
     def fit(**options: Any) -> Any:
         chosen = {**WAYS[way], **options}
@@ -49,6 +49,7 @@ def test_the_averaged_model_of_ditto_is_fedavgs() -> None:
         assert torch.equal(run(algorithm, weighting="uniform").fit_loop.state.x, averaged), algorithm
 
 
+@pytest.mark.thorough
 def test_what_an_own_solve_logs_is_forgotten_and_what_it_computes_is_counted() -> None:
     def fit(algorithm: Algorithm, **options: Any) -> tuple[float, list[int]]:
         record = Record()

@@ -231,10 +231,10 @@ def decided(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 FEW = (  # of each kind one: what it keeps, reads and sends, and whose gradients it takes
-    "FedAvg", "FedProx adaptive", "Scaffold ii", "FedNova", "MimeMVR eq15",
+    "FedAvg", "Scaffold ii", "MimeMVR eq15",
 )  # fmt: skip
 FEW_CASES = [
-    *("logs", "one client a round", "one client a round, at once", "stragglers", "on demand", "BatchNorm"),
+    *("logs", "one client a round", "one client a round, at once", "on demand", "BatchNorm"),
     *("integer buffers of equally large clients", "a gradient cohort of its own", "moved", "moved, at once"),
     *("moved, with local optimizers and residuals", "moved, with BatchNorm of each client"),
     *("moved, of which one fails", "clients drawn twice", "dropout", "dropout, looking ahead"),

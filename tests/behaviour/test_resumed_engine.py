@@ -66,6 +66,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 FIT: dict[str, Any] = {"make": Fitting, "datamodule": EVEN, "limit_val_batches": 0, "local_epochs": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", few([2, 5, 20, 120], [5]))
 @pytest.mark.parametrize("precision", few(PRECISIONS, ["bf16-true"]))
 def test_a_trial_decides_alike_in_half_precision(precision: str, at: int, tmp_path: Path) -> None:

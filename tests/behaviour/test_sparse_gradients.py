@@ -109,7 +109,7 @@ ENGINES = ("sequential", "vectorized")
     ("name", "engine"),
     few(
         [pytest.param(name, engine, id=f"{name}-{engine}") for name in METHODS for engine in ENGINES],
-        ["FedAvg-sequential", "Scaffold-vectorized", "Mime-sequential", "FedSAM-vectorized"],
+        ["Scaffold-vectorized", "Mime-sequential"],
     ),
 )
 def test_every_method_comes_to_the_numbers_of_dense_gradients(name: str, engine: str) -> None:

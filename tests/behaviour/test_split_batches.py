@@ -212,7 +212,7 @@ UNLIKE: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "dropping": partial(run, module=Dropping, sampler=only_the_largest, clients_per_round=None),
     "scaled": partial(run, module=Half, plugins=Scaled()),
 }
-FEW = ("Scaffold", "Mime with weight decay", "FedSAM", "hooked and clipped", "augmented")
+FEW = ("Scaffold", "Mime with weight decay", "hooked and clipped", "augmented")
 """Of each kind one: whose gradients are summed and when, a loss of the population, and draws that parts share."""
 
 

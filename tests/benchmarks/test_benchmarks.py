@@ -54,6 +54,7 @@ def line(system, seconds, workload="W1", algorithm="FedAvg", loss=1.0):
     return {**named, **figures, "loss_end": loss, "config": config, **where}
 
 
+@pytest.mark.thorough
 def test_lightning_fed_and_the_plain_loop_end_with_one_loss(run):
     found = {}
     for system in ("torch", "lightning_fed"):
@@ -97,6 +98,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(run, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_several_runs_are_compared_and_written_to_a_page(run, scripts, monkeypatch, tmp_path, apart):
     page = tmp_path / "page.md"
@@ -231,6 +233,7 @@ def test_every_workload_has_its_goal(scripts):
     assert set(summary.GOALS) == set(problem.WORKLOADS) - {"tiny"}
 
 
+@pytest.mark.thorough
 def test_networks_of_all_workloads_take_the_initial_parameters(scripts, tmp_path):
     problem, networks = scripts("systems.problem"), scripts("systems.networks")
     problem.prepare("tiny", tmp_path)

@@ -140,6 +140,7 @@ def test_every_measure_is_in_a_run_of_the_default_selection() -> None:
     assert sorted(name for _, names in TOGETHER for name in names) == sorted(MEASURES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [pytest.param(FedAvg(), marks=pytest.mark.thorough), Scaffold()], ids=repr)
 def test_a_resumed_run_is_the_same_bit_for_bit(method: Any, tmp_path: Path) -> None:
     def measures() -> list[Callback]:
@@ -233,6 +234,7 @@ def measured(path: Path, **kwargs: Any) -> dict[str, float]:
     return found
 
 
+@pytest.mark.thorough
 def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
     alone = measured(tmp_path / "alone.json")
     assert {name.split("/")[0] for name in alone} == {*FAMILIES, "client"}

@@ -273,6 +273,7 @@ trainer: {max_rounds: 2, local_epochs: 1, clients_per_round: 3}
 """
 
 
+@pytest.mark.thorough
 def test_the_command_line_tests_and_resumes_such_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load(CONFIG)

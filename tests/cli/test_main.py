@@ -105,6 +105,7 @@ def test_the_printed_resume_command_works(runs: list[str]) -> None:
     assert all(torch.equal(straight[k], resumed[k]) for k in straight)
 
 
+@pytest.mark.thorough
 def test_the_printed_resume_command_goes_on_after_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
     fit("--trainer.max_steps", "1")
     command = re.search(r"resume \(round 1\) +lightning-fed (.*)", capsys.readouterr().out)
@@ -125,6 +126,7 @@ def test_validate_and_predict(capsys: pytest.CaptureFixture[str], caplog: pytest
 EVALUATIONS = few(["test", "validate", "predict"], ["test"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", EVALUATIONS)
 def test_no_model_is_evaluated_that_nobody_has_trained(command: str, shown_of_runs: tuple[Path, list[str]]) -> None:
     with pytest.raises(
@@ -162,6 +164,7 @@ def test_no_checkpoint_is_found_where_none_is(word: str) -> None:
         run("test", "--config", QUICKSTART, "--ckpt_path", word)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("runs")
 def test_a_wrong_path_is_answered_with_what_is_there() -> None:
     there = version(0) / "checkpoints"
@@ -207,6 +210,7 @@ def test_every_config_runs_a_round_on_top_of_the_quickstart(path: Path) -> None:
 SAMPLER = "{class_path: lightning_fed.server.UniformSampler, init_args: {clients_per_round: 4}}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "args",
     [
@@ -256,6 +260,7 @@ def test_wrong_options_are_refused_by_name(args: list[str], message: str, capsys
     assert message in capsys.readouterr().err + str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("runs")
 def test_seed_everything_seeds_the_run() -> None:
     fit("--seed_everything", "1", "--trainer.limit_val_batches", "0")
@@ -379,6 +384,7 @@ class Mine(MLPClassifier):
 """
 
 
+@pytest.mark.thorough
 def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("module_of_a_user.py").write_text(MINE)
     Path("json.py").write_text("raise AssertionError('a file of the user hides an installed module')")

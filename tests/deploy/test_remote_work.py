@@ -83,6 +83,7 @@ def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.thorough
 def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
     def make() -> FederatedTrainer:
         measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2)]

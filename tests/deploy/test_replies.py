@@ -158,6 +158,7 @@ def phases(tmp_path_factory: pytest.TempPathFactory) -> list[Phase]:
     return [phase for phase in found if phase.reply.client == 2]
 
 
+@pytest.mark.thorough
 def test_nobody_moves_without_a_step(phases: list[Phase]) -> None:
     phase = next(phase for phase in phases if phase.reply.header["phase"] == "train")
     found = phase.read(told(phase.reply, steps=0))

@@ -20,7 +20,7 @@ from tests.helpers.selection import few
 STATEFUL = ["Scaffold i", "Scaffold ii", "FedDyn"]
 
 
-@pytest.mark.parametrize("method", few(["FedAvg", "Mime", *STATEFUL], ["Mime", "Scaffold i", "FedDyn"]))
+@pytest.mark.parametrize("method", few(["FedAvg", "Mime", *STATEFUL], ["Scaffold i"]))
 def test_a_run_goes_on_from_the_servers_checkpoint_and_the_sites_folders(method: str, tmp_path: Path) -> None:
     make = partial(make_trainer, method)
     expected = simulated(make)
@@ -32,7 +32,7 @@ def test_a_run_goes_on_from_the_servers_checkpoint_and_the_sites_folders(method:
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
-@pytest.mark.parametrize("method", few(["FedAvg", *STATEFUL], ["Scaffold ii", "FedDyn"]))
+@pytest.mark.parametrize("method", few(["FedAvg", *STATEFUL], ["FedDyn"]))
 def test_a_run_that_began_in_simulation_goes_on_with_sites(method: str, tmp_path: Path) -> None:
     make = partial(make_trainer, method)
     expected = simulated(make)
@@ -122,7 +122,7 @@ def disturbed(method: str, folder: Path, seed: int) -> tuple[Any, int]:
         return module, ends
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(3, 33))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 33))])
 def test_ends_at_random_moments_leave_no_trace(seed: int, tmp_path: Path) -> None:
     method = list(METHODS)[(5 * seed + 6) % len(METHODS)]
     module, ends = disturbed(method, tmp_path, seed)

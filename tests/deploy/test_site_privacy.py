@@ -124,7 +124,9 @@ def test_noise_and_batches_are_those_of_a_loop_that_knows_the_sites_secrets(samp
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("FedAvg", {"client_privacy": ClientPrivacy(0.0, 1e9, 1e-3, "shuffle")}),
+        pytest.param(
+            "FedAvg", {"client_privacy": ClientPrivacy(0.0, 1e9, 1e-3, "shuffle")}, marks=pytest.mark.thorough
+        ),
         ("Scaffold ii", {"compression": TopK(0.5), "attack": SignFlipAttack(0.5)}),
         pytest.param("FedAvg", {"local_optimizer_state": "keep", "personal": ["net.3.*"]}, marks=pytest.mark.thorough),
         pytest.param("FedDyn", {"limit_train_batches": 2}, marks=pytest.mark.thorough),

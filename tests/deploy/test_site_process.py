@@ -96,6 +96,7 @@ def test_the_process_runs_the_app_that_was_sent(
     assert stat.S_IMODE((process.state_dir / "site.log").stat().st_mode) & 0o077 == 0
 
 
+@pytest.mark.thorough
 @needs_linux
 def test_the_log_says_why_a_process_does_not_start(site: Callable[..., SiteProcess], tmp_path: Path) -> None:
     process = site()

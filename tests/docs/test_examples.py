@@ -119,6 +119,7 @@ def test_two_processes_share_a_run(launch: Callable[..., str]) -> None:
     assert shown.count("Federated run finished") == 1
 
 
+@pytest.mark.thorough
 def test_classes_of_ones_own_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_personalisation_is_shown_for_every_client(capsys: pytest.CaptureFixture
     assert sorted(int(row.split()[0]) for row in table) == list(range(20))
 
 
+@pytest.mark.thorough
 def test_a_frozen_backbone_neither_moves_nor_travels(tmp_path: Path) -> None:
     finetune = load(FOLDER / "finetune_torchvision.py")
     saved = finetune.get_model("resnet18").state_dict()

@@ -93,6 +93,7 @@ def titled(nav: Any) -> Iterator[tuple[str, str]]:
                 yield from (entry for each in inner for entry in titled(each))
 
 
+@pytest.mark.thorough
 def test_the_list_of_results_has_them_all() -> None:
     spec = spec_from_file_location("papers_index", ROOT / "docs" / "papers_index.py")
     assert spec is not None
@@ -443,6 +444,7 @@ def check_installation(words: list[str]) -> None:
     assert "-c" not in words or (ROOT / words[words.index("-c") + 1]).exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_command_that_is_shown_is_a_real_one(every: bool, capsys: pytest.CaptureFixture[str]) -> None:
     shown, faults = list(commands(every)), []

@@ -142,6 +142,7 @@ def test_a_client_that_fails_alone_is_left_out() -> None:
     assert_agree(found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:engine='auto' restarts")
 @pytest.mark.parametrize("name", few(["local steps", "full gradients at once"], ["local steps"]))
 def test_two_processes_end_where_one_does(name: str, tmp_path: Path) -> None:

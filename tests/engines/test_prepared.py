@@ -84,7 +84,7 @@ def run_way(way: str, datamodule: Any, **options: Any) -> Any:
     return run(model, datamodule, local_epochs=2, **{**chosen, **options})
 
 
-@pytest.mark.parametrize("way", few(WAYS, ["Scaffold", "FedProx, clipped", "FedSAM", "FedBuff"]))
+@pytest.mark.parametrize("way", few(WAYS, ["Scaffold", "FedProx, clipped"]))
 def test_engines_agree(way: str) -> None:
     one, other = (run_way(way, full_batches(), **own) for own in ({}, {"engine": "vectorized", "chunk_size": 2}))
     close(one.fit_loop.state.x, other.fit_loop.state.x)
@@ -205,6 +205,7 @@ def test_kept_optimizers_are_resumed_exactly(way: str, solver: str, where: str, 
     assert same(kept(way, solver, where, tmp_path, "last"), straight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ways", few([pytest.param(["APFL"], id="one"), pytest.param([*OWN], id="all")], ["one"]))
 @pytest.mark.parametrize(
     ("solver", "where"),

@@ -87,6 +87,7 @@ def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_by(c, "plain") == {"plain"}
 
 
+@pytest.mark.thorough
 def test_a_state_that_a_checkpoint_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     c = replace(PLAIN, method="FedCM", resume_after=1)
     before = Server.state_dict

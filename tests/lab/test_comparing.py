@@ -69,6 +69,7 @@ def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
     assert (timed[4:], old[4:]) == (["2", "13"], ["1", "-"])
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_the_log_of_a_resumed_run_does_not_tell_when_the_target_was_reached() -> None:
     rows = ["1,0.2,9,10,20,1", "2,0.8,9,10,20,1", "3,0.7,9,10,20,1", "4,0.9,9,10,20,1"]

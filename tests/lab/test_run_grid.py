@@ -34,6 +34,7 @@ class Stuck(FederatedCallback):
         wait_until(lambda: not (os.environ.get("STUCK") and list(self.folder.glob("[!.]*/cell.json"))))
 
 
+@pytest.mark.thorough
 def test_a_finished_cell_is_never_run_again(write: Write, tmp_path: Path) -> None:
     first, ran = run(write(), tmp_path / "out")
     assert len(ran) == 2

@@ -133,6 +133,7 @@ def test_a_part_of_another_message_keeps_its_shape() -> None:
     assert sent["whole"].tolist() == [-2] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "attack"),
     [

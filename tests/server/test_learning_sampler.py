@@ -119,6 +119,7 @@ def of_all(names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_all_processes_draw_the_cohorts_of_one(tmp_path: Path) -> None:
     outcomes = in_processes(partial(of_all, list(SAMPLERS)), tmp_path)
     for outcome in outcomes:

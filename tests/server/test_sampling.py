@@ -229,6 +229,7 @@ def test_more_draws_than_clients_with_replacement() -> None:
     assert WeightedSampler(0.5, {"a": 1, "b": 1}).count(10) == 5
 
 
+@pytest.mark.thorough
 def test_weights_without_replacement_draw_one_after_the_other() -> None:
     rounds, p = 4000, {"a": 0.5, "b": 0.3, "c": 0.2}
     sampler = WeightedSampler(2, p, replacement=False)
@@ -239,6 +240,7 @@ def test_weights_without_replacement_draw_one_after_the_other() -> None:
     assert sum(found.values()) == rounds
 
 
+@pytest.mark.thorough
 def test_equal_weights_without_replacement_are_uniform() -> None:
     rounds, sampler = 3000, WeightedSampler(3, dict.fromkeys(range(6), 0.1), replacement=False)
     for count in counts(sampler, range(6), rounds).values():

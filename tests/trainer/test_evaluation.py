@@ -174,7 +174,13 @@ TWO: dict[str, Any] = {"strategy": "clients", "devices": 2}
 CASES = {**SHARED, **WHOLE}
 THOROUGH = (
     *("an even number of batches", "a limit", "a share as the limit", "doubles", "validate", "test of metric objects"),
-    *("a single batch", "metric objects over a loader of the user's own", "metric objects of one client"),
+    *(
+        "a single batch",
+        "several sets",
+        "a callback that sees all outputs",
+        "metric objects over a loader of the user's own",
+        "metric objects of one client",
+    ),
 )
 FEW = [name for name in CASES if name not in THOROUGH]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedPer
+from tests.helpers.selection import few
 from tests.helpers.training import Net, clients, parameters, seeded, trainer
 
 SIZES = (12, 8, 9, 5)
@@ -123,7 +124,7 @@ def test_a_clients_own_model_has_its_own_parameters() -> None:
         assert torch.equal(head, kept[client]["personal.parameters"])
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["vectorized"]))
 def test_measurements_leave_no_trace_in_the_run(engine: str) -> None:
     plain, watched = (fitted(callback, engine=engine) for callback in (None, Measures(all_rounds=True)))
     assert torch.equal(plain.fit_loop.state.x, watched.fit_loop.state.x)

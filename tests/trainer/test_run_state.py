@@ -150,9 +150,7 @@ def kept_open() -> list[str]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="descriptors are counted by the system")
-@pytest.mark.parametrize(
-    "options", few([{}, {"engine": "vectorized"}, DISK, EVERYTHING], [{"engine": "vectorized"}, EVERYTHING]), ids=str
-)
+@pytest.mark.parametrize("options", few([{}, {"engine": "vectorized"}, DISK, EVERYTHING], [EVERYTHING]), ids=str)
 def test_no_file_stays_open_after_a_fit(options: dict[str, Any]) -> None:
     fitted(**options)  # what is opened once in a process
     gc.collect()

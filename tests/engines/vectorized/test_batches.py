@@ -109,7 +109,7 @@ def some_shared() -> FederatedDataModule:
             for data in (own, some_shared)
             for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
         ],
-        ["one by one-own-Scaffold", "side by side-some_shared-FedAvg"],
+        ["one by one-own-Scaffold"],
     ),
 )
 def test_the_result_is_that_of_the_sequential_engine(

@@ -72,7 +72,7 @@ RUNS: dict[str, tuple[Algorithm, Any, dict[str, Any]]] = {
     ("name", "chunk_size"),
     few(
         [pytest.param(name, n, id=f"{name}-{n}") for name in RUNS for n in (1, 2, 4)],
-        ["everything-1", "everything, two rates-4", "FedSAM-1"],
+        ["everything, two rates-4"],
     ),
 )
 def test_engines_agree(name: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:

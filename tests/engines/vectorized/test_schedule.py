@@ -93,7 +93,7 @@ WORK: dict[str, dict[str, Any]] = {
             for work in WORK
             for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
         ],
-        ["chunks-Scaffold", "steps-FedAvg", "stragglers-FedAvg"],
+        ["chunks-Scaffold"],
     ),
 )
 def test_work_of_any_length_agrees(work: str, algorithm: Any, taken: list[Any]) -> None:
@@ -372,6 +372,7 @@ def test_without_such_a_trace_only_steps_of_all_clients_are_traced(
     assert max(steps) == 9
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_same_bits_with_another_first_chunk(tmp_path: Any) -> None:
     options = {"datamodule": partial(cut, (*WHOLE, 28, 24)), "clients_per_round": 5, "precision": "32-true"}
     whole, first = (run("vectorized", max_rounds=rounds, **options) for rounds in (4, 2))

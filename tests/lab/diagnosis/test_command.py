@@ -1,5 +1,6 @@
 """``lightning-fed diagnose`` as a user types it: what it says of configurations with one thing wrong."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ RECORDS = {
         "init_args": {"noise_multiplier": 1.0, "max_grad_norm": 1.0},
     },
 }
+
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.mark.thorough
@@ -45,6 +48,7 @@ def test_an_option_that_fit_does_not_take_is_refused(option: tuple[str, str], sa
         diagnose(*option)
 
 
+@pytest.mark.thorough
 def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     report = diagnose()
     assert causes(report).keys() <= {"nothing stands out", "the step size is rather small"}
@@ -64,10 +68,10 @@ def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixtu
     ("args", "overrides", "message"),
     [
         (["--out", "report.txt"], {}, "Use a name such as report.md"),
-        (["--ckpt_path", "no.ckpt"], {}, "There is no checkpoint no.ckpt"),
-        (["--ckpt_path", "last"], {}, "--ckpt_path last found no checkpoint under"),
+        thorough(["--ckpt_path", "no.ckpt"], {}, "There is no checkpoint no.ckpt"),
+        thorough(["--ckpt_path", "last"], {}, "--ckpt_path last found no checkpoint under"),
         ([], {"trainers": {}}, "there is no key of a configuration 'trainers'. Did you mean 'trainer'?"),
-        ([], {"model__init_args__rate": 1.0}, "Option 'rate' is not accepted"),
+        thorough([], {"model__init_args__rate": 1.0}, "Option 'rate' is not accepted"),
         ([], {"trainer__clients_per_round": 7}, "clients_per_round=7 asks for more clients than the 6"),
         pytest.param(
             [], PRIVATE, "A diagnosis measures single clients, which aggregator=Differential", marks=needs_opacus
@@ -75,7 +79,7 @@ def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixtu
         pytest.param(
             [], RECORDS, "A diagnosis measures single clients, which client_privacy=ClientPrivacy", marks=needs_opacus
         ),
-        ([], {"trainer__local_epochs": 1}, "Pass local_epochs or local_steps, not both"),
+        thorough([], {"trainer__local_epochs": 1}, "Pass local_epochs or local_steps, not both"),
     ],
     ids=str,
 )

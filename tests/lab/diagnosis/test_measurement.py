@@ -59,6 +59,7 @@ def test_hessians_of_least_squares_are_measured() -> None:
     assert m.delta_mean == pytest.approx(sum(norms) / 5, rel=1e-2)
 
 
+@pytest.mark.thorough
 def test_a_sample_of_clients_says_how_uncertain_it_is() -> None:
     data = LeastSquares(num_clients=40, dim=3, samples=10, seed=1)
     whole = measured(LinearRegression(3, bias=False), data, clients=40, few=2)

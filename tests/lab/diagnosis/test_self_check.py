@@ -59,7 +59,7 @@ OF_OWN = {
 
 
 ENGINES = ["sequential", "vectorized"]
-TRIED = [(method, ENGINES[n % 2]) for n, method in enumerate(METHODS[::3])]
+TRIED = [(method, ENGINES[n % 2]) for n, method in enumerate(METHODS[::6])]
 CASES = [
     pytest.param(
         method, engine, id=f"{method!r}-{engine}", marks=[] if (method, engine) in TRIED else pytest.mark.thorough

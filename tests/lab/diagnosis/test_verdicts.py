@@ -66,6 +66,7 @@ def test_a_reversed_sign_is_a_fault(method: str, evidence: str) -> None:
     assert method.partition(".")[2] in report["verdicts"][0]["text"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "told"),
     few(

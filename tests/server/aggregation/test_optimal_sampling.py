@@ -166,6 +166,7 @@ def test_a_run_is_the_loop_of_the_paper(whole: Any) -> None:
     assert max(counts) > 1
 
 
+@pytest.mark.thorough
 def test_engines_agree_and_a_resumed_run_has_the_same_bits(whole: Any) -> None:
     t, _, half = whole
     assert_agree(t, FEW_SEND("vectorized"))

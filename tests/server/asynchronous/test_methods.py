@@ -144,6 +144,7 @@ def test_methods_that_may_run_asynchronously_are_those_whose_clients_work_alone(
     assert [*(name for name, method in METHODS.items() if works_alone(method)), "FedBN", "Scaffold, TopK"] == NAMES
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("names", "asynchronous"),
     few(
