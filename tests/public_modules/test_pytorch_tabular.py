@@ -1,6 +1,6 @@
 """pytorch_tabular: the LightningModules beneath its TabularModel, on its own data sets."""
 
-# pip install: einops omegaconf pandas requests scikit-base
+# pip install: einops omegaconf pandas requests rich scikit-base
 # pip install: --no-deps pytorch_tabular
 
 from functools import cache
