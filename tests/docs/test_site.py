@@ -26,6 +26,7 @@ from lightning_fed.lab.catalogue import CATALOGUE
 from lightning_fed.lab.diagnosis.command import _split
 from tests.docs.test_docs import PAGES, ROOT
 from tests.helpers.command_line import one_stage
+from tests.helpers.selection import few
 
 SITE = ROOT / "mkdocs.yml"
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -339,7 +340,7 @@ def configurations() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("content", configurations())
+@pytest.mark.parametrize("content", few(configurations(), [shown.id for shown in configurations()[::3]]))
 def test_a_configuration_that_is_shown_can_be_read(content: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "shown.yaml"
     path.write_text(yaml.safe_dump(content))

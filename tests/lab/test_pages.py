@@ -45,7 +45,7 @@ def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path:
         assert (FOLDER / picture).is_file(), picture
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", few(PAGES, PAGES[::4]), ids=lambda path: path.stem)
 def test_published_accuracies_are_whole_numbers_of_the_test_cases_that_are_stated(path: Path) -> None:
     grid = Grid(of_paper(path.stem), scale_of(path.read_text(encoding="utf-8")))
     published = PublishedCells(grid, FOLDER)

@@ -94,6 +94,7 @@ def spoiled() -> Any:
 # ------------------------------------------------------------------ the contract
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", few(SAMPLERS, ["fresh losses"]))
 def test_engines_draw_the_same_cohorts_and_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     whole, record = ran(name)
