@@ -211,6 +211,20 @@ def test_a_trained_parameter_that_is_replaced_is_refused_by_name(hook: str, engi
         run(engine, partial(Replaces, hook))
 
 
+class Swaps(Ordinary):
+    """Takes another optimizer from the second round on, as fine-tuning in stages does."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.0)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_local_optimizer_that_is_replaced_is_refused_by_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"has replaced the local optimizer \(trainer.optimizers\).*param_groups"):
+        run(engine, Swaps)
+
+
 class StepsItself(Ordinary):
     """Steps the optimizer in its training step, and returns nothing."""
 
