@@ -67,12 +67,14 @@ class ServerModel:
 
     Attributes:
         change_digest: A digest of the model after hooks changed it since the last round, to compare between processes.
+        keeps_untrained: Whether hooks may change parameters that nobody trains before a round is complete.
     """
 
     def __init__(self, prepared: PreparedModule, server: Server) -> None:
         self._prepared, self._server = prepared, server
         self._loaded: Vector | None = None  # the parameters [P] that hooks find; None while clients work
         self.change_digest: str | None = None
+        self.keeps_untrained = False
         self._keeps = False  # whether what hooks change is kept as it was
         self._kept: _Model | None = None  # it, once they have changed something
         self._untrained: Untrained | None = None
@@ -141,7 +143,8 @@ class ServerModel:
     def keep_from_here(self) -> None:
         """Take over what hooks have changed so far, and keep what they change from here until :meth:`forget_kept`."""
         self.sync_hook_changes()
-        self._keeps, self._kept, self._untrained = True, None, Untrained(self._prepared)
+        self._keeps, self._kept = True, None
+        self._untrained = Untrained(self._prepared) if self.keeps_untrained else None
 
     def forget_kept(self) -> None:
         """Keep no more what hooks change."""
