@@ -26,7 +26,8 @@ _REMEDIES = {
     "EMAWeightAveraging": _AVERAGE,
     "ModelPruning": "prune parameters in the module's __init__; hooks between rounds may change their masks",
     "SpikeDetection": "set on_client_error='drop', which leaves out clients whose loss is not finite",
-    "BaseFinetuning": "freeze parameters in the module's __init__",
+    "BaseFinetuning": "freeze parameters in the module's __init__, or give them a group of the optimizer with rate 0,"
+    " which a hook raises in a later round",
     "BatchSizeFinder": "set batch_size on the data module",
     "LearningRateFinder": "sweep the learning rate over short runs",
 }
