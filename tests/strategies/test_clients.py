@@ -169,6 +169,20 @@ def test_exchanges_of_processes_that_are_at_different_clients_are_refused(
         assert bool(outcome.error) == bool(call), outcome.trace
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("size", "is_refused"), [(8, False), (9, True)])
+def test_exchanges_are_refused_for_a_batch_with_fewer_examples_than_processes(
+    size: int, is_refused: bool, tmp_path: Path
+) -> None:
+    def work() -> Any:
+        options: dict[str, Any] = {"max_rounds": 1, "clients_per_round": 1.0, "datamodule": lambda: data((size,))}
+        end(make=partial(Gathers, "training"), strategy="ddp", devices=2, limit_val_batches=0, **options)
+
+    first, _ = in_processes(work, tmp_path, timeout=60)
+    assert ("a batch that has fewer examples than there are processes" in first.error) == is_refused
+    assert bool(first.error) == is_refused, first.trace
+
+
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
     with two_hosts() as hosts:
