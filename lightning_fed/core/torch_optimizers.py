@@ -93,6 +93,12 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return type(optimizer) is torch.optim.SGD and not any(map(itemgetter("momentum"), optimizer.param_groups))
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether functions are registered to be called before or after steps, of this or of any optimizer."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
 def take_plain_step(optimizer: Optimizer, has_decay: bool) -> bool:
     """Take a step of plain SGD in one call, with the bits of ``optimizer.step()``.
 

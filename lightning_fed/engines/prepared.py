@@ -142,7 +142,15 @@ class PreparedModule:
             epoch_loop.schedule_step = None
 
     def check_parameters(self) -> None:
-        """Raise if a hook has replaced, frozen or unfrozen a parameter: the vector of the trained ones is fixed."""
+        """Raise if a hook has replaced the optimizer, or replaced, frozen or unfrozen a parameter.
+
+        The vector of the trained parameters is fixed, and the wrapped optimizer corrects their gradients.
+        """
+        if self.trainer.strategy.optimizers != [self.optimizer]:
+            raise FederatedError(
+                "A hook has replaced the local optimizer (trainer.optimizers), which every client starts anew anyway."
+                " Change the options of its groups instead: trainer.optimizers[0].param_groups."
+            )
         for name, p, (held, key) in zip(self.flat.names, self.flat.params, self._places, strict=True):
             if held.get(key) is not p:
                 raise FederatedError(

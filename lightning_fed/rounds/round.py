@@ -27,6 +27,7 @@ Status: TypeAlias = dict[str, Any]
 """What a process reports to the others when its clients are done."""
 
 _MOVED_BYTES = 2**27  # limit of transferred client states, in bytes of states of one vector
+_ALONE = "trains its own clients"
 
 
 class Rounds:
@@ -61,7 +62,7 @@ class Rounds:
         measure = losses_of  # sites are asked all at once
         if self.work.measure_on_sites is None:
             measure = partial(self._losses_here, losses_of)
-        with self.work.split.in_step(), metrics_alone(self.trainer):
+        with self.work.split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
             mine = clients[ranks.rank :: ranks.size]
             parts = ranks.exchange(lambda: (measure(list(filter(self._has_examples, mine))), [()] * ranks.size))
         found = {client_id: loss for part, _ in parts for client_id, loss in part.items()}
@@ -159,7 +160,7 @@ class Rounds:
                 server, ranks, {i: workers[i] for i in half.members} if keeps_state else None
             )
             transfer = shared if shared.moves else None
-        with split.in_step(), metrics_alone(self.trainer):
+        with split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
             self.work.begin(server.round, mine, reads_later=ranks.size == 1)
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)

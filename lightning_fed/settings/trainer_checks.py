@@ -15,11 +15,19 @@ _CALLBACKS = {
     "EMAWeightAveraging": "it averages weights after every batch, while batches belong to different clients",
     "BaseFinetuning": "it changes which parameters are trained, and with them what clients and server exchange",
     "ModelPruning": "it replaces parameters during training, and with them what clients and server exchange",
+    "SpikeDetection": "it compares a batch's loss with those of the batches before, which here belong to other clients",
     "BatchSizeFinder": "it restarts the inner training loop, which here belongs to a client",
     "LearningRateFinder": "it steps through batches of a single training run, which here belong to different clients",
 }
+_AVERAGE = "average the server's models, in on_train_epoch_end of a callback of your own"
 _REMEDIES = {
-    "BaseFinetuning": "freeze parameters in the module's __init__",
+    "StochasticWeightAveraging": _AVERAGE,
+    "WeightAveraging": _AVERAGE,
+    "EMAWeightAveraging": _AVERAGE,
+    "ModelPruning": "prune parameters in the module's __init__; hooks between rounds may change their masks",
+    "SpikeDetection": "set on_client_error='drop', which leaves out clients whose loss is not finite",
+    "BaseFinetuning": "freeze parameters in the module's __init__, or give them a group of the optimizer with rate 0,"
+    " which a hook raises in a later round",
     "BatchSizeFinder": "set batch_size on the data module",
     "LearningRateFinder": "sweep the learning rate over short runs",
 }

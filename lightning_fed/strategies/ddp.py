@@ -32,6 +32,25 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     """
 
     peers = NO_PEERS
+    alone = ""  # what each process does by itself at the moment, if anything
+
+    @contextmanager
+    def working_alone(self, what: str) -> Iterator[None]:
+        """Refuse exchanges of the user inside, where each process does ``what`` in its own time."""
+        before, self.alone = self.alone, what
+        try:
+            yield
+        finally:
+            self.alone = before
+
+    def _check_together(self, call: str) -> None:
+        """Raise if processes work by themselves: they would wait for each other, or exchange what differs."""
+        if self.alone:
+            raise FederatedError(
+                f"{call} waits for all processes, and here each of them {self.alone}: it would wait forever, or mix the"
+                " values of different ones. Call it in a hook that all processes reach together, such as"
+                " on_train_epoch_end, or use one process."
+            )
 
     def setup_distributed(self) -> None:
         """Connect to the other processes, and disconnect before Python exits."""
@@ -63,18 +82,27 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes; raise a FederatedError if some are gone."""
+        self._check_together("trainer.strategy.barrier()")
         with self.peers.naming():
             super().barrier(*args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
         """Return one process's value; raise a FederatedError if some processes are gone."""
+        self._check_together("trainer.strategy.broadcast(), which trainer.log_dir calls too,")
         with self.peers.naming():
             return super().broadcast(*args, **kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sum or mean of a number; raise a FederatedError if some processes are gone."""
+        self._check_together("trainer.strategy.reduce()")
         with self.peers.naming():
             return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Return every process's tensor; raise a FederatedError if some processes are gone."""
+        self._check_together("self.all_gather()")
+        with self.peers.naming():
+            return super().all_gather(*args, **kwargs)
 
     def configure_ddp(self) -> None:
         """Give every process the same initial model, without a wrapper."""

@@ -242,8 +242,13 @@ class Ranks:
 
 
 @contextmanager
-def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
-    """Make the module's metric objects compute from this process's data only, without exchanges."""
+def metrics_alone(trainer: pl.Trainer, what: str = "") -> Iterator[None]:
+    """Make the module's metric objects compute from this process's data only, without exchanges.
+
+    Args:
+        trainer: The trainer.
+        what: What each process does by itself, if they are not at the same point: exchanges of the user are refused.
+    """
     if trainer.world_size == 1:
         yield
         return
@@ -251,8 +256,10 @@ def metrics_alone(trainer: pl.Trainer) -> Iterator[None]:
     kept = [(part, part.distributed_available_fn) for part in parts if isinstance(part, Metric)]
     for metric, _ in kept:
         metric.distributed_available_fn = bool  # always False, and can be pickled
+    strategy: Any = trainer.strategy
     try:
-        yield
+        with strategy.working_alone(what):
+            yield
     finally:
         for metric, function in kept:
             metric.distributed_available_fn = function

@@ -1,7 +1,7 @@
 """Evaluation with ``validation_step``: of the server's model, shared by processes, and of single clients."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -27,6 +27,7 @@ from lightning_fed.engines.gradients import prepare_batch, preserved_modes
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.engines.processor import lstm_errors
 from lightning_fed.server.client_states.state import PERSONAL, ClientState, method_part
+from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.processes import Ranks, metrics_alone
 
 
@@ -73,10 +74,15 @@ class SharedEvaluationLoop(_EvaluationLoop):
         if self._is_shared:
             batch_idx = batch_idx * self._ranks.size + self._ranks.rank
         try:
-            with lstm_errors(self.trainer):
+            with lstm_errors(self.trainer), self._refusing_exchanges():
                 super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
         finally:
             self._results.count = None
+
+    def _refusing_exchanges(self) -> AbstractContextManager[None]:
+        """Refuse exchanges of the user in a step that the other processes do not take at the same time."""
+        strategy: Any = self.trainer.strategy
+        return strategy.working_alone("evaluates its own batches") if self._is_shared else nullcontext()
 
     def _count(self, batch: Any, batch_idx: int, dataloader_idx: int) -> int | None:
         """Return the number of examples in a batch, None if neither loader, user nor batch tells."""
@@ -145,6 +151,7 @@ class ClientEvaluation:
         self.engine = engine
         self.trainer = engine.trainer
         self.seed = derive_seed(engine.seed, Purpose.MEASUREMENT)
+        self._alone = "evaluates its own clients" if isinstance(self.trainer.strategy, ClientsStrategy) else ""
 
     def of_client(
         self, x: Vector, buffers: State, client_id: ClientId, index: int, on: str, steps: int, round: int
@@ -226,7 +233,7 @@ class ClientEvaluation:
         takes_index = is_param_in_hook_signature(module.validation_step, "batch_idx", min_args=2)
         loader = {"dataloader_idx": 0} if "dataloader_idx" in signature(module.validation_step).parameters else {}
         results, connector = EvaluationResults(training=False), trainer._logger_connector
-        with self._validating(results), preserved_modes(module), _logging(module), metrics_alone(trainer):
+        with self._validating(results), preserved_modes(module), _logging(module), metrics_alone(trainer, self._alone):
             module.eval()
             call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
             for i, (batch, examples) in enumerate(batches):

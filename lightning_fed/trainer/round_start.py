@@ -1,6 +1,7 @@
 """What a round's hooks and clients change before it is complete, as it was when the round began."""
 
 import copy
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,12 +13,17 @@ from lightning_fed.compat.private import is_overridden
 from lightning_fed.engines.batch_hooks import is_users_own
 from lightning_fed.trainer.server_model import ServerModel
 
+EARLY_HOOKS = ("on_train_epoch_start", "on_round_start", "on_round_restart", "on_client_start", "on_client_end")
+"""The hooks of a round that are called before it is complete, and may change what nobody trains."""
 
-def has_round_hooks(trainer: pl.Trainer) -> bool:
+_ALL_HOOKS = tuple(name for name in dir(FederatedCallback) if name.startswith("on_"))
+
+
+def has_round_hooks(trainer: pl.Trainer, hooks: Sequence[str] = _ALL_HOOKS) -> bool:
     """Return whether the user has hooks that are called in a round, besides those of the module for its batches."""
-    module, hooks = trainer.lightning_module, [name for name in dir(FederatedCallback) if name.startswith("on_")]
+    module = trainer.lightning_module
     callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.Checkpoint)]
-    of_module = ("on_train_epoch_start", "on_train_epoch_end")
+    of_module = [hook for hook in ("on_train_epoch_start", "on_train_epoch_end") if hook in hooks]
     return any(is_overridden(hook, module, pl.LightningModule) for hook in of_module) or any(
         is_users_own(callback, hook) for callback in callbacks for hook in hooks
     )

@@ -27,7 +27,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
-from lightning_fed.trainer.round_start import RoundStart, has_round_hooks
+from lightning_fed.trainer.round_start import EARLY_HOOKS, RoundStart, has_round_hooks
 from lightning_fed.trainer.server_model import ServerModel
 
 
@@ -318,6 +318,7 @@ class RunState:
             self.clients = elsewhere
         self.rounds = Rounds(server, sampling, self.clients, self.ranks)
         self.round_start, self.has_hooks = None, has_round_hooks(trainer)
+        self.server_model.keeps_untrained = has_round_hooks(trainer, EARLY_HOOKS)
         self.server_model.show()
 
     def _resume_counts(self, saved: Mapping[str, Any]) -> None:

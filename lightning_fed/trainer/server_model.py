@@ -2,14 +2,17 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeAlias
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import are_equal
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
+from lightning_fed.engines.changes import numbers_in
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.server import Server
 
@@ -17,19 +20,64 @@ _Model: TypeAlias = tuple[Vector, Vector, State, set[str]]
 """Trained and personal parameters, buffers, and the names of the buffers that have changed in the run."""
 
 
+_COPIED = 2**22  # untrained parameters up to this size can be put back
+
+
+class Untrained:
+    """Parameters that nobody trains and the server does not keep, such as a teacher's, as a round has found them."""
+
+    def __init__(self, prepared: PreparedModule) -> None:
+        kept, as_buffers = set(map(id, prepared.flat.params)), prepared.buffers.owners
+        untrained = [
+            (name, p) for name, p in prepared.module.named_parameters() if id(p) not in kept and name not in as_buffers
+        ]
+        self._small = [(p, p.detach().clone()) for _, p in untrained if p.numel() <= _COPIED]
+        self._large: list[tuple[str, Tensor, Any]] = [
+            (name, p, numbers_in(p)) for name, p in untrained if p.numel() > _COPIED
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put the numbers back; warn of a large parameter that has others now, of which there is no copy."""
+        for p, numbers in self._small:
+            p.copy_(numbers)
+        for name, large, key in self._large:
+            if numbers_in(large) != key:
+                rank_zero_warn(
+                    f"A hook has changed {name!r}, which is not trained, in a round that is cut off: {large.numel():,}"
+                    " numbers, too many to keep a copy of. They stay, and a run that continues from here changes them"
+                    " again. Change them in on_train_epoch_end, or name the parameter in as_buffers."
+                )
+
+    @contextmanager
+    def put_back_inside(self) -> Iterator[None]:
+        """Put the numbers back inside."""
+        now = [p.detach().clone() for p, _ in self._small]
+        self.put_back()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (p, _), numbers in zip(self._small, now, strict=True):
+                    p.copy_(numbers)
+
+
 class ServerModel:
     """The server's model, which the module holds between the rounds of a fit.
 
     Attributes:
         change_digest: A digest of the model after hooks changed it since the last round, to compare between processes.
+        keeps_untrained: Whether hooks may change parameters that nobody trains before a round is complete.
     """
 
     def __init__(self, prepared: PreparedModule, server: Server) -> None:
         self._prepared, self._server = prepared, server
         self._loaded: Vector | None = None  # the parameters [P] that hooks find; None while clients work
         self.change_digest: str | None = None
+        self.keeps_untrained = False
         self._keeps = False  # whether what hooks change is kept as it was
         self._kept: _Model | None = None  # it, once they have changed something
+        self._untrained: Untrained | None = None
 
     def show(self) -> None:
         """Let the module hold the server's model, even in the middle of a client's work."""
@@ -96,16 +144,19 @@ class ServerModel:
         """Take over what hooks have changed so far, and keep what they change from here until :meth:`forget_kept`."""
         self.sync_hook_changes()
         self._keeps, self._kept = True, None
+        self._untrained = Untrained(self._prepared) if self.keeps_untrained else None
 
     def forget_kept(self) -> None:
         """Keep no more what hooks change."""
-        self._keeps, self._kept = False, None
+        self._keeps, self._kept, self._untrained = False, None, None
 
     def undo_hook_changes(self) -> None:
         """Undo what hooks have changed since :meth:`keep_from_here`; the module does not show it until :meth:`show`."""
         self.sync_hook_changes()
         if self._kept is not None:
             self._set(self._kept)
+        if self._untrained is not None:
+            self._untrained.put_back()
         self._loaded = None
         self.forget_kept()
 
@@ -114,16 +165,17 @@ class ServerModel:
         """Undo what hooks have changed since :meth:`keep_from_here` inside."""
         self.sync_hook_changes()
         kept, loaded = self._kept, self._loaded
-        if kept is None:
-            yield
-            return
-        now, self._loaded = self._copy(), None
-        self._set(kept)
-        try:
-            yield
-        finally:
-            self._set(now)
-            self._loaded = loaded
+        with nullcontext() if self._untrained is None else self._untrained.put_back_inside():
+            if kept is None:
+                yield
+                return
+            now, self._loaded = self._copy(), None
+            self._set(kept)
+            try:
+                yield
+            finally:
+                self._set(now)
+                self._loaded = loaded
 
     def _copy(self) -> _Model:
         server = self._server

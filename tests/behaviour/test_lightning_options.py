@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
@@ -17,6 +18,7 @@ from lightning_fed.compat.private import Closure
 from lightning_fed.core.errors import ClientError
 from lightning_fed.data import Iid
 from tests.helpers.processes import in_processes
+from tests.helpers.selection import few
 from tests.helpers.training import Net, classification, clients, data, fit, parameters, seeded, trainer
 
 
@@ -315,6 +317,107 @@ def test_a_loss_of_none_is_warned_of(hook: str | None) -> None:
     Closure.warning_cache.clear()
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         fit(seeded(Skips), max_rounds=1)
+
+
+class Frozen(Net):
+    """Trains its head alone."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.body.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+class RateOfZero(Net):
+    """Trains its body from the third round on."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(
+            [{"params": self.body.parameters(), "lr": 0.0}, {"params": self.head.parameters()}], lr=0.1
+        )
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1
+
+
+@pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["sequential"]))
+def test_a_backbone_with_the_rate_zero_is_frozen_until_a_hook_raises_it(engine: Any) -> None:
+    frozen, rested = (
+        fit(seeded(Frozen), engine=engine, max_rounds=2),
+        fit(seeded(RateOfZero), engine=engine, max_rounds=2),
+    )
+    torch.testing.assert_close(rested, frozen)
+    body = sum(p.numel() for p in Frozen().body.parameters())
+    assert torch.equal(rested[:body], frozen[:body])
+    assert not torch.isclose(fit(seeded(RateOfZero), engine=engine, max_rounds=3)[:body], frozen[:body]).all()
+
+
+class Pruned(Net):
+    """Prunes more of its head after each round."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        prune.identity(self.head, "weight")
+
+    def on_train_epoch_end(self) -> None:
+        prune.l1_unstructured(self.head, "weight", amount=3)
+
+
+class Average(pl.Callback):
+    """Keeps the moving average of the server's models, and validates it in their place."""
+
+    def __init__(self) -> None:
+        self.mean: dict[str, torch.Tensor] = {}
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        now = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        self.mean = {name: 0.5 * self.mean.get(name, value) + 0.5 * value for name, value in now.items()}
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._own = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        pl_module.load_state_dict(self.mean or self._own)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.load_state_dict(self._own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mean = state_dict["mean"]
+
+
+@pytest.mark.parametrize("engine", few(["sequential", "vectorized"], []))
+def test_an_average_of_the_servers_models_may_be_validated_in_their_place(engine: Any, tmp_path: Path) -> None:
+    def averaged(ckpt_path: Any = None) -> tuple[Any, ...]:
+        mean, saver = Average(), ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1, filename="{step}")
+        run = trainer(engine=engine, callbacks=[mean, saver], enable_checkpointing=True, max_rounds=4)
+        run.fit(model := seeded(), data(), ckpt_path=ckpt_path)
+        return parameters(model), torch.cat([v.flatten() for v in mean.mean.values()]), run.callback_metrics["val_loss"]
+
+    whole, plain = averaged(), fit(engine=engine, max_rounds=4)
+    assert torch.equal(whole[0], plain)
+    assert not torch.isclose(whole[1], plain).all()
+    assert all(map(torch.equal, averaged(tmp_path / "step=2.ckpt"), whole))
+
+
+@pytest.mark.thorough
+def test_masks_of_pruning_may_grow_between_rounds(tmp_path: Path) -> None:
+    def pruned(ckpt_path: Any = None) -> dict[str, torch.Tensor]:
+        saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}")
+        model = seeded(Pruned)
+        trainer(callbacks=saver, enable_checkpointing=True, max_rounds=4).fit(model, data(), ckpt_path=ckpt_path)
+        assert int((model.head.weight == 0).sum()) == 12
+        return dict(model.state_dict())
+
+    whole, resumed = pruned(), pruned(tmp_path / "step=2.ckpt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 # ------------------------------------------------------------------ what is monitored and counted

@@ -71,7 +71,8 @@ def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> 
     check_trainer(trainer())
     for options, message in (
         ({"val_check_interval": 2}, "val_check_interval=2 with check_val_every_n_epoch=1 asks for validation inside"),
-        ({"callbacks": [MyWeights(0.1)]}, "MyWeights is not supported: it averages weights .* remove the callback"),
+        ({"callbacks": [MyWeights(0.1)]}, "MyWeights is not supported: it averages weights .* average the server's"),
+        ({"callbacks": [pl.callbacks.SpikeDetection()]}, "SpikeDetection is not supported: it compares a batch's loss"),
         (
             {"callbacks": [pl.callbacks.BatchSizeFinder()]},
             "BatchSizeFinder .*Instead, set batch_size on the data module",

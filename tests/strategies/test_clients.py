@@ -23,7 +23,7 @@ from tests.helpers.engines import Ordinary, assert_close
 from tests.helpers.hosts import Host, two_hosts
 from tests.helpers.processes import Outcome, in_processes
 from tests.helpers.selection import few
-from tests.helpers.training import FEATURES, same
+from tests.helpers.training import FEATURES, classification, data, same
 
 
 class Wide(Ordinary):
@@ -111,6 +111,76 @@ def test_a_process_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None
     for rank, outcome in ((0, first), (2, third)):
         assert re.search(rf"FederatedError: Process {rank} on \S+ has lost process 1 \(pid \d+\) on", outcome.error)
         assert "Process 0" not in outcome.error[20:]
+
+
+class Gathers(Ordinary):
+    """Gathers the losses of all processes, as contrastive losses gather examples."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.step == "training":
+            self.all_gather(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.step == "validation":
+            self.all_gather(batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        assert self.all_gather(torch.tensor(self.trainer.global_rank)).tolist() == [0, 1]
+
+
+class Barrier(FederatedCallback):
+    """Waits for the other processes after every client."""
+
+    def on_client_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        trainer.strategy.barrier()
+
+
+@pytest.mark.parametrize(
+    ("step", "call", "does"),
+    few(
+        [
+            pytest.param("training", "self.all_gather()", "trains its own clients", id="training"),
+            pytest.param("validation", "self.all_gather()", "evaluates its own batches", id="validation"),
+            pytest.param("client", "trainer.strategy.barrier()", "trains its own clients", id="client"),
+            pytest.param("none", "", "", id="none"),
+        ],
+        ["training"],
+    ),
+)
+def test_exchanges_of_processes_that_are_at_different_clients_are_refused(
+    step: str, call: str, does: str, tmp_path: Path
+) -> None:
+    batches = partial(data, val=classification(12, 7), eval_batch_size=4)  # three for two processes
+
+    def work() -> Any:
+        callbacks = [Barrier()] if step == "client" else []
+        options: dict[str, Any] = {"max_rounds": 1, "num_sanity_val_steps": 0, "datamodule": batches}
+        end(make=partial(Gathers, step), callbacks=callbacks, strategy="clients", devices=2, **options)
+
+    for outcome in in_processes(work, tmp_path, timeout=60):
+        assert (f"{call} waits for all processes, and here each of them {does}" in outcome.error) == bool(call)
+        assert bool(outcome.error) == bool(call), outcome.trace
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("size", "is_refused"), [(8, False), (9, True)])
+def test_exchanges_are_refused_for_a_batch_with_fewer_examples_than_processes(
+    size: int, is_refused: bool, tmp_path: Path
+) -> None:
+    def work() -> Any:
+        options: dict[str, Any] = {"max_rounds": 1, "clients_per_round": 1.0, "datamodule": lambda: data((size,))}
+        end(make=partial(Gathers, "training"), strategy="ddp", devices=2, limit_val_batches=0, **options)
+
+    first, _ = in_processes(work, tmp_path, timeout=60)
+    assert ("a batch that has fewer examples than there are processes" in first.error) == is_refused
+    assert bool(first.error) == is_refused, first.trace
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,42 @@ def test_a_trainer_whose_round_was_cut_off_goes_on_with_the_same_bits(hooks: str
     strike.what = None
     again.fit(model, data())
     assert torch.equal(again.fit_loop.state.x, expected.fit_loop.state.x)
+
+
+class Follows(Net):
+    """Has a teacher that follows the head as a round begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(8, 3).requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher.weight.data.lerp_(self.head.weight.data, 0.5)
+
+
+@pytest.mark.parametrize("how", ["saved", "left"])
+def test_a_teacher_that_a_hook_moves_is_moved_once_in_a_round_that_was_cut_off(how: str, tmp_path: Path) -> None:
+    expected, strike = seeded(Follows), Strikes(tmp_path / "saved.ckpt" if how == "saved" else RuntimeError())
+    run(tmp_path / "whole", 4, model=expected, **ALL)
+    model = seeded(Follows)
+    made = trainer(algorithm=Scaffold(), max_rounds=4 if how == "left" else 3, callbacks=strike, **ALL)
+    with pytest.raises(ClientError) if how == "left" else nullcontext():
+        made.fit(model, data())
+    if how == "left":
+        strike.what = None
+        made.fit(model, data())
+    else:
+        run(tmp_path / "resumed", 4, tmp_path / "saved.ckpt", model=(model := seeded(Follows)), **ALL)
+    assert torch.equal(model.teacher.weight, expected.teacher.weight)
+
+
+def test_a_teacher_too_large_to_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fed.trainer.server_model._COPIED", 23)
+    with pytest.warns(UserWarning, match=r"A hook has changed 'teacher.weight'.*24 numbers, .*in on_train_epoch_end"):
+        run(tmp_path, 3, model=seeded(Follows), callbacks=[Strikes(tmp_path / "saved.ckpt")], **ALL)
 
 
 class Draws(FederatedCallback):

@@ -77,6 +77,8 @@ class SequentialEngine(Engine):
             generators = {} if self._has_checked_frozen else generator_states(parts_of(self.trainer.lightning_module))
             counts = {} if self._has_checked_frozen else self.optimizer.counts()
             self.epoch_loop.begin_client()
+            for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
+                p.grad = None
             schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # it steps them itself
             options = LocalOptions(self.optimizer.base, schedules)
             try:

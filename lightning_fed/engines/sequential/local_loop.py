@@ -171,7 +171,10 @@ class ClientEpochLoop(_TrainingEpochLoop):
             data_fetcher._stop_profiler()
         self.batch_progress.is_last_batch = data_fetcher.done
         examples = data_fetcher.examples
+        strategy: Any = trainer.strategy
         if self._split.size > 1:
+            if examples < self._split.size:  # a process without examples calls neither training_step nor hooks
+                strategy.alone = "takes its part of a batch that has fewer examples than there are processes"
             batch, examples = self._split.take(batch, examples)
             self.own_examples += examples
         # this process only takes part in the exchange, or a random sample of the examples is empty
@@ -212,6 +215,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
             call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
             call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
         self._results.batch = self._results.batch_size = None
+        if self._split.size > 1:
+            strategy.alone = ""
         self.batch_progress.increment_completed()
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:

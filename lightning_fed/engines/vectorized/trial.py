@@ -15,7 +15,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
-from lightning_fed.core.torch_optimizers import coupled_decay
+from lightning_fed.core.torch_optimizers import coupled_decay, has_step_hooks
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.batch_hooks import overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
@@ -410,7 +410,7 @@ def check_settings(engine: Engine) -> None:
         reason = f"its parameter {hooked!r} has a hook, and here a gradient is that of several clients"
     elif type(base) not in ELEMENTWISE:
         reason = f"the step of {type(base).__name__} is not elementwise, or not known to be"
-    elif base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+    elif has_step_hooks(base):
         reason = "the local optimizer has step hooks, and here clients share a step"
     elif getattr(trainer.precision_plugin, "scaler", None) is not None:
         reason = f"precision={trainer.precision!r} scales the loss, and clients would have to skip steps on their own"

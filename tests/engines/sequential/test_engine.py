@@ -15,7 +15,7 @@ from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.sequential.engine import SequentialEngine
 from tests.helpers.engines import Ordinary, run, state_of
-from tests.helpers.training import clients
+from tests.helpers.training import clients, data, fit, seeded
 
 
 class Teacher(Ordinary):
@@ -209,6 +209,38 @@ class Replaces(Ordinary):
 def test_a_trained_parameter_that_is_replaced_is_refused_by_name(hook: str, engine: str) -> None:
     with pytest.raises(FederatedError, match=r"Replaces has replaced the parameter 'head.weight'.*copy_"):
         run(engine, partial(Replaces, hook))
+
+
+class Swaps(Ordinary):
+    """Takes another optimizer from the second round on, as fine-tuning in stages does."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.0)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_local_optimizer_that_is_replaced_is_refused_by_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"has replaced the local optimizer \(trainer.optimizers\).*param_groups"):
+        run(engine, Swaps)
+
+
+class Accumulates(Ordinary):
+    """Never clears its gradients, which add up over a client's steps."""
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Clear nothing."""
+
+
+def test_a_client_begins_without_the_gradients_of_another() -> None:
+    options: dict[str, Any] = {"clients_per_round": 1.0, "max_rounds": 1, "precision": "64-true"}
+    sizes = (8, 12)
+    together = fit(seeded(Accumulates), data(sizes, shuffle=False), **options)
+    alone = [
+        fit(seeded(Accumulates), FederatedDataModule(clients=[one], batch_size=4, shuffle=False), **options)
+        for one in clients(sizes)
+    ]
+    torch.testing.assert_close(together, (8 * alone[0] + 12 * alone[1]) / 20)
 
 
 class StepsItself(Ordinary):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fed.algorithms import FedAvg, FedNova, Mime, Scaffold
 from lightning_fed.core.flat import FlatParameters
@@ -211,6 +212,14 @@ NOT_ELEMENTWISE: dict[str, tuple[Callable[..., Any], str]] = {
 def test_local_optimizers_that_mix_clients_are_refused(name: str) -> None:
     make, reason = NOT_ELEMENTWISE[name]
     refused(partial(Ordinary, make), reason)
+
+
+def test_step_hooks_of_all_optimizers_are_refused() -> None:
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        refused(Ordinary, "step hooks")
+    finally:
+        hook.remove()
 
 
 def test_accumulated_gradients_are_refused() -> None:
