@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,19 @@ def _table(results: Results, by: Quantity) -> tuple[list[str], list[list[str]]]:
 
 
 def _log_hyper_parameters(results: Results, folder: Path) -> None:
-    """Write a TensorBoard run for every cell that has none yet: its labels and final metrics, and its curves."""
-    for cell in results.asked():
-        record = results.record(cell)
-        if record is None:
-            continue
-        name = "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), record.folder.name[:6]])
+    """Write a TensorBoard run for every cell that has none yet: its labels and final metrics, and its curves.
+
+    The runs of other grids in this folder go, as TensorBoard would show them among those of this one.
+    """
+    found = [(cell, record) for cell in results.asked() if (record := results.record(cell)) is not None]
+    names = {
+        "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), record.folder.name[:6]]): (cell, record)
+        for cell, record in found
+    }
+    for left in folder.glob("*_seed_*_??????"):
+        if left.name not in names:
+            shutil.rmtree(left)
+    for name, (cell, record) in names.items():
         if (folder / name).is_dir():
             continue
         logger = pl.loggers.TensorBoardLogger(folder, name=name, version="", default_hp_metric=False)

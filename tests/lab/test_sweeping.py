@@ -61,6 +61,9 @@ def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.C
     assert "_hparams_/session_start_info" in events.summary_metadata
     before = [path.stat().st_mtime_ns for path in Path("out/cells").glob("*/cell.json")]
     run({"metrics": METRICS, "axes": axes, "seeds": 2, "tables": {"t": {"rows": ["method", "lr"], "value": "best"}}})
+    assert sorted(Path("out/tensorboard").iterdir()) == runs
+    run({"metrics": METRICS, "axes": axes, "seeds": 1})
+    assert sorted(Path("out/tensorboard").iterdir()) == [path for path in runs if "seed_0" in path.name]
     assert before == [path.stat().st_mtime_ns for path in Path("out/cells").glob("*/cell.json")]
 
 
