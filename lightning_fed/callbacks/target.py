@@ -65,7 +65,8 @@ class TargetMetric(FederatedCallback):
         self._seen |= value is not None
         if self.reached is not None or value is None:
             return
-        if float(value) >= self.target if self.mode == "max" else float(value) <= self.target:
+        # as tensors, in the metric's own precision: 0.9 in float32 is less than Python's 0.9
+        if bool(value >= self.target if self.mode == "max" else value <= self.target):
             loop = trainer.fit_loop
             self.reached = {
                 "rounds": loop.round,

@@ -100,8 +100,13 @@ def check_overrides(where: str, found: Any) -> Config:
         raise FederatedError(f"{where} must be a mapping of keys of a configuration to values, found {found!r}.")
     for key in found:
         first = str(key).split(".")[0].rstrip("+")
-        if first not in _PARTS and first != "seed_everything":
-            raise unknown(where, "key", key, (*_PARTS, "seed_everything"))
+        if first == "seed_everything":
+            raise FederatedError(
+                f"{where}: seed_everything is the seed of the cell, which would replace this value. Write seeds: N for"
+                " the seeds 0 to N - 1."
+            )
+        if first not in _PARTS:
+            raise unknown(where, "key", key, _PARTS)
     config = overlay({}, found)
     for name in _RUNNERS:
         if isinstance(config.get("trainer"), dict) and name in config["trainer"]:

@@ -112,9 +112,9 @@ def _read_table(path: Path) -> dict[str, dict[int, float]]:
 
 def _named(folders: Sequence[str]) -> dict[str, str]:
     """Return the folders by name: the path, without the part that all have in common, and the method if it is known."""
-    if len(set(folders)) < len(folders):
-        raise FederatedError("compare: a run is named twice.")
     whole = {folder: Path(os.path.abspath(folder)) for folder in folders}
+    if len(set(whole.values())) < len(folders):
+        raise FederatedError("compare: a run is named twice.")
     common = Path(os.path.commonpath([path.parent for path in whole.values()]))
     return {f"{path.relative_to(common)}{_method(path)}": folder for folder, path in whole.items()}
 

@@ -140,7 +140,7 @@ def draw_best(results: Results, by: Quantity, ranked: Sequence[Point]) -> "Figur
     for style, point in enumerate(ranked[: len(COLORS)]):
         x, rows = _aligned(results.records(point), by.metric, "rounds")
         if x:
-            axes.plot(x, [fmean(row) for row in rows], label=str(point), **_look(style))
+            axes.plot(x, [fmean(row) for row in rows], label=_counted(str(point), results, point), **_look(style))
     axes.set(xlabel="rounds", ylabel=_with_unit(by.metric))
     axes.grid(alpha=0.25, linewidth=0.6)
     add_legend(figure, [axes], columns=1, title=_legend_title("none", results))
@@ -189,10 +189,16 @@ def _draw_curve(
     x, rows = _aligned(results.records(point), panel.y, plan.x)
     middle = [fmean(row) for row in rows]
     marker = "o" if len(x) == 1 else None
-    axes.plot(x, middle, label=_titled(plan.lines, label), marker=marker, **_look(style))
+    axes.plot(x, middle, label=_counted(_titled(plan.lines, label), results, point), marker=marker, **_look(style))
     low, high = _band(rows, plan.band)
     if low != high:
         axes.fill_between(x, low, high, color=COLORS[style % len(COLORS)], alpha=0.18, linewidth=0)
+
+
+def _counted(label: str, results: Results, point: Point) -> str:
+    """Return the label of a line, with the seeds behind it if cells are missing: the legend says what all have."""
+    found, asked = len(results.records(point)), len(results.cells(point))
+    return label if found == asked else f"{label} ({found} of {asked} seeds)"
 
 
 def _draw_mark(axes: "Axes", plan: Plan, panel: Panel, mark: Mark, styles: Mapping[Label, int]) -> None:

@@ -28,6 +28,8 @@ COSTS = {
 TOTALS = frozenset({"time/simulated"})
 """The tags that are logged as the sum over all rounds so far."""
 
+_FLOAT32 = 1e-7  # the relative error of a number in float32, and of its percent
+
 _EVERY_ROUND = "round/seconds"  # which every run logs in every round
 _TRAIN_LOSS = "population/train_loss"  # which says when a run has settled
 
@@ -65,7 +67,15 @@ class Metric:
         return -math.inf if self.mode == "max" else math.inf
 
     def reaches(self, value: float, target: float) -> bool:
-        """Return whether a value is as good as the target."""
+        """Return whether a value is as good as the target, to the digits that a log keeps.
+
+        Example:
+            >>> accuracy = Metric("val_acc", "max", "accuracy")
+            >>> accuracy.reaches(0.8999999761581421, 0.9)  # 0.9 in float32
+            True
+        """
+        if math.isclose(value, target, rel_tol=_FLOAT32):
+            return True
         return value >= target if self.mode == "max" else value <= target
 
 

@@ -1,6 +1,8 @@
 """The command ``lightning-fed sweep``: a grid over any keys of a user's own configuration."""
 
+import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,8 @@ def _base(paths: Sequence[str]) -> Config:
     if savers:
         trainer["callbacks"] = [callback for callback in callbacks if callback not in savers]
         left_out += [str(callback["class_path"]) for callback in savers]
+    if config.get("seed_everything") not in (None, True, False, 0):
+        print(f"seed_everything {config['seed_everything']} is left out: the seeds of the cells are 0 to `seeds` - 1.")
     if left_out:
         print(f"The cells keep their logs in the store and no checkpoints; left out: {', '.join(left_out)}.")
     return {name: part for name, part in config.items() if name in _PARTS}
@@ -132,7 +136,7 @@ def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
         figures = draw_figures(results, out)
     else:
         figures = ["sweep_curves.png"]
-        save(draw_best(results, by, _ranked(results, by)), out / figures[0])
+        save(draw_best(results, by, ranked(results, by)), out / figures[0])
     parts = ["# Sweep", *(f"![{name}]({name})" for name in figures)]
     if experiment.tables:
         for table in experiment.tables:
@@ -145,11 +149,15 @@ def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _ranked(results: Results, by: Quantity) -> list[Point]:
-    """Return the points, best first; those without a value come last."""
-    sign = 1 if by.mode == "min" else -1
-    estimates = {point: results.estimate(point, by).mean for point in results.grid.points}
-    return sorted(estimates, key=lambda point: (estimates[point] != estimates[point], sign * estimates[point]))
+def ranked(results: Results, by: Quantity) -> list[Point]:
+    """Return the points, best first; those without a value come last. The final value decides between equal costs."""
+    ranks = [by, Quantity("final", "final", by.metric)] if by.is_cost else [by]
+
+    def rank(point: Point) -> list[tuple[bool, float]]:
+        means = [results.estimate(point, quantity).mean for quantity in ranks]
+        return [(math.isnan(m), m if q.mode == "min" else -m) for q, m in zip(ranks, means, strict=True)]
+
+    return sorted(results.grid.points, key=rank)
 
 
 def _table(results: Results, by: Quantity) -> tuple[list[str], list[list[str]]]:
@@ -160,18 +168,25 @@ def _table(results: Results, by: Quantity) -> tuple[list[str], list[list[str]]]:
         ]
     rows = [
         [*point.by_axis.values(), *(str(results.estimate(point, quantity)) for quantity in quantities)]
-        for point in _ranked(results, by)
+        for point in ranked(results, by)
     ]
     return [*results.grid.axes, *(quantity.label for quantity in quantities)], rows
 
 
 def _log_hyper_parameters(results: Results, folder: Path) -> None:
-    """Write a TensorBoard run for every cell that has none yet: its labels and final metrics, and its curves."""
-    for cell in results.asked():
-        record = results.record(cell)
-        if record is None:
-            continue
-        name = "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), record.folder.name[:6]])
+    """Write a TensorBoard run for every cell that has none yet: its labels and final metrics, and its curves.
+
+    The runs of other grids in this folder go, as TensorBoard would show them among those of this one.
+    """
+    found = [(cell, record) for cell in results.asked() if (record := results.record(cell)) is not None]
+    names = {
+        "_".join([re.sub(r"[^\w.-]+", "_", str(cell)), record.folder.name[:6]]): (cell, record)
+        for cell, record in found
+    }
+    for left in folder.glob("*_seed_*_??????"):
+        if left.name not in names:
+            shutil.rmtree(left)
+    for name, (cell, record) in names.items():
         if (folder / name).is_dir():
             continue
         logger = pl.loggers.TensorBoardLogger(folder, name=name, version="", default_hp_metric=False)

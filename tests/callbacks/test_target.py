@@ -41,6 +41,16 @@ def test_the_first_round_that_reaches_the_target_counts_with_all_bytes_so_far(tm
     assert float(rows[0]["target/bytes_up"]) == 48
 
 
+def test_a_metric_in_float32_reaches_a_target_that_it_rounds() -> None:
+    class Model(Quadratic):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_acc", torch.tensor(0.9 if self.current_epoch else 0.5))
+
+    callback = TargetMetric("val_acc", 0.9)
+    trainer(callbacks=callback, max_rounds=3, **PROBLEM).fit(Model(x0=8.0, lr=0.5), problem())
+    assert (callback.reached or {}).get("rounds") == 2
+
+
 @pytest.mark.parametrize(("mode", "target", "rounds"), [("max", 0.5, 1), ("min", 0.5, 4), ("max", 9.0, None)])
 def test_the_mode_decides_from_which_side_the_target_is_reached(mode: Any, target: float, rounds: int | None) -> None:
     callback = TargetMetric("val_distance", target, mode=mode)

@@ -56,3 +56,8 @@ def test_what_the_runner_sets_is_not_overridden() -> None:
     for overrides in ({"trainer.logger": False}, {"trainer": {"enable_progress_bar": True}}):
         with pytest.raises(FederatedError, match="x: trainer.* is the runner's to set"):
             check_overrides("x", overrides)
+
+
+def test_a_seed_is_no_label_since_every_cell_has_its_own() -> None:
+    with pytest.raises(FederatedError, match="axes.seed: 1: seed_everything .* Write seeds: N"):
+        read_axis("axes.seed", "seed", {"key": "seed_everything", "values": [1, 2, 3]})

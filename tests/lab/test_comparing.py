@@ -100,6 +100,7 @@ def test_a_final_value_that_is_not_a_number_is_not_infinite() -> None:
         (["log", "--metric", "val_ac", "--mode", "max"], "Did you mean 'val_acc'"),
         (["log", "--metric", "val_loss"], "--mode max if high values of val_loss are good"),
         (["log", "log"], "named twice"),
+        (["log", "log/"], "named twice"),
         (["broken"], "metrics.csv, line 2"),
         pytest.param(
             ["log", "--mode", "max", "--out", "log/metrics.csv"],

@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from lightning_fed.lab import figures
-from lightning_fed.lab.figures import COLORS, add_legend, draw, new_figure, save
+from lightning_fed.lab.figures import COLORS, add_legend, draw, draw_best, new_figure, save
 from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.quantities import parse_quantity
 from lightning_fed.lab.reading import read_experiment
 from tests.helpers.lab import results_of
 from tests.helpers.optional import needs_matplotlib
@@ -100,3 +101,17 @@ def test_a_figure_says_what_its_lines_and_bands_are_and_names_lines_that_hide_ea
     assert [text.get_text() for text in axes.texts] == ["one line: A, B"]
     assert [axes.get_title() for axes in drawn["by_method"].axes] == ["A", "B", "C"]
     assert [text.get_text() for text in drawn["by_method"].legends[0].get_texts()] == ["G = 1"]
+
+
+@needs_matplotlib
+def test_a_line_names_the_seeds_behind_it_where_some_failed(write: Any, tmp_path: Path) -> None:
+    experiment = read_experiment(write(methods={"A": {}, "B": {}}, figures={"f": {}}, random=True, seeds=3))
+    results = results_of(
+        Grid(experiment),
+        tmp_path / "o",
+        lambda c: "failed" if (c.point.by_axis["method"], c.seed) == ("A", 1) else [1.0, 2.0 + c.seed],
+    )
+    final = parse_quantity("", "final", experiment.metrics)
+    for figure in (draw(experiment.figures[0], results), draw_best(results, final, results.grid.points)):
+        labels = [text.get_text().removeprefix("method ") for text in figure.legends[0].get_texts()]
+        assert labels == ["A (2 of 3 seeds)", "B"]

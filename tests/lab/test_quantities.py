@@ -67,6 +67,16 @@ def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("factor", "value", "target"), [(1.0, 0.8999999761581421, "0.9"), (100.0, 0.57, "57"), (100.0, 0.29, "29")]
+)
+def test_a_value_equal_to_the_target_reaches_it_whatever_it_was_rounded_to(
+    factor: float, value: float, target: str
+) -> None:
+    metrics = {"val_acc": Metric("val_acc", "max", "accuracy", factor)}
+    assert parse_quantity("here", f"rounds to {target}", metrics).of({"val_acc": {1: 0.1, 2: value, 3: 0.95}}) == 2
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("finall", "is not a quantity"),

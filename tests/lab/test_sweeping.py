@@ -8,6 +8,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fed.cli.main import main
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.quantities import parse_quantity
+from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.sweeping import ranked
+from tests.helpers.lab import results_of
 from tests.helpers.optional import needs_matplotlib
 from tests.helpers.selection import few
 from tests.lab.conftest import TINY
@@ -56,6 +61,9 @@ def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.C
     assert "_hparams_/session_start_info" in events.summary_metadata
     before = [path.stat().st_mtime_ns for path in Path("out/cells").glob("*/cell.json")]
     run({"metrics": METRICS, "axes": axes, "seeds": 2, "tables": {"t": {"rows": ["method", "lr"], "value": "best"}}})
+    assert sorted(Path("out/tensorboard").iterdir()) == runs
+    run({"metrics": METRICS, "axes": axes, "seeds": 1})
+    assert sorted(Path("out/tensorboard").iterdir()) == [path for path in runs if "seed_0" in path.name]
     assert before == [path.stat().st_mtime_ns for path in Path("out/cells").glob("*/cell.json")]
 
 
@@ -96,3 +104,22 @@ def test_a_key_that_cells_do_not_have_is_refused(key: str, monkeypatch: pytest.M
         run({"metrics": METRICS, "axes": AXES})
     monkeypatch.setitem(OUTPUTS, key, None)  # as --print_config writes it
     run({"metrics": METRICS, "axes": {"lr": {**AXES["lr"], "values": [0.1]}}})
+
+
+def test_the_final_value_ranks_points_that_do_not_reach_a_target(write: Any, tmp_path: Path) -> None:
+    ends = {"poor": 3.0, "good": 1.0, "fair": 2.0}
+    experiment = read_experiment(write(methods={name: {} for name in ends}, random=True))
+    results = results_of(Grid(experiment), tmp_path / "o", lambda c: [4.0, ends[c.point.by_axis["method"]]])
+    by = parse_quantity("", "rounds to 0.5", experiment.metrics)
+    assert [point.by_axis["method"] for point in ranked(results, by)] == ["good", "fair", "poor"]
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(("seed", "said"), [(7, "seed_everything 7 is left out"), (0, "The cells keep")])
+def test_a_seed_of_the_configuration_is_said_to_be_left_out(
+    seed: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(OUTPUTS, "seed_everything", seed)
+    with pytest.raises(SystemExit):
+        run({"metrics": METRICS, "axes": {}})
+    assert capsys.readouterr().out.startswith(said)

@@ -50,6 +50,7 @@ class Measured:
         delta: The largest :math:`\|\nabla^2 f_i(x) - \nabla^2 f(x)\|`.
         delta_mean: The mean of these.
         no_hessian: Why there is no Hessian.
+        lost: The clients whose training loss is not finite.
     """
 
     round: int
@@ -72,6 +73,7 @@ class Measured:
     delta: Estimate = (math.nan, math.nan)
     delta_mean: float = math.nan
     no_hessian: str = ""
+    lost: tuple[ClientId, ...] = ()
 
 
 def stepping(trainer: pl.Trainer) -> Optimizer:
@@ -114,6 +116,7 @@ def measure(trainer: pl.Trainer, shares: Shares, hessian_clients: int, weighting
     rate, number = max(float(group["lr"]) for group in optimizer.param_groups), sum(steps) / len(steps)
     is_plain = _is_plain(optimizer)
     drift, progress = _drift(trainer, x, few, rate, round(number)) if is_plain and rate * number else (math.nan,) * 2
+    losses = loop.training_losses(list(shares))
     try:
         hessian = _hessian(trainer, x, shares, few)
     except FederatedError as error:
@@ -128,7 +131,8 @@ def measure(trainer: pl.Trainer, shares: Shares, hessian_clients: int, weighting
         rate=rate,
         is_plain=is_plain,
         server=f"{type(server).__name__}, rate {float(server.param_groups[0]['lr']):g}",
-        loss=sum(shares[i] * loss for i, loss in loop.training_losses(list(shares)).items()),
+        loss=sum(shares[i] * loss for i, loss in losses.items()),
+        lost=tuple(i for i, loss in losses.items() if not math.isfinite(loss)),
         gradient=spread.norm,
         G=_root(distances, shares, len(loop.population)),
         B=spread.B,

@@ -109,7 +109,7 @@ def as_text(found: Sequence[Section], check: str, verdicts: Sequence[Verdict]) -
     """Return the report to be printed."""
     lines = []
     for title, rows in found:
-        lines += [title, *(f"  {name:<20}{value:<18} {meaning}".rstrip() for name, value, meaning in rows), ""]
+        lines += [title, *(f"  {name:<19} {value:<18} {meaning}".rstrip() for name, value, meaning in rows), ""]
     lines += ["Self-check", _wrapped("  ", check), "", "Verdicts, best evidence first"]
     lines += [_wrapped(f"  {n}. ", f"{v.cause} ({v.evidence}): {v.text}") for n, v in enumerate(verdicts, 1)]
     return "\n".join(lines)

@@ -18,6 +18,7 @@ _KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # each client's gradient, so
 _UPHILL = -0.5  # cosine with the negative gradient
 _NOTICEABLE = 1.5  # how many times as much the loss falls
 _DRIFTING, _DRIFTED = 0.25, 0.5  # of the way that local steps on f lead
+_NAMED = 5  # clients in a message
 _FEW_CLASSES = 0.5  # total variation distance of a client's labels from all
 _BALANCED, _SKEWED = 0.75, 0.5  # of the classes, as many equal ones would have the same entropy
 
@@ -104,9 +105,23 @@ def _faults(f: Findings) -> Iterator[Verdict]:
     if f.check.is_fault:
         yield Verdict("certain", cause, f.check.text)
     if not math.isfinite(f.measured.loss):
-        yield Verdict("certain", cause, f"The training loss is {f.measured.loss} at this model, before any step.")
+        lost = f.measured.lost
+        some = f"client{'s' * (len(lost) > 1)} {', '.join(map(repr, lost[:_NAMED]))}"
+        some += f" and {len(lost) - _NAMED} more" * (len(lost) > _NAMED)
+        whose = f" Only that of {some} is not finite: look at their data." if len(lost) < f.measured.clients else ""
+        yield Verdict(
+            "certain", cause, f"The training loss is {f.measured.loss} at this model, before any step.{whose}"
+        )
     if f.measured.gradient == 0:
         yield Verdict("certain", cause, "The gradient of the training loss is 0: it trains nothing of the model.")
+    here, _ = _here_and_best(f)
+    if math.isfinite(here.losses[-1]) and here.losses[-1] < min(0.0, here.losses[0]):
+        yield Verdict(
+            "possible",
+            cause,
+            f"The training loss {_course(here)}, which is below 0. A cross-entropy or a squared error cannot; look for"
+            " a reversed sign in the loss. The logarithm of a density can.",
+        )
     smallest = f.trials[0]
     if smallest.cosine < _UPHILL:
         yield Verdict(
@@ -122,7 +137,14 @@ def _step_size(f: Findings) -> Iterator[Verdict]:
     here, best = _here_and_best(f)
     rounds = plural(len(best.losses) - 1, "round")
     does = f"at {here.rate:.3g} the loss {_course(here)}, at {best.rate:.3g} it {_course(best)} ({rounds})"
-    if best.change >= 0:
+    if best.change >= 0 and f.measured.is_plain and f.trials[0].rate > f.theory.ceiling:
+        yield Verdict(
+            "likely",
+            "the step size is too large",
+            f"The loss falls at none of the five step sizes, and even the smallest, {f.trials[0].rate:.3g}, is above"
+            f" 1/L = {f.theory.ceiling:.3g}. Begin below that.",
+        )
+    elif best.change >= 0:
         yield Verdict(
             "possible",
             "no step size helps",
@@ -160,13 +182,17 @@ def _course(trial: Trial) -> str:
 def _drift(f: Findings) -> Iterator[Verdict]:
     m, t = f.measured, f.theory
     missed = m.drift / m.progress if m.progress else math.nan
+    here, _ = _here_and_best(f)
     if corrects_drift(f.algorithm) or not missed > _DRIFTING:
+        return
+    overshoots = m.rate > 2 * t.ceiling  # on f alone, too, so that the way there says less
+    if overshoots and here.change >= 0:
         return
     noise = max(t.batches, t.drawing)
     skew = f.skew.label_distance if f.skew is not None else math.nan
     source = f" Their labels differ (distance {skew:.2f} of 1), which is a source of it." if skew > _FEW_CLASSES else ""
     yield Verdict(
-        "likely" if missed > _DRIFTED else "possible",
+        "likely" if missed > _DRIFTED and not overshoots else "possible",
         "clients drift",
         f"After {min(t.K, 50):.3g} local steps of {m.rate:.3g} the clients' mean misses the point to which the same"
         f" steps on f lead by {missed:.2g} of the way there. That is an error of {m.drift:.3g} in the mean gradient,"

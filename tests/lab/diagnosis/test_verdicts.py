@@ -126,6 +126,31 @@ def test_each_cause_is_told_by_its_numbers() -> None:
     assert found(classes=0, label_distance=0.8, global_entropy=1.0) == {"nothing stands out": "possible"}
 
 
+def test_steps_that_overshoot_on_the_mean_are_too_large_and_no_drift() -> None:
+    rising = {0.1: [2.0, 2.1], 1.0: [2.0, 2.5]}
+    assert found(ceiling=0.005, drift=0.6, trials=rising) == {"the step size is too large": "likely"}
+    assert found(ceiling=0.04, drift=0.6, trials=rising) == {"no step size helps": "possible"}
+    assert found(ceiling=0.06, drift=0.6, trials=rising) == {
+        "clients drift": "likely",
+        "no step size helps": "possible",
+    }
+    assert found(ceiling=0.005, drift=0.6) == {"clients drift": "possible"}  # the loss falls
+
+
+def test_the_clients_without_a_finite_loss_are_named() -> None:
+    (verdict,) = verdicts(findings(loss=math.nan, lost=("c3",)))
+    assert "Only that of client 'c3' is not finite" in verdict.text
+    (verdict,) = verdicts(findings(loss=math.nan, lost=tuple(range(6))))
+    assert "Only" not in verdict.text
+
+
+def test_a_loss_below_0_may_have_a_reversed_sign() -> None:
+    (verdict,) = verdicts(findings(trials={1.0: [-2.3, -264.3], 10.0: [-2.3, -300.0]}))
+    assert (verdict.evidence, verdict.cause) == ("possible", "there is a fault")
+    assert "goes from -2.3 to -264.3, which is below 0" in verdict.text
+    assert found(trials={1.0: [2.0, 0.0]}) == {"nothing stands out": "possible"}
+
+
 def test_a_method_that_corrects_drift_from_the_second_round_on_is_not_held_against_its_first() -> None:
     late = {1.0: [2.0, 4.0, 3.0]}
     assert found(Scaffold(), trials=late)["the step size is too large"] == "possible"
