@@ -215,7 +215,7 @@ def setting(setter: Setter, value: Callable[[int, int], float], **options: Any) 
     return start
 
 
-@pytest.mark.parametrize("setter", few(SETTERS, [attribute, slot, rate]))
+@pytest.mark.parametrize("setter", few(SETTERS, [attribute, slot, rate, trainable]))
 def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=2 if setter is not trainable else 1)
     with pytest.warns(UserWarning, match=RESTARTS) as said:
