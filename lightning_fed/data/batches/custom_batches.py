@@ -71,7 +71,7 @@ class CustomBatches(ClientBatches):
         """
         loader = self._measured
         if shuffle or (isinstance(loader, DataLoader) and isinstance(order_of(loader), SequentialSampler)):
-            return self._finished(generator, augment=True)
+            return self._to_the_end(self._finished(generator, augment=True))
         stored = self._stored()
         if stored is None or not isinstance(loader, DataLoader):
             warnings.warn(
@@ -79,7 +79,7 @@ class CustomBatches(ClientBatches):
                 " see other batches in every round. Return a DataLoader with shuffle=False.",
                 stacklevel=2,
             )
-            return self._finished(generator, augment=True)
+            return self._to_the_end(self._finished(generator, augment=True))
         cut: Any = loader.batch_sampler
         stored.settings = replace(stored.settings, batch_size=cut.batch_size, drop_last=cut.drop_last)
         return stored.epoch(generator, shuffle=False)
@@ -195,6 +195,20 @@ class CustomBatches(ClientBatches):
                 return
             examples = noted.lengths.popleft() if noted is not None and noted.lengths else None
             yield batch, count_examples(batch, self.settings.batch_size_of) if examples is None else examples
+
+    def _to_the_end(self, batches: Batches) -> Batches:
+        """Yield the batches, and warn if they end before the length that local steps are planned by."""
+        given = 0
+        for batch, examples in batches:
+            given += 1
+            yield batch, examples
+        if given < (length := self.num_batches()):
+            warnings.warn(
+                f"client_dataloader({self.client_id!r}, ...) returned {kind_of(self._measured)} that ends after"
+                f" {given:,} batches, and its length is {length:,}: the client takes fewer local steps than planned."
+                " Give it the __len__ of what it yields.",
+                stacklevel=2,
+            )
 
     def _measure(self) -> int:
         loader: Any = self._measured

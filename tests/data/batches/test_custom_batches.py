@@ -84,6 +84,25 @@ def test_the_stored_order_of_a_loader_with_a_batch_sampler_of_ones_own():
         assert labels_of(buckets.epoch(generator(), shuffle=False)) == [[3], [1, 0], [2]]
 
 
+class Shorter(list):
+    """Batches that end before their length."""
+
+    def __len__(self):
+        return 1 + super().__len__()
+
+
+def test_a_loader_that_ends_before_its_length_says_so():
+    def epoch(kind):
+        loader = kind([torch.zeros(2, 1), torch.zeros(2, 1)])
+        return [n for _, n in CustomBatches(lambda _: loader, "ann", BatchSettings(), size=4).epoch(generator())]
+
+    assert epoch(list) == [2, 2]
+    with pytest.warns(
+        UserWarning, match=r"client_dataloader\('ann'.*ends after 2 batches, and its length is 3.*__len__"
+    ):
+        assert epoch(Shorter) == [2, 2]
+
+
 def weighted(stream):
     return WeightedRandomSampler([9.0, 1, 1, 1, 1, 1, 1], 7, generator=stream)
 
