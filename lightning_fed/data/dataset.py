@@ -19,6 +19,7 @@ from lightning_fed.data.batches.examples import (
     check_map_style,
     class_counts,
     column_of,
+    has_labels_at_hand,
     labels_of,
     size_of,
     targets_of,
@@ -76,8 +77,8 @@ class FederatedDataset:
         Args:
             dataset: A map-style data set of n examples.
             partition: A partition, or any callable from labels [n] to each client's indices. If the last tensor of a
-                ``TensorDataset`` holds real-valued targets, a callable gets these. Labels are only looked up if a
-                callable uses their values, rather than only their number n.
+                ``TensorDataset`` holds real-valued targets, a callable gets these. Examples are only read for their
+                labels if a callable uses these, rather than only their number n.
             labels: The class of each example [n], or a function from an example to its class. By default the data set's
                 ``targets`` or ``labels``, the last integer tensor [n] of a ``TensorDataset``, the same of the data set
                 below a ``Subset``, or else the last element of every example, which takes one pass over the data. They
@@ -167,6 +168,10 @@ class FederatedDataset:
         return None
 
 
+_NOT_READ = (
+    "has used labels before they were read from the examples, as torch.tensor(labels) does. Use labels.clone() there,"
+    " or give the data set an attribute `targets` [n]."
+)
 _SHAPE_ONLY = {
     Tensor.__len__,
     Tensor.dim,
@@ -181,7 +186,11 @@ _SHAPE_ONLY = {
 
 
 class _LazyLabels(Tensor):
-    """Labels [n] of known length; any other use of the tensor looks up the values."""
+    """Labels [n] of known length; any other use of the tensor looks up the values.
+
+    ``torch.tensor`` and a few others read a tensor without asking its class. Its own values are on the device "meta",
+    which has none to read: they fail, where zeros would pass as labels.
+    """
 
     look_up: Callable[[], Tensor]
 
@@ -218,9 +227,17 @@ class _PartitionedDataset(FederatedDataset):
         if dealt is None or not needs_labels:
             dealt = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
         if self._labels is None and needs_labels:  # a callable may use classes, real numbers, or only their number
-            dealt = lazy = dealt.as_subclass(_LazyLabels)
-            lazy.look_up = self._look_up
-        self.ids, self._order, self._sizes = _join(partition(dealt), num_examples, repr(partition))
+            dealt = self._labels_at_hand()
+            if dealt is None:
+                dealt = lazy = torch.empty(num_examples, dtype=torch.int64, device="meta").as_subclass(_LazyLabels)
+                lazy.look_up = self._look_up
+        try:
+            parts = partition(dealt)
+        except (TypeError, NotImplementedError) as error:
+            if isinstance(dealt, _LazyLabels) and "meta" in str(error):
+                raise FederatedError(f"{partition!r} {_NOT_READ}") from error
+            raise
+        self.ids, self._order, self._sizes = _join(parts, num_examples, repr(partition))
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._offsets = [0, *accumulate(self._sizes)]
         self._shifted = None if shift is None else ShiftedClients(dataset, shift, len(self.ids))
@@ -253,6 +270,13 @@ class _PartitionedDataset(FederatedDataset):
         if self._shifted is not None:
             return self._shifted.dataset(self._locate(client_id), indices)
         return Subset(self._source, indices.tolist())
+
+    def _labels_at_hand(self) -> Tensor | None:
+        """Return the labels if they take no pass over the data, or None."""
+        try:
+            return self._look_up() if has_labels_at_hand(self._source) else None
+        except FederatedError:  # raised again if the callable uses them
+            return None
 
     def _look_up(self) -> Tensor:
         if self._labels is None:
@@ -338,6 +362,8 @@ def _join(parts: Any, num_examples: int, owner: str) -> tuple[Sequence[ClientId]
                 f"{owner} gave client {client_id!r} a {part.dtype} tensor of shape {list(part.shape)}: it must give"
                 " integer indices [n_i]."
             )
+        if part.is_meta:
+            raise FederatedError(f"{owner} {_NOT_READ}")
         indices.append(part.cpu().long())
     order = torch.cat([torch.empty(0, dtype=torch.int64), *indices])
     if len(order) and not 0 <= int(order.min()) <= int(order.max()) < num_examples:

@@ -147,6 +147,11 @@ class RoundPlans:
                 raise
         if batches.size == 0:
             return None
+        if length == 0 and self.settings.algorithm.local_work:
+            rank_zero_warn(
+                f"Client {client_id!r} has {batches.size:,} examples, and its loader has no batch of them: it takes no"
+                " local step. With drop_last=True, set a batch_size of at most that many."
+            )
         if length not in self._work:
             num_batches = limited(length, self._limit) * self._repeats
             steps = self.settings.steps(num_batches, self._accumulated)

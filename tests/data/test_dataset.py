@@ -231,6 +231,32 @@ def test_labels_are_looked_up_when_a_function_uses_them():
         assert dataset.reads == 0
 
 
+# These read a tensor's memory without asking its class.
+COPIES = {
+    "as_tensor": lambda labels: torch.as_tensor(labels, dtype=torch.int32),
+    "new_tensor": lambda labels: torch.zeros(1).new_tensor(labels),
+    "numpy": lambda labels: torch.as_tensor(labels, dtype=torch.int32).numpy(),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_function_that_copies_the_labels_gets_their_values_or_is_refused(copy):
+    def partition(labels):
+        return [np.flatnonzero(np.asarray(copy(labels)) == 1), torch.as_tensor(copy(labels) == 0).nonzero().flatten()]
+
+    labels = torch.tensor([0, 1, 1, 0])
+    for dataset in (
+        TensorDataset(labels),
+        Subset(TensorDataset(labels), range(4)),
+        Plain(4, lambda i: (i, 9), targets=labels),
+    ):
+        data = FederatedDataset.from_partition(dataset, partition)
+        assert [data.indices(i).tolist() for i in data.ids] == [[1, 2], [0, 3]]
+    unread = Plain(4, lambda i: (i, int(labels[i])))
+    with pytest.raises(FederatedError, match=r"before they were read.*labels\.clone\(\)"):
+        FederatedDataset.from_partition(unread, lambda own: [copy(own)])
+
+
 def test_a_federated_data_set_pickles():
     data = FederatedDataset.from_partition(tensors(9), Dirichlet(3, 1.0))
     data = pickle.loads(pickle.dumps(data))

@@ -236,3 +236,26 @@ def test_a_share_of_the_batches_is_rounded_down_but_never_to_none() -> None:
 class DropsLast(FederatedDataModule):
     def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
         return DataLoader(self.client_dataset(client_id), batch_size=4, drop_last=True)
+
+
+class Dropping(FederatedDataModule):
+    """Clients of 3 and 8 examples, whose own loaders drop batches of fewer than 4."""
+
+    num_clients = 2
+
+    def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
+        return DataLoader(
+            classification((3, 8)[client_id], client_id), 4, shuffle=True, generator=generator, drop_last=True
+        )
+
+
+def test_a_client_whose_own_loader_drops_its_only_batch_is_named() -> None:
+    steps: list[int] = []
+
+    class Steps(FederatedCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            steps.append(client_report.steps)
+
+    with pytest.warns(UserWarning, match="Client 0 has 3 examples.*no batch of them: it takes no local step"):
+        fit(Net(), Dropping(), callbacks=[Steps()], clients_per_round=2, max_rounds=1)
+    assert steps == [0, 2]

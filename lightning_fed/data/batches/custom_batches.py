@@ -17,7 +17,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches
 from lightning_fed.data.batches.counting import RecordedBatches, count_examples, has_index_lists, possible_counts
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
-from lightning_fed.data.batches.settings import Batches, BatchSettings, options_of
+from lightning_fed.data.batches.settings import Batches, BatchSettings, options_of, order_of, repeats_or_skips
 
 
 class CustomBatches(ClientBatches):
@@ -59,8 +59,8 @@ class CustomBatches(ClientBatches):
         assert isinstance(loader, DataLoader)
         if isinstance(loader.batch_sampler, (list, tuple)):
             return sum(map(len, loader.batch_sampler[:num_batches]))
-        if type(loader.batch_sampler) is BatchSampler and loader.batch_size:
-            return min(min(num_batches, self.num_batches()) * loader.batch_size, self.size)
+        if type(loader.batch_sampler) is BatchSampler:
+            return min(min(num_batches, self.num_batches()) * loader.batch_sampler.batch_size, self.size)
         return super().num_examples(num_batches)
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
@@ -70,27 +70,28 @@ class CustomBatches(ClientBatches):
         order, with a warning.
         """
         loader = self._measured
-        if shuffle or (isinstance(loader, DataLoader) and isinstance(loader.sampler, SequentialSampler)):
-            return self._finished(generator, augment=True)
+        if shuffle or (isinstance(loader, DataLoader) and isinstance(order_of(loader), SequentialSampler)):
+            return self._to_the_end(self._finished(generator, augment=True))
         stored = self._stored()
-        if stored is None or not isinstance(loader, DataLoader) or loader.batch_size is None:
+        if stored is None or not isinstance(loader, DataLoader):
             warnings.warn(
                 "A client's loader decides on its own which examples it gives, and in which order: overfit_batches may"
                 " see other batches in every round. Return a DataLoader with shuffle=False.",
                 stacklevel=2,
             )
-            return self._finished(generator, augment=True)
-        stored.settings = replace(stored.settings, batch_size=loader.batch_size, drop_last=loader.drop_last)
+            return self._to_the_end(self._finished(generator, augment=True))
+        cut: Any = loader.batch_sampler
+        stored.settings = replace(stored.settings, batch_size=cut.batch_size, drop_last=cut.drop_last)
         return stored.epoch(generator, shuffle=False)
 
     def full(self, generator: torch.Generator) -> Batches:
         """Yield every example once; raise unless the batches have ``size`` examples in total."""
-        stored = self._stored()
+        stored = self._for_full_pass()
         return self._complete(stored.full(generator) if stored else self._finished(generator, augment=True))
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
         """Yield every example once, without augmentation; otherwise like :meth:`full`."""
-        stored = self._stored()
+        stored = self._for_full_pass()
         return self._complete(stored.unaugmented(generator) if stored else self._finished(generator, augment=False))
 
     def check_counts(self) -> None:
@@ -137,6 +138,18 @@ class CustomBatches(ClientBatches):
         )
         return LoaderBatches(loader.dataset, settings)
 
+    def _for_full_pass(self) -> LoaderBatches | None:
+        """Return :meth:`_stored` for a full pass; warn if the loader does not give every example once either."""
+        loader, stored = self._measured, self._stored()
+        if stored is None and isinstance(loader, DataLoader) and repeats_or_skips(loader):
+            warnings.warn(
+                f"Clients' loaders draw examples with {type(order_of(loader)).__name__}, some again or not at all. So"
+                " the full-batch gradients and losses of this run are those of a random draw, and not of each example"
+                " once. For these, return a DataLoader that visits every example once.",
+                stacklevel=3,
+            )
+        return stored
+
     def _complete(self, batches: Batches) -> Batches:
         total = 0
         for batch, examples in batches:
@@ -182,6 +195,20 @@ class CustomBatches(ClientBatches):
                 return
             examples = noted.lengths.popleft() if noted is not None and noted.lengths else None
             yield batch, count_examples(batch, self.settings.batch_size_of) if examples is None else examples
+
+    def _to_the_end(self, batches: Batches) -> Batches:
+        """Yield the batches, and warn if they end before the length that local steps are planned by."""
+        given = 0
+        for batch, examples in batches:
+            given += 1
+            yield batch, examples
+        if given < (length := self.num_batches()):
+            warnings.warn(
+                f"client_dataloader({self.client_id!r}, ...) returned {kind_of(self._measured)} that ends after"
+                f" {given:,} batches, and its length is {length:,}: the client takes fewer local steps than planned."
+                " Give it the __len__ of what it yields.",
+                stacklevel=2,
+            )
 
     def _measure(self) -> int:
         loader: Any = self._measured
@@ -231,10 +258,8 @@ def _recording(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[An
 
 def _reads_all(loader: DataLoader[Any]) -> bool:
     """Return whether a loader reads every example of a map-style data set once, like PyTorch's default."""
-    kind, sampler, examples = type(loader), loader.sampler, loader.dataset
+    kind, examples = type(loader), loader.dataset
     is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
     if not is_plain or type(loader.batch_sampler) is not BatchSampler or isinstance(examples, IterableDataset):
         return False
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(examples)  # type: ignore[arg-type]
-    return isinstance(sampler, SequentialSampler)
+    return isinstance(order_of(loader), (RandomSampler, SequentialSampler)) and not repeats_or_skips(loader)

@@ -74,6 +74,17 @@ def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
     return found
 
 
+def has_labels_at_hand(dataset: Any) -> bool:
+    """Return whether reading labels takes only tensors or an attribute, and neither examples nor properties."""
+    while isinstance(dataset, Subset) and not _attributes(dataset):
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset or bool(_attributes(dataset))
+
+
+def _attributes(dataset: Any) -> set[str]:
+    return {"targets", "labels"} & vars(dataset).keys() if hasattr(dataset, "__dict__") else set()
+
+
 def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
     """Return the classes in the clients' labels [n_i], and each client's class counts [N, C], float64."""
     classes, codes = torch.unique(torch.cat(list(parts)), return_inverse=True)

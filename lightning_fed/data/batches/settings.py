@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.dataloader import default_collate
 
 from lightning_fed.core.arguments import kind_of
@@ -129,6 +129,24 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value and loader.num_workers > 0}
 
 
+def order_of(loader: DataLoader[Any]) -> Any:
+    """Return what decides on the order of a loader's examples: a sampler, or a batch sampler of another class.
+
+    A loader that was given its batch sampler has a ``SequentialSampler`` as ``sampler``, which it does not use.
+    """
+    batches = loader.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else loader.sampler if batches is None else batches
+
+
+def repeats_or_skips(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader's sampler is known to draw some examples again, or to leave some out by chance."""
+    order = order_of(loader)
+    if not isinstance(order, (RandomSampler, WeightedRandomSampler)):
+        return False
+    examples: Any = loader.dataset
+    return bool(order.replacement or order.num_samples != len(examples))
+
+
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments of :class:`lightning_fed.FederatedDataModule` that correspond to a loader.
 
@@ -138,24 +156,22 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if not isinstance(loader, DataLoader):
         raise FederatedError(f"from_loader(loader=...) must be a DataLoader, found a {type(loader).__name__}.")
     remedy = "override FederatedDataModule.client_dataloader(client_id, generator)"
-    kind, sampler = type(loader), loader.sampler
+    kind, sampler = type(loader), order_of(loader)
+    batches: Any = loader.batch_sampler
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         raise FederatedError(
             f"from_loader: {kind_of(loader)} makes its batches in its own way, which clients' loaders would not do."
             f" Pass a torch.utils.data.DataLoader; or {remedy}."
         )
-    if loader.batch_sampler is None:
+    if batches is None:
         raise FederatedError(
             "from_loader: the loader has batch_size=None, so its data set gives whole batches, which cannot be split"
             f" among clients. Pass a loader with a batch size; or {remedy}."
         )
     in_order, in_random = type(sampler) is SequentialSampler, type(sampler) is RandomSampler
-    examples: Any = loader.dataset
-    repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(examples))
-    if type(loader.batch_sampler) is not BatchSampler or not (in_order or in_random) or repeats:
-        chosen = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else sampler
+    if not (in_order or in_random) or repeats_or_skips(loader):
         raise FederatedError(
-            f"from_loader: the loader's order comes from {type(chosen).__name__}, which clients cannot apply to their"
+            f"from_loader: the loader's order comes from {type(sampler).__name__}, which clients cannot apply to their"
             f" parts. Pass a loader that visits every example once, with shuffle=True or False; or {remedy}."
         )
     if loader.generator is not None or getattr(sampler, "generator", None) is not None:
@@ -171,9 +187,9 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
         )
     return {
         "train": loader.dataset,
-        "batch_size": loader.batch_size,
+        "batch_size": batches.batch_size,
         "shuffle": in_random,
-        "drop_last": loader.drop_last,
+        "drop_last": batches.drop_last,
         "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,

@@ -289,8 +289,8 @@ def by_class(labels: Tensor, random: np.random.RandomState) -> tuple[Ints, list[
 
 
 def seed_words(seed: int, *key: int | str) -> list[int]:
-    """Return seed words for ``RandomState``: 64 bits of a seed, integers, and 128 bits of a name's hash."""
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    """Return seed words for ``RandomState``: 64 or more bits of a seed, integers, and 128 bits of a name's hash."""
+    words = [seed >> bits & 0xFFFFFFFF for bits in range(0, max(64, seed.bit_length()), 32)]
     for part in key:
         if isinstance(part, str):
             digest = hashlib.blake2b(part.encode("utf-8", "surrogatepass"), digest_size=16).digest()

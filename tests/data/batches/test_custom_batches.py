@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from lightning_fed import FederatedDataModule
@@ -59,6 +61,67 @@ def test_a_loader_over_a_part_of_its_data_set_counts_and_reads_that_part():
     batches = CustomBatches(make, 0, BatchSettings())
     assert (batches.size, batches.num_batches()) == (3, 2)
     assert sorted(torch.cat([batch[1] for batch, _ in batches.full(generator())]).tolist()) == [1, 5, 8]
+
+
+def batched(sampler, size=2, drop_last=False):
+    """Return a maker of loaders over [0, 1, ..., 6] whose batch sampler is made here and not by the loader."""
+    return lambda stream: DataLoader(tensors(7), batch_sampler=BatchSampler(sampler(stream), size, drop_last))
+
+
+def test_a_batch_sampler_of_ones_own_has_the_sampler_that_counts():
+    make = batched(lambda stream: SubsetRandomSampler([1, 5, 6], generator=stream))
+    batches = CustomBatches(make, 0, BatchSettings())
+    assert sorted(torch.cat([batch[1] for batch, _ in batches.full(generator())]).tolist()) == [1, 5, 6]
+    assert [batches.num_examples(k) for k in range(4)] == [0, 2, 3, 3]
+
+
+def test_the_stored_order_of_a_loader_with_a_batch_sampler_of_ones_own():
+    make = batched(lambda stream: RandomSampler(tensors(7), generator=stream), size=3, drop_last=True)
+    batches = CustomBatches(make, 0, BatchSettings())
+    assert labels_of(batches.epoch(generator(), shuffle=False)) == [[0, 1, 2], [3, 4, 5]]
+    buckets = CustomBatches(lambda _: DataLoader(tensors(4), batch_sampler=[[3], [1, 0], [2]]), 0, BatchSettings())
+    with pytest.warns(UserWarning, match="decides on its own which examples"):
+        assert labels_of(buckets.epoch(generator(), shuffle=False)) == [[3], [1, 0], [2]]
+
+
+class Shorter(list):
+    """Batches that end before their length."""
+
+    def __len__(self):
+        return 1 + super().__len__()
+
+
+def test_a_loader_that_ends_before_its_length_says_so():
+    def epoch(kind):
+        loader = kind([torch.zeros(2, 1), torch.zeros(2, 1)])
+        return [n for _, n in CustomBatches(lambda _: loader, "ann", BatchSettings(), size=4).epoch(generator())]
+
+    assert epoch(list) == [2, 2]
+    with pytest.warns(
+        UserWarning, match=r"client_dataloader\('ann'.*ends after 2 batches, and its length is 3.*__len__"
+    ):
+        assert epoch(Shorter) == [2, 2]
+
+
+def weighted(stream):
+    return WeightedRandomSampler([9.0, 1, 1, 1, 1, 1, 1], 7, generator=stream)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda stream: DataLoader(tensors(7), 2, sampler=weighted(stream)),
+        lambda stream: DataLoader(tensors(7), 2, sampler=RandomSampler(tensors(7), num_samples=5, generator=stream)),
+        batched(weighted),
+    ],
+    ids=["weighted", "some", "in a batch sampler"],
+)
+def test_a_full_pass_over_a_loader_that_draws_examples_again_says_so(make):
+    batches = CustomBatches(make, "ann", BatchSettings())
+    assert sum(n for _, n in batches.epoch(generator())) == batches.size  # local epochs are as the loader has them
+    for passes in (batches.full, batches.unaugmented):
+        with pytest.warns(UserWarning, match="with (Weighted)?RandomSampler.*full-batch gradients.* random draw"):
+            assert sum(n for _, n in passes(generator())) == batches.size
 
 
 def test_any_iterable_with_a_length_will_do_if_the_size_is_given():
@@ -135,6 +198,7 @@ def test_a_pass_that_does_not_give_every_example_once_is_refused(make, size):
             list(full(torch.Generator()))
 
 
+@pytest.mark.filterwarnings("ignore:Clients' loaders draw examples with RandomSampler")
 def test_a_sampler_that_repeats_or_leaves_out_examples_is_not_read_in_stored_order():
     for options, count in (({"num_samples": 4}, 4), ({"num_samples": 14, "replacement": True}, 14)):
 

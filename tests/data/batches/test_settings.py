@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 from torchvision.transforms import v2
 
 from lightning_fed import FederatedDataModule
@@ -48,6 +48,13 @@ def test_from_loader_keeps_what_concerns_workers():
     assert batch[0].tolist() == pytest.approx(expected.tolist())
 
 
+def test_from_loader_reads_a_batch_sampler_of_ones_own():
+    dataset = Augmented(None)
+    loader = DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 4, drop_last=True))
+    data = FederatedDataModule.from_loader(loader, partition=Iid(2))
+    assert (data.batch_size, data.shuffle, data.drop_last) == (4, True, True)
+
+
 def test_from_loader_says_what_it_does_not_use():
     with pytest.warns(UserWarning, match="does not use the loader's generator"):
         FederatedDataModule.from_loader(
@@ -67,6 +74,12 @@ class Own(DataLoader):
     [
         (lambda: Own(Augmented(None)), "an Own makes its batches in its own way.*client_dataloader"),
         (lambda: DataLoader(Augmented(None), batch_size=None), "batch_size=None.*client_dataloader"),
+        (
+            lambda: DataLoader(
+                Augmented(None), batch_sampler=BatchSampler(WeightedRandomSampler(torch.ones(6), 6), 2, False)
+            ),
+            "order comes from WeightedRandomSampler.*client_dataloader",
+        ),
     ],
 )
 def test_a_loader_that_clients_cannot_stand_in_for_is_refused(loader, message):
