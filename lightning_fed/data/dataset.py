@@ -1,6 +1,7 @@
 """The clients' data sets by client id: one per client, or split from one data set by a partition."""
 
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -234,7 +235,8 @@ class _PartitionedDataset(FederatedDataset):
         try:
             parts = partition(dealt)
         except (TypeError, NotImplementedError) as error:
-            if isinstance(dealt, _LazyLabels) and "meta" in str(error):
+            is_unread = re.search(r"\bmeta\b", str(error)) is not None  # PyTorch names the device
+            if isinstance(dealt, _LazyLabels) and is_unread:
                 raise FederatedError(f"{partition!r} {_NOT_READ}") from error
             raise
         self.ids, self._order, self._sizes = _join(parts, num_examples, repr(partition))
