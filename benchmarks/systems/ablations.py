@@ -151,6 +151,10 @@ ABLATIONS = {
         "passes that simplify graphs",
         {"tracing.traces:simplify": _always(None)},
     ),
+    "cross-entropy": Ablation(
+        "cross-entropies that are kernels, not the small operators that vmap makes of them",
+        {"tracing.traces:restore_cross_entropy": _always(None)},
+    ),
     "products": Ablation(
         "products of matrices that are added to parameters without being formed",
         {"tracing.in_place:_Update._is_product": _always(False)},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fed.tracing.cross_entropy import restore_cross_entropy
 from lightning_fed.tracing.in_place import SplitGraph, split_graph
 from lightning_fed.tracing.passes import generalize, simplify
 
@@ -31,6 +32,7 @@ _BINDINGS: dict[Any, Any] = {
     _aten.mm.default: torch.mm,
     _aten.mul.Tensor: torch.mul,
     _aten.relu.default: torch.relu,
+    _aten.reshape.default: Tensor.reshape,
     _aten.squeeze.dims: torch.squeeze,
     _aten.sum.dim_IntList: torch.sum,
     _aten.t.default: torch.t,
@@ -174,6 +176,7 @@ class Traces:
                 self.forbid_after(error, "in tracing")
             return None
         simplify(module)
+        restore_cross_entropy(module)
         return split_graph(module, moves, constants, tuple(names))
 
 

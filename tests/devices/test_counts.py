@@ -66,7 +66,7 @@ def test_a_round_of_a_large_model_reads_from_the_device_as_often_as_that_of_a_sm
 
 @pytest.mark.parametrize(
     ("case", "method", "reads", "kernels"),
-    [("shared", "FedAvg", 9, 442), ("unequal", "FedAvg", 13, 841)],
+    [("shared", "FedAvg", 9, 362), ("unequal", "FedAvg", 13, 737)],
 )
 def test_a_vectorized_round_takes_few_kernels_and_host_reads(
     counts: Any, case: str, method: str, reads: int, kernels: int

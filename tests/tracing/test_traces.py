@@ -323,6 +323,7 @@ BOUND: dict[Any, tuple[Any, ...]] = {
     torch.ops.aten.mm.default: (_m, _n),
     torch.ops.aten.mul.Tensor: (torch.arange(3), 1.5),
     torch.ops.aten.relu.default: (_x,),
+    torch.ops.aten.reshape.default: (_m.t(), [-1]),
     torch.ops.aten.squeeze.dims: (_rows, [2]),
     torch.ops.aten.sum.dim_IntList: (_x, [0, 2], True),
     torch.ops.aten.t.default: (_m,),
