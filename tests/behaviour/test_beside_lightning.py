@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +275,39 @@ def test_a_loader_that_goes_on_beyond_its_length_ends_there(engine: str) -> None
     assert loaders[0].asked == 2 * len(loaders[0]) < 2 * len(DataLoader(TRAIN, batch_size=4))
     assert loaders[1].asked - loaders[0].asked in (0, 1, 2)  # batches that an engine tries before the first round
     assert model_of(trainer) == model_of(beside)
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_loader_stays_open_after_a_fit(engine: str, fails: bool) -> None:
+    """Its workers, if any, would go on until the trainer is collected."""
+    is_open: list[bool] = []
+
+    class Loader(Longer):
+        def __iter__(self) -> Iterator[Any]:
+            number = len(is_open)
+            is_open.append(True)
+            try:
+                yield from super().__iter__()
+            finally:
+                is_open[number] = False
+
+    class Own(FederatedDataModule):
+        client_ids = ("ann", "bob")
+
+        def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
+            return Loader()
+
+        def client_size(self, client_id: Any) -> int:
+            return len(TRAIN)
+
+    class Fails(Smooth):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if fails and self.trainer.current_epoch == 1:
+                raise ValueError("no more")
+            return super().training_step(batch, batch_idx)
+
+    trainer = FederatedTrainer(**{**QUIET, "max_epochs": 2, "local_epochs": 1, "engine": engine})
+    with pytest.raises(FederatedError, match="no more") if fails else nullcontext():
+        trainer.fit(seeded(Fails), Own())
+    assert len(is_open) >= 3
+    assert not any(is_open)
