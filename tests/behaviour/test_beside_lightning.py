@@ -276,6 +276,7 @@ def test_a_loader_that_goes_on_beyond_its_length_ends_there(engine: str) -> None
     assert loaders[1].asked - loaders[0].asked in (0, 1, 2)  # batches that an engine tries before the first round
     assert model_of(trainer) == model_of(beside)
 
+
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_loader_stays_open_after_a_fit(engine: str, fails: bool) -> None:
