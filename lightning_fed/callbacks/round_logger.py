@@ -62,13 +62,12 @@ class RoundLogger(FederatedCallback):
             board.log_hyperparams(named | _settings(trainer))  # without the command line's notes on how to load
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Introduce a new run in TensorBoard; of an interrupted one, remove the rounds that now run again."""
+        """Introduce a new run in TensorBoard; of one that is there already, remove the rounds that now run again."""
         loop = trainer.fit_loop
         shown_on = boards(trainer) if trainer.loggers and trainer.is_global_zero else []
         for board in shown_on:
-            if loop.round:
-                _forget(board.experiment, loop.round + 1)
-            else:
+            _forget(board.experiment, loop.round + 1)
+            if not loop.round:
                 board.experiment.add_text("method", repr(loop.settings.algorithm), 0)
         if not shown_on or loop.round:
             return

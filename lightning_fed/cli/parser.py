@@ -38,6 +38,7 @@ _NEEDED = (
 )
 _CODE = re.compile(r"``([^`]+)``")
 _OF_STAGE = re.compile(r"\b(?:fit|validate|test|predict)\.(data|model)\b(?=,|$)", re.MULTILINE)
+_ASSIGNED = ("--config=", "-c=")
 _FEW = 30  # options that a hint lists
 _IN_ROUNDS = {
     "max_steps": "End the run after the round in which the clients' local steps reach this number; -1 for no limit.",
@@ -96,6 +97,17 @@ class Parser(LightningArgumentParser):
             action.help = plain(action.help) if isinstance(action.help, str) else action.help
         return super().format_help(*formatter)
 
+    def parse_args(self, args: Any = None, *rest: Any, **options: Any) -> Any:
+        """Parse a command line; end if a configuration has a key twice, of which YAML would take the last."""
+        for path in _configs(sys.argv[1:] if args is None else args):
+            try:
+                found = next(_repeated(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)), None)
+            except (OSError, UnicodeError, yaml.YAMLError, RecursionError):
+                continue  # refused below
+            if found is not None:
+                self.error(f"{path}, line {found.start_mark.line + 1}: the key {found.value!r} comes twice.")
+        return super().parse_args(args, *rest, **options)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end."""
         cause = _OF_STAGE.sub(r"--\1", _only_cause(message))
@@ -152,10 +164,32 @@ def _cause(found: re.Match[str]) -> str:
     return causes if is_shown else f"{causes}. Got value: {value}"
 
 
+def _configs(words: Any) -> set[Path]:
+    """Return the configurations of a command line."""
+    pairs = pairwise(word for whole in words for word in whole.split("=", maxsplit=whole.startswith(_ASSIGNED)))
+    return {Path(file) for word, file in pairs if word in ("--config", "-c")}
+
+
+def _repeated(root: yaml.Node | None) -> Iterator[yaml.Node]:
+    """Yield the keys that come twice in a mapping, at any depth."""
+    nodes, seen = [root], {id(root)}
+    for node in nodes:  # each once, although aliases may repeat it
+        is_mapping, keys = isinstance(node, yaml.MappingNode), set[str]()
+        for part in node.value if isinstance(node, yaml.CollectionNode) else ():
+            key, value = part if is_mapping else (None, part)
+            if key is not None and isinstance(key.value, str) and not key.tag.endswith(":merge"):
+                if key.value in keys:
+                    yield key
+                keys.add(key.value)
+            if id(value) not in seen:
+                seen.add(id(value))
+                nodes.append(value)
+
+
 def _unreadable(words: list[str]) -> list[str]:
     """Return a hint for each configuration of a command line that is not YAML."""
     hints = []
-    for path in {Path(file) for word, file in pairwise(words) if word in ("--config", "-c")}:
+    for path in _configs(words):
         try:
             yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeError):

@@ -4,6 +4,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -231,7 +232,9 @@ class _PartitionedDataset(FederatedDataset):
             dealt = self._labels_at_hand()
             if dealt is None:
                 dealt = lazy = torch.empty(num_examples, dtype=torch.int64, device="meta").as_subclass(_LazyLabels)
-                lazy.look_up = self._look_up
+                lazy.look_up = cache(lambda: self._look_up().clone())
+        if dealt is self._labels:
+            dealt = dealt.clone()  # which a partition may change in place: these may be the user's own
         try:
             parts = partition(dealt)
         except (TypeError, NotImplementedError) as error:

@@ -3,7 +3,7 @@
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,26 @@ def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
         parts += [f"All grid points, by {by.label}:", markdown(*_table(results, by))]
     if results.grid.seeds > 1:
         parts.append(f"± is the sample standard deviation over {results.grid.seeds} seeds.")
-    parts += [*losses(results, most=12), "## How", f"    {command}", *means(results)]
+    parts += [*losses(results, most=12), *_not_logged(results), "## How", f"    {command}", *means(results)]
     return "\n\n".join(parts) + "\n"
+
+
+def _not_logged(results: Results) -> Iterator[str]:
+    """Yield the metrics that some finished cells have not logged, whose rows show "-" or lack them."""
+    found = {cell: record for cell in results.asked() if (record := results.record(cell)) is not None}
+    finished = {cell: record.series for cell, record in found.items() if record.status == "finished"}
+    lacking = {
+        name: [cell for cell, series in finished.items() if not metric.of(series)]
+        for name, metric in results.grid.experiment.metrics.items()
+    }
+    lines = [
+        f"- {name}, by {len(cells)} of {len(finished)} finished cells, the first of them {cells[0]}"
+        for name, cells in lacking.items()
+        if cells
+    ]
+    if lines:
+        yield "## Not logged"
+        yield "\n".join(lines)
 
 
 def ranked(results: Results, by: Quantity) -> list[Point]:

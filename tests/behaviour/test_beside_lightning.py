@@ -3,7 +3,8 @@
 ``pytest tests/behaviour/test_beside_lightning.py -m "" -s`` prints the table of the differences that are meant.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,82 @@ def test_the_differences_are_those_that_are_meant(names: tuple[str, ...], tmp_pa
         print(f"{name:40} | {there!s:30.30} | {here!s:30.30} | {MEANT.get(name, 'NOT MEANT')}")
     wrong = found.keys() ^ (MEANT.keys() & set(names))
     assert not wrong, {name: found.get(name, "no difference") for name in wrong}
+
+
+class Smooth(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0, momentum=0.0)
+
+
+class Longer:
+    """Batches that go on beyond their length."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in DataLoader(TRAIN, batch_size=4):
+            self.asked += 1
+            yield batch
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_loader_that_goes_on_beyond_its_length_ends_there(engine: str) -> None:
+    loaders = Longer(), Longer()
+    beside = pl.Trainer(**{**QUIET, "max_epochs": 2})
+    beside.fit(seeded(Smooth), loaders[0])
+
+    class Own(FederatedDataModule):
+        client_ids = ("ann",)
+
+        def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
+            return loaders[1]
+
+        def client_size(self, client_id: Any) -> int:
+            return len(TRAIN)
+
+    trainer = FederatedTrainer(**{**QUIET, "max_epochs": 2, "local_epochs": 1, "engine": engine})
+    trainer.fit(seeded(Smooth), Own())
+    assert loaders[0].asked == 2 * len(loaders[0]) < 2 * len(DataLoader(TRAIN, batch_size=4))
+    assert loaders[1].asked - loaders[0].asked in (0, 1, 2)  # batches that an engine tries before the first round
+    assert model_of(trainer) == model_of(beside)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_loader_stays_open_after_a_fit(engine: str, fails: bool) -> None:
+    """Its workers, if any, would go on until the trainer is collected."""
+    is_open: list[bool] = []
+
+    class Loader(Longer):
+        def __iter__(self) -> Iterator[Any]:
+            number = len(is_open)
+            is_open.append(True)
+            try:
+                yield from super().__iter__()
+            finally:
+                is_open[number] = False
+
+    class Own(FederatedDataModule):
+        client_ids = ("ann", "bob")
+
+        def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
+            return Loader()
+
+        def client_size(self, client_id: Any) -> int:
+            return len(TRAIN)
+
+    class Fails(Smooth):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if fails and self.trainer.current_epoch == 1:
+                raise ValueError("no more")
+            return super().training_step(batch, batch_idx)
+
+    trainer = FederatedTrainer(**{**QUIET, "max_epochs": 2, "local_epochs": 1, "engine": engine})
+    with pytest.raises(FederatedError, match="no more") if fails else nullcontext():
+        trainer.fit(seeded(Fails), Own())
+    assert len(is_open) >= 3
+    assert not any(is_open)

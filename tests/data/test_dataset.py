@@ -266,6 +266,26 @@ def test_a_federated_data_set_pickles():
 x, y = torch.rand(4), torch.tensor([2, 0, 1, 2])
 
 
+@pytest.mark.parametrize("kind", ["tensors", "attribute", "given", "examples"])
+def test_a_function_that_changes_its_labels_in_place_changes_no_one_elses(kind):
+    classes = torch.arange(12) % 3
+
+    def merged(labels):
+        labels[labels == 2] = 0  # its own two groups
+        return [(labels == c).nonzero().flatten() for c in (0, 1)]
+
+    source = {
+        "tensors": TensorDataset(torch.zeros(12), classes),
+        "attribute": Plain(12, lambda i: (0.0, 0), targets=classes),
+        "given": Plain(12, lambda i: 0.0),
+        "examples": Plain(12, lambda i: (0.0, classes[i])),
+    }[kind]
+    clients = FederatedDataset.from_partition(source, merged, classes if kind == "given" else None)
+    assert [len(clients.indices(c)) for c in clients.ids] == [8, 4]
+    assert classes.tolist() == [0, 1, 2] * 4
+    assert sorted(torch.cat(clients.targets()).tolist()) == [0] * 4 + [1] * 4 + [2] * 4
+
+
 def test_given_labels_win():
     data = FederatedDataset.from_partition(tensors(4), Shards(2, 1), labels=[1, 0, 1, 0])
     assert sorted(sorted(data.dataset(i).indices) for i in range(2)) == [[0, 2], [1, 3]]

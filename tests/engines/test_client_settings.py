@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Ditto, FedAvg, FedProx, Mime, Scaffold, SGDm
@@ -18,7 +19,7 @@ from lightning_fed.engines.client_settings import ClientSettings
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
-from tests.helpers.training import CLASSES, clients, data, same
+from tests.helpers.training import CLASSES, FEATURES, clients, data, same
 
 RESTARTS = "engine='auto' restarts round"
 PLAIN = partial(torch.optim.SGD, lr=0.1)
@@ -568,6 +569,40 @@ def test_hooks_that_only_note_what_they_see_keep_the_engine() -> None:
     with_hooks = run("auto", callbacks=[Record()], **options)
     assert with_hooks.fit_loop.clients.engine.name == "vectorized"
     assert same(state_of(with_hooks), state_of(run("auto", **options)))
+
+
+class Weighted(Ordinary):
+    """Weighs classes by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(PLAIN)
+        self.register_buffer("weights", torch.ones(CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self.weights[y] * F.cross_entropy(self(x), y, reduction="none")).mean()
+
+
+class Replaces(FederatedCallback):
+    """Weighs the last class anew in every round, and gives each client a buffer of its own."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        pl_module.weights[-1] = 1.0 + round
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        pl_module.weights = pl_module.weights.clone()
+
+
+def test_a_buffer_that_a_hook_replaces_is_read_anew() -> None:
+    """The first client has no example of the class, so its step cannot tell that a trace has the buffer before."""
+    stream, labels = torch.Generator().manual_seed(0), [[0, 1] * 4, [CLASSES - 1] * 8]
+    sets = [TensorDataset(torch.randn(8, FEATURES, generator=stream), torch.tensor(y)) for y in labels]
+    found = [
+        run(engine, Weighted, partial(FederatedDataModule, clients=sets, batch_size=4), callbacks=[Replaces()],
+            clients_per_round=2)
+        for engine in ("sequential", "vectorized")
+    ]  # fmt: skip
+    assert_close(*map(state_of, found))
 
 
 @pytest.mark.thorough

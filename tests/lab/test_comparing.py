@@ -38,6 +38,13 @@ def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[s
     assert "| mime | 4 |" in capsys.readouterr().out
 
 
+def test_a_run_that_begins_again_in_a_folder_does_not_end_as_the_one_before() -> None:
+    for rounds in (4, 2):
+        fit(logger=TensorBoardLogger(".", name="again", version=""), max_rounds=rounds, algorithm=FedAvg())
+    series = read_log(Path("again"))
+    assert {tag: max(curve) for tag, curve in series.items()} == dict.fromkeys(series, 2)
+
+
 def test_both_loggers_hold_the_same(tmp_path: Path) -> None:
     both = [TensorBoardLogger(".", name="a", version=""), CSVLogger(".", name="b", version="")]
     fit(logger=both, max_rounds=3, algorithm=FedAvg())

@@ -11,7 +11,7 @@ from lightning_fed.cli.main import main
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.quantities import parse_quantity
 from lightning_fed.lab.reading import read_experiment
-from lightning_fed.lab.sweeping import ranked
+from lightning_fed.lab.sweeping import _not_logged, ranked
 from tests.helpers.lab import results_of
 from tests.helpers.optional import needs_matplotlib
 from tests.helpers.selection import few
@@ -112,6 +112,18 @@ def test_the_final_value_ranks_points_that_do_not_reach_a_target(write: Any, tmp
     results = results_of(Grid(experiment), tmp_path / "o", lambda c: [4.0, ends[c.point.by_axis["method"]]])
     by = parse_quantity("", "rounds to 0.5", experiment.metrics)
     assert [point.by_axis["method"] for point in ranked(results, by)] == ["good", "fair", "poor"]
+
+
+def test_a_metric_that_cells_have_not_logged_is_named_once(write: Any, tmp_path: Path) -> None:
+    experiment = read_experiment(write(methods={name: {} for name in ("all", "none")}, random=True))
+    for of_none in ([], [2.0]):
+        results = results_of(
+            Grid(experiment),
+            tmp_path / str(len(of_none)),
+            lambda cell, own=of_none: [1.0] if cell.point.by_axis["method"] == "all" else own,
+        )
+        said = ["## Not logged", "- val_distance, by 1 of 2 finished cells, the first of them method none"]
+        assert [text.removesuffix(", seed 0") for text in _not_logged(results)] == ([] if of_none else said)
 
 
 @needs_matplotlib

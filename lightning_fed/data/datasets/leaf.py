@@ -63,7 +63,7 @@ def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
 
 def _parsed(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested, or a number is too long
         raise FederatedError(f"{file} is not valid JSON: {error}. Download or make it again.") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), kind) for key, kind in _PARTS.items()):
@@ -73,6 +73,15 @@ def _parsed(file: Path) -> dict[str, Any]:
             f" {found}."
         )
     return content
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ``json`` would keep the last of several values of a name, such as a user's."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has the name {next(name for name in found if names.count(name) > 1)!r} twice")
+    return found
 
 
 class LeafDataModule(StoredDataModule):
@@ -154,9 +163,10 @@ class LeafDataModule(StoredDataModule):
         return x.view(len(x), *self.shape)
 
     def _targets(self, user: LeafUser) -> Tensor:
-        y = numbers(user.y, f"{user.where}, y")
         if self.targets == "values":
+            y = numbers(user.y, f"{user.where}, y")
             return y[:, None] if y.ndim == 1 else y
+        y = numbers(user.y, f"{user.where}, y", torch.float64)  # float32 has no class numbers above 2^24
         labels = y.long()
         if y.ndim != 1 or (labels != y).any() or (labels < 0).any():
             raise FederatedError(f"{user.where}: y holds more than class numbers 0, 1, ...; use targets='values'.")
@@ -205,8 +215,8 @@ class FEMNIST(LeafDataModule):
         return 1 - images if self.invert else images
 
 
-def numbers(values: list[Any], where: str) -> Tensor:
-    """Return nested lists of finite numbers as float32; error messages name ``where``."""
+def numbers(values: list[Any], where: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return nested lists of finite numbers in a floating-point type; error messages name ``where``."""
     first: Any = values
     while isinstance(first, list) and first:
         first = first[0]
@@ -221,7 +231,7 @@ def numbers(values: list[Any], where: str) -> Tensor:
         raise FederatedError(f"{where}: the samples differ in shape.") from error
     if array.size and array.dtype.kind not in "iuf":
         raise FederatedError(f"{where}: the samples hold more than numbers.")
-    tensor = torch.from_numpy(array.astype(np.float32))
+    tensor = torch.from_numpy(array.astype(np.float64)).to(dtype)
     if not bool(torch.isfinite(tensor).all()):
         raise FederatedError(f"{where}: the samples hold NaN, an infinity, or a number too large for float32.")
     return tensor

@@ -63,7 +63,7 @@ def read_plays(owner: str, folder: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for file in listing(owner, folder, ".txt"):
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise FederatedError(f"{file} is not UTF-8 text: {error}.") from error
         texts |= {f"{file.stem}/{role}": " ".join(said) for role, said in speeches(lines).items()}

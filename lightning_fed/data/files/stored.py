@@ -3,6 +3,7 @@
 import csv
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
+
+_END = ["", "\U0010ffff"]  # a row after the last one of a CSV file; no text has this character
 
 
 class StoredDataModule(FederatedDataModule, ABC):
@@ -107,10 +110,16 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
 def read_rows(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and fields of each non-empty CSV row, with or without a byte order mark."""
     with path.open(encoding=encoding, newline="") as file:
-        rows = csv.reader(file, delimiter=delimiter)
+        rows = csv.reader(chain(file, [delimiter.join(_END)]), delimiter=delimiter)
         try:
             for row in rows:
-                if row:
+                if row and row[-1].endswith(_END[-1]):
+                    if row != _END:  # a quoted field has taken all that follows
+                        raise FederatedError(
+                            f"{path}: the last row has a quote that is not closed. Close it, or download or write the"
+                            " whole file again."
+                        )
+                elif row:
                     yield rows.line_num, row
         except UnicodeDecodeError as error:
             raise FederatedError(f"{path} is not {encoding} text, after line {rows.line_num}: {error}.") from error

@@ -603,6 +603,14 @@ class ClientTable(StoredDataModule):
                 " elsewhere. Fill it in, or drop the row."
             )
         self.classes = sorted(set(numbers.values()))
+        spelled: dict[str, str] = {}
+        for name in self.classes:
+            if (other := spelled.setdefault(str(name).lower(), str(name))) != str(name):
+                rank_zero_warn(
+                    f"{table.path}: column {self.target!r} holds {other!r} and {str(name)!r}, which are two of its"
+                    f" {len(self.classes)} classes. Write one of them, or declare both in classes if they differ."
+                )
+                break
         positions = {name: position for position, name in enumerate(self.classes)}
         return torch.tensor([positions[numbers[value]] for value in values], dtype=torch.int64)
 

@@ -200,7 +200,10 @@ class SequentialEngine(Engine):
                 continue
             self.trainer.fit_loop.max_batches = length
             self.fetcher.bind(itertools.islice(batches.epoch(stream, self.shuffle), length), length)
-            self.epoch_loop.run(self.fetcher)
+            try:
+                self.epoch_loop.run(self.fetcher)
+            finally:
+                self.fetcher.teardown()  # ends the workers of a loader, which nobody asks for more
 
     def _merged_buffers(self, before: State) -> State:
         """Return the buffers after a client's work: the mean over processes of the changed ones."""

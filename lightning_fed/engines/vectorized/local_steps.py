@@ -188,8 +188,6 @@ class LocalSteps:
         client's batch sizes share it.
         """
         step, count = self.step, len(self.work.y)
-        if self.work.optimizer.schedule is not None:  # for other clients, or after the next step, rates may differ
-            return trace.once([*step.shared, *clients.of(step.own)])
         if clients.is_one:
             key = clients.rows, trace.fixed
             if key not in self._of_chunk:

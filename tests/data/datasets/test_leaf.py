@@ -56,6 +56,21 @@ def test_users_of_all_files_are_clients(folder):
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
 
 
+def test_class_numbers_keep_all_their_digits(tmp_path):
+    path = write(tmp_path / "a.json", leaf({"ann": ([[1], [1], [1]], [2**24 + 1, 2**24, 2**53])}))
+    assert LeafDataModule(path).client_dataset("ann").tensors[1].tolist() == [2**24 + 1, 2**24, 2**53]
+    path = write(tmp_path / "b.json", leaf({"ann": ([[1]], [0.9999999999])}))
+    with pytest.raises(FederatedError, match="y holds more than class numbers"):
+        LeafDataModule(path).setup()
+
+
+def test_a_user_whose_data_come_twice_in_a_file_is_refused(tmp_path):
+    twice = '"ann": {"x": [[1]], "y": [0]}, "ann": {"x": [[2]], "y": [1]}'
+    path = write(tmp_path / "a.json", f'{{"users": ["ann"], "num_samples": [1], "user_data": {{{twice}}}}}')
+    with pytest.raises(FederatedError, match=r"a.json is not valid JSON: an object has the name 'ann' twice"):
+        LeafDataModule(path).setup()
+
+
 def test_test_users_are_pooled_and_clients_keep_their_own(folder):
     data = LeafDataModule(str(folder / "train"), str(folder / "test"))
     data.setup("fit")

@@ -90,6 +90,12 @@ def test_a_speech_is_its_lines_without_stage_directions():
     }
 
 
+def test_a_byte_order_mark_and_other_line_ends_lose_no_act(tmp_path):
+    text = "ACT I\r\n\r\nFOOL\tNo\r\n\r\nACT II\r\n\r\nFOOL\tYes\r\n"
+    (tmp_path / "lear.txt").write_bytes(text.encode("utf-8-sig"))
+    assert read_plays("Shakespeare", tmp_path) == {"lear/FOOL": "No Yes"}
+
+
 def test_roles_are_named_by_play_and_poems_have_none(tmp_path):
     (tmp_path / "hamlet.txt").write_text(PLAY)
     (tmp_path / "sonnets.txt").write_text("\tSONNETS\n\nI.\n\nFROM fairest creatures we desire increase,\n")

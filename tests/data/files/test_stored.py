@@ -96,3 +96,13 @@ def test_small_clients_are_left_out_and_announced(caplog):
     assert "D leaves out 1 of 3 roles, with 1 of 6 lines: they have fewer than least=2" in caplog.text
     with pytest.raises(FederatedError, match="D: none of the 3 roles has least=9 lines"):
         large_enough("D", sizes, ("roles", "lines"), least=9)
+
+
+@pytest.mark.parametrize("text", ['a,b\n"c,d', 'a,b\r\nc,"d\r\ne,f\r\n', '"'])
+def test_a_quote_that_the_end_of_the_file_closes_is_refused(tmp_path, text):
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode())
+    with pytest.raises(FederatedError, match="t.csv: the last row has a quote that is not closed"):
+        list(read_rows(path))
+    path.write_bytes(text.encode() + b'"')
+    assert list(read_rows(path))[-1][1][-1].startswith(("c,d", "d\r\ne,f", ""))

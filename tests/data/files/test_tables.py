@@ -108,6 +108,17 @@ def test_values_are_float32_columns(tmp_path):
     assert data.client_dataset("bob").tensors[1].dtype == torch.float32
 
 
+def test_classes_that_differ_only_in_their_capitals_are_named(tmp_path, recwarn):
+    path = write(tmp_path, "who,x,y\na,1,True\na,2,TRUE\nb,3,False\nb,4,true\n")
+    with pytest.warns(UserWarning, match="column 'y' holds 'TRUE' and 'True', which are two of its 4 classes.*declare"):
+        assert len(ClientTable(path, "who", "y", val_fraction=0).client_ids) == 2
+    recwarn.clear()
+    for classes, text in ((["TRUE", "True", "False", "true"], None), (None, "who,x,y\na,1,True\nb,3,False\n")):
+        path = path if text is None else write(tmp_path, text)
+        ClientTable(path, "who", "y", val_fraction=0, classes=classes).setup()
+    assert not [warning for warning in recwarn if "which are two of" in str(warning.message)]
+
+
 def test_classes_that_are_numbers_sort_as_numbers(tmp_path):
     path = write(tmp_path, "who,x,y\na,1,10\na,2,9\na,3,10\n")
     data = ClientTable(path, "who", "y", val_fraction=0)
