@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.devices import are_equal
@@ -152,6 +153,12 @@ class Server:
                     f" found {type(found).__name__}. Return mean['delta'], server to leave both as they are."
                 )
             direction, state = found
+            if not isinstance(direction, Tensor) or (direction.shape, direction.dtype) != (before.shape, before.dtype):
+                kind = f"{list(direction.shape)} of {direction.dtype}" if isinstance(direction, Tensor) else direction
+                raise FederatedError(
+                    f"{type(self.algorithm).__name__}.update_server() must return a direction like x, which is"
+                    f" {list(before.shape)} of {before.dtype}, found {kind}."
+                )
             models = models if direction is mean.get("delta") else None
             if self.lora is not None and not (models is not None and self.step.takes_mean):
                 raise FederatedError(lora_needs_mean(f"{self.algorithm!r} does more"))
