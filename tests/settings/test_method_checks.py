@@ -1,5 +1,6 @@
 """Methods that cannot be right are refused before they run, by the name of what is wrong."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -126,3 +127,23 @@ def test_what_may_be_right_passes() -> None:
         rehearse(algorithm)
         assert torch.equal(before, torch.get_rng_state())
     assert FedAvg in methods
+
+
+class Momentum(Algorithm):
+    def update_server(self, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
+        self._m = 0.5 * getattr(self, "_m", 0) + mean["delta"]
+        return self._m, server
+
+
+class Cached(Algorithm):
+    def update_server(self, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
+        self._ones = torch.ones_like(x)
+        return mean["delta"] * self._ones, server
+
+
+def test_a_private_attribute_that_holds_a_state_is_told_of() -> None:
+    with pytest.warns(UserWarning, match="Momentum has changed its attribute '_m' again.*keep what changes"):
+        fit(algorithm=Momentum(), max_rounds=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has changed its attribute.*")
+        fit(algorithm=Cached(), max_rounds=3)
