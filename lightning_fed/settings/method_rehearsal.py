@@ -26,7 +26,7 @@ _EXCHANGED = {  # entries next to a method's own, by the start of their names
 }
 
 
-_SERVERS = ("init_server", "init_client", "begin_round", "update_server", "evaluate_at", "evaluate_client_at")
+_UNSEEDED = ("init_server", "init_client", "begin_round", "evaluate_at", "evaluate_client_at")
 
 
 class _CannotTryError(Exception):
@@ -36,7 +36,7 @@ class _CannotTryError(Exception):
 def rehearse(algorithm: Algorithm, size: int = _FEW) -> None:
     """Raise for hooks that return something else than they must, change their inputs, or are not elementwise.
 
-    Hooks of the server must not draw from global generators either.
+    Hooks that the run does not seed must not draw from global generators either.
 
     A copy of the method plays one round with one client. It ends at the first hook that raises: a run may give that one
     what it needs. Vectors have ``size`` coordinates, those of the model, or a few for a large one.
@@ -160,11 +160,11 @@ class _Rehearsal:
                     f"{self.name}.{hook}() changes {name} in place, which other code still reads. Return new tensors,"
                     " such as g + 1 instead of g.add_(1)."
                 )
-        if hook in _SERVERS and state != random_state():
+        if hook in _UNSEEDED and state != random_state():
             raise FederatedError(
                 f"{self.name}.{hook}() draws from a global generator, whose numbers differ between processes, between"
-                " engines, and in a resumed run. Draw from a new generator, such as"
-                " torch.Generator().manual_seed(cohort.round)."
+                " engines, and in a resumed run. Draw in update_server(), which the run seeds, or from a new generator"
+                " such as torch.Generator().manual_seed(0)."
             )
         return found
 

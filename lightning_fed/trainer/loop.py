@@ -337,6 +337,8 @@ class FederatedLoop(_FitLoop):
             results.forget_clients()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
+        # in every process alike, since aggregators, methods and server optimizers of users may draw
+        seed_global(derive_seed(self.state.seed, Purpose.SERVER, self.round), trainer.strategy.root_device)
         report = server_round.close(metrics, time.perf_counter() - started)
         run.close_round(report)
         if report.failed:

@@ -93,9 +93,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"init_client": lambda self, x: {"buffer.k": x}},
         r"init_client\(\) names a state 'buffer.k', but names with 'buffer.' are those of buffers",
     ),
-    "random numbers on the server": (
-        {"update_server": lambda self, x, server, mean, cohort: (mean["delta"] + torch.randn_like(x), server)},
-        r"update_server\(\) draws from a global generator.*manual_seed\(cohort.round\)",
+    "random numbers before the round": (
+        {**SERVER, "begin_round": lambda self, x, server, cohort: {"k": torch.randn_like(x)}},
+        r"begin_round\(\) draws from a global generator.*Draw in update_server\(\), which the run seeds",
     ),
 }
 
