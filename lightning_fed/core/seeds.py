@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     SENDERS = 20
     HOOKS_BEFORE_ROUND = 21
     HOOKS_AFTER_ROUND = 22
+    SERVER = 23
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

@@ -149,6 +149,7 @@ class ClientsOutsideFit:
 
     def _replies(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
         for chunk in self.work.chunks(task, clients):
+            chunk = [index for index in chunk if index in clients]  # another client's gradient would be another reply
             for reply in self.work.answer(task, chunk, states):
                 yield reply
                 self.work.call_end_hooks([report.client_id for report in reply.reports])

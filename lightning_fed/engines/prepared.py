@@ -23,6 +23,7 @@ from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.aggregation.lora import ExactLora
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.method_checks import check_method
+from lightning_fed.settings.method_rehearsal import rehearse
 from lightning_fed.settings.module_checks import check_buffers, check_optimization, check_schedules
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
@@ -73,6 +74,7 @@ class PreparedModule:
             owners |= parameters_as_buffers(settings, self.module, dict(named))
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
+        rehearse(self.algorithm, self.flat.numel)
         places = (name.rpartition(".") for name in self.flat.names)
         self._places = [(self.module.get_submodule(owner)._parameters, key) for owner, _, key in places]
         held, trained = {id(p) for group in base.param_groups for p in group["params"]}, dict(named)
@@ -263,7 +265,13 @@ def personal_names(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of the trained parameters, and of the buffers, that stay on each client."""
     algorithm = settings.algorithm
-    patterns = (*settings.personal, *algorithm.personal_names(module))
+    own: Any = algorithm.personal_names(module)
+    if isinstance(own, str) or not isinstance(own, Sequence):
+        raise FederatedError(
+            f"{type(algorithm).__name__}.personal_names() must return a list of patterns, found {own!r}. Return"
+            " ['head.*'], say, or [] for none."
+        )
+    patterns = (*settings.personal, *own)
     names = (*trained, *buffers)
     found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
     for pattern, fitting in found.items():

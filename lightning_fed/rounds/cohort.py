@@ -4,6 +4,8 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
@@ -32,6 +34,7 @@ class CohortSampling:
 
     def __init__(self, settings: Settings, population: Population, seed: int) -> None:
         self.settings, self.population, self.seed = settings, population, seed
+        self._is_checked = type(settings.sampler).__module__.startswith("lightning_fed.")
 
     def draw(
         self,
@@ -56,11 +59,21 @@ class CohortSampling:
                 measured.update(losses_of(missing))
             return {client_id: measured[client_id] for client_id in clients if client_id in measured}
 
-        drawn = Counter(draw(settings.sampler, self.seed, round, self.population, self.seed, once))
+        cohort = draw(settings.sampler, self.seed, round, self.population, self.seed, once)
+        if not self._is_checked:
+            self._is_checked = True
+            if cohort != (again := draw(settings.sampler, self.seed, round, self.population, self.seed, once)):
+                raise FederatedError(
+                    f"The sampler drew {cohort[:5]} in round {round}, and {again[:5]} when it was asked again. Other"
+                    " processes and a resumed run would train other clients. Draw from (seed, round) alone, such as"
+                    " with torch.Generator().manual_seed(seed + round), or learn in update(): see LearningSampler."
+                )
+        drawn = Counter(cohort)
         members = ask(drawn)
         if settings.heterogeneity is not None:  # it limits each client's steps
             epochs, planned = [settings.local_epochs or 1] * len(members), [m.steps for m in members]
             steps = settings.heterogeneity(self.seed, round, [m.index for m in members], epochs, planned)
+            _check_steps(steps, members, settings.heterogeneity)
             completed = zip(members, steps, strict=True)
             members = [replace(member, steps=done) for member, done in completed if done is not None]
         if (chances := getattr(settings.sampler, "probabilities", None)) is not None:
@@ -105,3 +118,13 @@ def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population
         rank_zero_warn(f"delta={delta:g} is not below 1/N = {most:.3g}: such a guarantee says little of one client.")
     unknown: int = trainer.strategy.broadcast(secrets.randbits(62))
     return unknown
+
+
+def _check_steps(found: Any, members: Sequence[Participant], heterogeneity: object) -> None:
+    """Raise unless a model of heterogeneity has returned a number of local steps, or None, for each client."""
+    fits = isinstance(found, Sequence) and not isinstance(found, str) and len(found) == len(members)
+    if not fits or any(k is not None and (not isinstance(k, Integral) or k < 0) for k in found):
+        raise FederatedError(
+            f"{type(heterogeneity).__name__} must return a list with the local steps of each of {len(members)} clients,"
+            f" integers of at least 0, or None for a client that is left out, found {found!r}."
+        )

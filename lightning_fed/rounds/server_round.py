@@ -70,7 +70,8 @@ class ServerRound:
                 yield self._ask(GRADIENTS, self.gradient_members)
             if self.algorithm.population_loss:
                 yield self._ask(LOSS, map(self.population.index_of, self.population))
-            self.state = self.algorithm.begin_round(self.server.x, self.server.state, self._cohort)
+            # copies, since a hook may keep x or write into the dict, and the round may start again
+            self.state = self.algorithm.begin_round(self.server.x.clone(), dict(self.server.state), self._cohort)
         yield self._ask(TRAIN, self.members)
 
     def _ask(self, phase: str, clients: Iterable[int]) -> Task:

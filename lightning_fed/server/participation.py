@@ -207,10 +207,14 @@ def raw_weight(weighting: Weighting, member: Participant, steps: int) -> float:
         return member.share
     if isinstance(weighting, str):
         return float(member.count * {"examples": member.size, "uniform": 1, "steps": steps}[weighting])
-    weight = float(weighting(member.client_id, member.size, steps))
-    if not math.isfinite(weight) or weight < 0:
+    found = weighting(member.client_id, member.size, steps)
+    try:
+        weight = float(found)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
         raise FederatedError(
-            f"weighting must give finite weights >= 0, found {weight!r} for client {member.client_id!r} of"
+            f"weighting must give finite weights >= 0, found {found!r} for client {member.client_id!r} of"
             f" {member.size} examples and {steps} steps."
         )
     return weight * member.count

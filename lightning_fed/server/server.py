@@ -1,18 +1,20 @@
 """The state between rounds: x, the server state, client states and the server optimizer."""
 
-import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.devices import are_equal
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
+from lightning_fed.core.plain import as_plain
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.lora import ExactLora, ProductSums, lora_needs_mean
@@ -83,7 +85,8 @@ class Server:
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
         self.ledger: PrivacyLedger | None = None  # of record-level privacy
         self._participation = Participation(len(ids))
-        self._options: dict[str, Any] | None = algorithm.options()  # compared after the first round, then None
+        # compared after the first rounds: the method's options, and from then on its private attributes
+        self._attributes: list[dict[str, Any]] = [as_plain(algorithm.options()), {}]
 
     @property
     def x(self) -> Vector:
@@ -152,6 +155,12 @@ class Server:
                     f" found {type(found).__name__}. Return mean['delta'], server to leave both as they are."
                 )
             direction, state = found
+            if not isinstance(direction, Tensor) or (direction.shape, direction.dtype) != (before.shape, before.dtype):
+                kind = f"{list(direction.shape)} of {direction.dtype}" if isinstance(direction, Tensor) else direction
+                raise FederatedError(
+                    f"{type(self.algorithm).__name__}.update_server() must return a direction like x, which is"
+                    f" {list(before.shape)} of {before.dtype}, found {kind}."
+                )
             models = models if direction is mean.get("delta") else None
             if self.lora is not None and not (models is not None and self.step.takes_mean):
                 raise FederatedError(lora_needs_mean(f"{self.algorithm!r} does more"))
@@ -166,20 +175,34 @@ class Server:
         if self.step.scheduler is not None:
             self.step.end_round()
         self.round += 1
-        options, self._options = self._options, None
-        if options is not None:
-            self._check_options(options)
+        if self._attributes:
+            self._check_attributes(self._attributes.pop(0))
         return norm
 
-    def _check_options(self, before: Mapping[str, Any]) -> None:
-        """Raise if the method's attributes changed during the run, since such a run could not resume."""
-        now = self.algorithm.options()
-        for name in now.keys() | before.keys():
-            if repr(now.get(name)) != repr(before.get(name)):
+    def _check_attributes(self, before: Mapping[str, Any]) -> None:
+        """Raise if the method's options changed in the first round, and warn if private attributes did in the second.
+
+        A resumed run would not have them.
+        """
+        name, attributes = type(self.algorithm).__name__, vars(self.algorithm)
+        private = {key: as_plain(value) for key, value in attributes.items() if key.startswith("_")}
+        if not self._attributes:
+            if changed := sorted(key for key in private if private[key] != before.get(key)):
+                warnings.warn(
+                    f"{name} has changed its attribute {changed[0]!r} again in its second round. Attributes are not in"
+                    " checkpoints, and other processes have their own: keep what changes in the states that hooks"
+                    " return.",
+                    stacklevel=2,
+                )
+            return
+        now, self._attributes = as_plain(self.algorithm.options()), [private]
+        for key in now.keys() | before.keys():
+            if now.get(key) != before.get(key):
                 raise FederatedError(
-                    f"{type(self.algorithm).__name__} has changed its attribute {name!r} in a round. A method keeps"
-                    " hyper-parameters in attributes and all else in the states that its hooks return, so that it can"
-                    " be resumed."
+                    f"{name} has changed its attribute {key!r} in a round. A method keeps hyper-parameters in"
+                    " attributes and all else in the states that its hooks return, so that it can be resumed. What"
+                    " depends on the round is a state too: begin_round(x, server, cohort) may return it, given"
+                    " cohort.round."
                 )
 
     def take_buffers(self, buffers: State) -> None:
@@ -204,7 +227,7 @@ class Server:
         return {
             "seed": self.seed,
             "algorithm": type(self.algorithm).__name__,
-            "options": copy.deepcopy(self.algorithm.options()),
+            "options": as_plain(self.algorithm.options()),
             "clients": clients,
         }
 

@@ -51,7 +51,7 @@ class ServerStep:
     ) -> None:
         self.x = x.clone()
         self.params = [nn.Parameter(view) for view in layout.views(self.x)]
-        self.layout = layout
+        self.layout, self._is_checked = layout, False
         self.optimizer = build(self.params)
         if not isinstance(self.optimizer, Optimizer):
             raise FederatedError(
@@ -88,8 +88,22 @@ class ServerStep:
             return
         for p, g in zip(self.params, self.layout.views(-direction), strict=True):
             p.grad = g
+        before = None if self._is_checked else self._counts()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._is_checked = True
+        if before is not None and (
+            changed := [name for name, value in self._counts().items() if before[name] != value]
+        ):
+            raise FederatedError(
+                f"server_optimizer {type(self.optimizer).__name__} changes its attribute {changed[0]!r} as it steps,"
+                " and checkpoints hold no attributes. Keep it in self.state[parameter], or in a parameter group."
+            )
+
+    def _counts(self) -> dict[str, Any]:
+        """Return the numbers in attributes of the optimizer, except those of schedulers."""
+        named = vars(self.optimizer).items()
+        return {name: value for name, value in named if type(value) in (int, float) and not name.startswith("_")}
 
     def end_round(self) -> None:
         """Step the scheduler, which there is, also after a round without clients."""

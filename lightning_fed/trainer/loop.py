@@ -337,6 +337,8 @@ class FederatedLoop(_FitLoop):
             results.forget_clients()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
+        if run.may_draw:  # in every process alike
+            self._seed_hooks(Purpose.SERVER)
         report = server_round.close(metrics, time.perf_counter() - started)
         run.close_round(report)
         if report.failed:

@@ -43,6 +43,7 @@ class RunState:
         rounds: Runs the rounds, while a fit is running.
         ranks: The processes that share the clients.
         has_hooks: Whether hooks of the user may change the run, or draw random numbers, between clients' work.
+        may_draw: Whether the server's step has a method, an aggregator or an optimizer of the user, which may draw.
         round_start: What the current round began with, until it is complete.
         steps_taken: The local steps of all clients in all completed rounds.
         sites: For remote clients: the run's name at their sites ("run"), and the versions of the states there, by
@@ -69,7 +70,7 @@ class RunState:
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
         self.round_start: RoundStart | None = None
-        self.has_hooks = False
+        self.has_hooks = self.may_draw = False
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
@@ -318,6 +319,9 @@ class RunState:
             self.clients = elsewhere
         self.rounds = Rounds(server, sampling, self.clients, self.ranks)
         self.round_start, self.has_hooks = None, has_round_hooks(trainer)
+        parts = settings.algorithm, settings.aggregator, server.step.optimizer
+        modules = [type(part).__module__.split(".")[0] for part in parts]
+        self.may_draw = any(module not in ("torch", "lightning_fed", "builtins") for module in modules)
         self.server_model.keeps_untrained = has_round_hooks(trainer, EARLY_HOOKS)
         self.server_model.show()
 

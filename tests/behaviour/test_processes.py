@@ -463,6 +463,9 @@ class KeepsUnannounced(FedAvg):
         update.keep["last"] = y.clone()
         return update
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("not copied, and so not rehearsed")
+
 
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
 def test_states_without_a_first_value_are_refused(engine: str, tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ def sixty(names: list[str]) -> FederatedDataModule:
     return FederatedDataModule(clients={name: data[NAMES.index(name)] for name in names}, batch_size=4)
 
 
-@pytest.mark.parametrize("method", few(["Scaffold ii", "Mime"], ["Scaffold ii"]))
+@pytest.mark.parametrize(
+    "method",
+    few(["Scaffold ii", "Mime", "FedDane", "FedDane own", "Scaffold ii gradient"], ["Scaffold ii", "FedDane own"]),
+)
 def test_sixty_clients_on_three_sites_have_the_bits_of_the_simulation(method: str, tmp_path: Path) -> None:
     def make() -> FederatedTrainer:
         return make_trainer(method, clients_per_round=10, max_rounds=3)

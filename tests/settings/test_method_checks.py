@@ -1,5 +1,6 @@
 """Methods that cannot be right are refused before they run, by the name of what is wrong."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_fed.algorithms import (
     SGDm,
 )
 from lightning_fed.settings.method_checks import check_method
+from lightning_fed.settings.method_rehearsal import rehearse
 from tests.helpers.training import fit
 
 
@@ -66,12 +68,12 @@ class Counts(Algorithm):
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (ReturnsNothing(), r"ReturnsNothing.correct\(\) must return the direction .*found NoneType.*Return g"),
+        (ReturnsNothing(), r"ReturnsNothing.correct\(\) must return the direction .*found a NoneType.*Return g"),
         (ReturnsANorm(), r"ReturnsANorm.correct\(\) must return .*found shape \(\)"),
         (Normalized(), r"Normalized.correct\(\) is not elementwise.*gradient_clip_on='corrected'"),
         (Averaged(), r"Averaged.reduces\['delta'\] must be one of .*found 'mean'"),
         (TakesLess(), r"TakesLess.advance\(.* must take \(g, y, step\): too many positional arguments"),
-        (Drops(), r"Drops.update_server\(\) must return a direction and the server state, found Tensor"),
+        (Drops(), r"Drops.update_server\(\) must return a direction and the server state, found a Tensor"),
         (Counts(), r"Counts has changed its attribute 'count' in a round"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
@@ -122,5 +124,26 @@ def test_what_may_be_right_passes() -> None:
             algorithm = cls(0.3)
         before = torch.get_rng_state()
         check_method(algorithm)
+        rehearse(algorithm)
         assert torch.equal(before, torch.get_rng_state())
     assert FedAvg in methods
+
+
+class Momentum(Algorithm):
+    def update_server(self, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
+        self._m = 0.5 * getattr(self, "_m", 0) + mean["delta"]
+        return self._m, server
+
+
+class Cached(Algorithm):
+    def update_server(self, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
+        self._ones = torch.ones_like(x)
+        return mean["delta"] * self._ones, server
+
+
+def test_a_private_attribute_that_holds_a_state_is_told_of() -> None:
+    with pytest.warns(UserWarning, match="Momentum has changed its attribute '_m' again.*keep what changes"):
+        fit(algorithm=Momentum(), max_rounds=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has changed its attribute.*")
+        fit(algorithm=Cached(), max_rounds=3)

@@ -3,11 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number
+from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
@@ -27,7 +29,7 @@ class Compressor(ArgumentsRepr, ABC):
         """Return the message [P] that the server receives, and the bytes sent.
 
         Args:
-            message: The message.
+            message: A copy of the message, which you may change.
             stream: The client's random generator for this round, on the CPU.
         """
 
@@ -143,9 +145,26 @@ def compress(
             got[name] = done[key]
         else:
             whole = (message + residuals[name] if name in residuals else message).reshape(-1)
-            sent, own = compressor(whole, stream)
+            # a copy, since the residual and the client's change are read afterwards
+            sent, own = _checked(compressor, compressor(whole.clone(), stream), whole)
             if compressor.error_feedback:
                 kept[name] = (whole - sent).view_as(message)
             got[name] = done[key] = sent.view_as(message)
             size += own
     return got, kept, size
+
+
+def _checked(compressor: Compressor, found: Any, message: Vector) -> tuple[Vector, int]:
+    """Return what a compressor has returned; raise unless it is a message of this shape and a number of bytes."""
+    if isinstance(found, tuple) and len(found) == 2:
+        sent, size = found
+        if isinstance(sent, Tensor) and sent.shape == message.shape and isinstance(size, Integral) and int(size) >= 0:
+            return sent, int(size)
+        kind = f"shape {list(sent.shape)}" if isinstance(sent, Tensor) else kind_of(sent)
+        found_text = f"{kind} and {size!r}"
+    else:
+        found_text = kind_of(found)
+    raise FederatedError(
+        f"{type(compressor).__name__} must return the message that the server receives, of shape {list(message.shape)},"
+        f" and the bytes sent, an integer, found {found_text}."
+    )

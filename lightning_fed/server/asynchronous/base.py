@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import check_count
+from lightning_fed.core.arguments import check_count, finite
 from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
@@ -272,10 +272,14 @@ class _Arriving(CollectedAggregation):
         begun = {self._members[index].client_id: _with(own, run.held, x) for index, own in self._collected.items()}
         means = dict[str, Tensor]()
         for staleness, held in run.taken(begun):
+            if not finite(share := run.weight(staleness)) >= 0:
+                raise FederatedError(
+                    f"{type(run).__name__}.weight({staleness}) must be a finite number of at least 0, found {share!r}."
+                )
             for name, value in _with(held, run.applied, x).items():
                 # sums over all clients, such as SCAFFOLD's c, are not discounted for staleness
                 is_sum = self.reduces[name] == "population"
-                weight = 1 / self.population if is_sum else run.weight(staleness) / run.size
+                weight = 1 / self.population if is_sum else share / run.size
                 if name not in means:
                     means[name] = torch.zeros(value.shape, **accumulation(x.device))
                 means[name].add_(value.to(means[name].device), alpha=weight)

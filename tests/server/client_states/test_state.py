@@ -111,7 +111,7 @@ def test_a_method_that_keeps_something_else_than_a_new_client_has_is_named() -> 
         def finish(self, y: torch.Tensor, run: Any) -> Update:
             return Update(send={"delta": run.delta}, keep={"h": run.delta})
 
-    with pytest.raises(FederatedError, match=r"it has no 'k'\..* Or Forgets\.finish keeps another state"):
+    with pytest.raises(FederatedError, match=r"Forgets\.finish\(\) must keep .* 'k' \[\], found 'h' \[P\]"):
         fit(algorithm=Forgets(), max_rounds=2)
 
 
