@@ -156,17 +156,6 @@ def test_code_has_at_most_76_columns() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_the_files_agree_on_the_address_of_the_repository() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
-    address = site()["repo_url"]
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    clone = re.search(r"git clone (\S+)", (ROOT / "README.md").read_text())
-    assert urls.get("Repository") == citation.get("repository-code") == address, "see docs/releasing.md"
-    assert clone is not None
-    assert clone[1] == (address or "URL"), "see docs/releasing.md"
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("address", [None, "https://example.org/me/lightning_fed"])
 def test_an_address_links_pages_and_names_to_their_sources(address: str | None) -> None:
