@@ -216,6 +216,7 @@ def _unanswered(
     phase = tasks[missing[0]].header["phase"]
     reasons = "".join(f" Client {client!r}: {refused[client]}" for client in missing[:_SHOWN] if client in refused)
     return FederatedError(
-        f"{len(missing)} clients have not answered to {phase!r}: {_named(missing)}. The run can continue from its"
+        f"{'1 client has' if len(missing) == 1 else f'{len(missing)} clients have'} not answered to {phase!r}:"
+        f" {_named(missing)}. The run can continue from its"
         f" last checkpoint once they do; on_client_error='drop' lets it continue without them.{reasons}"
     )
