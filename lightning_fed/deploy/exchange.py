@@ -143,7 +143,7 @@ class Exchange:
             raise _unanswered(tasks, list(missing), refused)
 
     def _can_lose(self, missing: Mapping[ClientId, None], tasks: Mapping[ClientId, Message]) -> bool:
-        """Return whether the run goes on without clients. The words are agreed on once, so all are waited for."""
+        """Return whether the run continues without clients. The words are agreed on once, so all are waited for."""
         is_allowed = self._drops and next(iter(tasks.values())).header["phase"] != WORDS
         return is_allowed and len(missing) < len(tasks) and len(missing) <= self._max_failed_share * len(tasks)
 

@@ -227,7 +227,7 @@ class Trials:
         return trial
 
     def _make_room(self, trainer: FederatedTrainer) -> None:
-        """Let a run whose rounds are all done go on."""
+        """Let a run continue after all its rounds are done."""
         reached = 0
         if self._ckpt_path is not None:
             check_exists(trainer, self._ckpt_path)
