@@ -108,6 +108,16 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return re.sub(block, lambda m: _mathml(m[1], "block"), html, flags=re.S)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Leave out the theme's request for the repository's stars, so that readers' browsers contact no other host."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Do the same for pages such as 404.html."""
+    return output_content.replace(' data-md-component="source"', "")
+
+
 class Docstrings(griffe.Extension):
     """Turn docstrings, which are written for ``help``, into Markdown, and leave out overridden members.
 

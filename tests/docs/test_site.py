@@ -167,6 +167,10 @@ def test_an_address_links_pages_and_names_to_their_sources(address: str | None) 
     link = f"[pins]({address}/blob/main/constraints.txt)" if address else "pins (`constraints.txt`)"
     assert text == f"{link}\n\n!!! note\n    Two\n    lines.\n"
     assert page.edit_url == (f"{address}/edit/main/CONTRIBUTING.md" if address else None)
+    link = (
+        '<a href="/" class="md-source" data-md-component="source">'  # of the theme, whose script asks GitHub for stars
+    )
+    assert hooks.on_post_page(link, page, config) == '<a href="/" class="md-source">'
     extensions = hooks.griffe.Extensions(hooks.Docstrings(address))
     loaded = hooks.griffe.load("lightning_fed.core.errors", search_paths=[str(ROOT)], extensions=extensions)
     shown = loaded["FederatedError"].docstring.value
