@@ -135,7 +135,8 @@ class Docstrings(griffe.Extension):
             if self.repository and (obj.is_class or obj.is_function):
                 file = Path(str(obj.filepath)).resolve().relative_to(ROOT.resolve()).as_posix()
                 address = f"{_in_repository(self.repository, file)}#L{obj.lineno}-L{obj.endlineno}"
-                obj.docstring.value = f'<a class="doc-source" href="{address}">source</a>\n\n{obj.docstring.value}'
+                summary, _, rest = obj.docstring.value.partition("\n\n")  # tables show the first paragraph
+                obj.docstring.value = f'{summary}\n\n<a class="doc-source" href="{address}">source</a>\n\n{rest}'
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Leave out members that a class inherits and overrides: the page of the base class describes them."""

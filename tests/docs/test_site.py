@@ -174,6 +174,8 @@ def test_an_address_links_pages_and_names_to_their_sources(address: str | None) 
     extensions = hooks.griffe.Extensions(hooks.Docstrings(address))
     loaded = hooks.griffe.load("lightning_fed.core.errors", search_paths=[str(ROOT)], extensions=extensions)
     shown = loaded["FederatedError"].docstring.value
+    plain = hooks.griffe.load("lightning_fed.core.errors", search_paths=[str(ROOT)])["FederatedError"].docstring.value
+    assert shown.partition("\n\n")[0] == plain.partition("\n\n")[0]  # which tables show
     assert (f'href="{address}/blob/main/lightning_fed/core/errors.py#L' in shown) == (address is not None)
 
 
