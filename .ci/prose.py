@@ -1,6 +1,6 @@
-"""Count hard constructions in pages and in the package's messages, and fail if there are more than the limits allow.
+"""Count hard constructions in pages, docstrings, comments and messages, and fail above the limits.
 
-    python .ci/prose.py                  # each page, and all messages, with their counts; exit status 1 above a limit
+    python .ci/prose.py                  # each page, and the package's texts by kind; exit status 1 above a limit
     python .ci/prose.py --show           # each sentence that a construction matches, too
     python .ci/prose.py docs/data.md     # only these pages
 
@@ -11,8 +11,10 @@ read.
 
 import argparse
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,28 @@ def messages(code: str) -> Iterator[str]:
                 yield text_of(node.args[0])
 
 
+def docstrings(code: str) -> Iterator[str]:
+    """Yield the docstrings of a module."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (ast.get_docstring(node) or "").replace("``", "`")
+
+
+def comments(code: str) -> Iterator[str]:
+    """Yield the comments of a module; those on lines of their own that follow each other are one."""
+    block: list[str] = []
+    end = 0
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            if line != end + 1 or token.line[:column].strip():
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("# "))
+            end = line
+    yield " ".join(block)
+
+
 def hits(texts: Iterable[str], rules: dict[str, Any]) -> tuple[int, list[tuple[str, str]]]:
     """Return the number of sentences of some texts, and each match: the construction's name and the sentence."""
     found, count = [], 0
@@ -88,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts[name] = [page.read_text()], settings["limit"]
     if not chosen:
         code = sorted((ROOT / "lightning_fed").rglob("*.py"))
-        texts["messages"] = [text for path in code for text in messages(path.read_text())], settings["messages"]
+        for of in (docstrings, comments, messages):
+            found = [text for path in code for text in of(path.read_text())]
+            texts[of.__name__] = found, settings[of.__name__]
     for name, (parts, share) in texts.items():
         count, found = hits(parts, rules)
         limit = settings["pages"].get(name, max(1, int(share * count / 100)))

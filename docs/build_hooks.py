@@ -108,6 +108,16 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return re.sub(block, lambda m: _mathml(m[1], "block"), html, flags=re.S)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Leave out the theme's request for the repository's stars, so that readers' browsers contact no other host."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Do the same for pages such as 404.html."""
+    return output_content.replace(' data-md-component="source"', "")
+
+
 class Docstrings(griffe.Extension):
     """Turn docstrings, which are written for ``help``, into Markdown, and leave out overridden members.
 
@@ -125,7 +135,8 @@ class Docstrings(griffe.Extension):
             if self.repository and (obj.is_class or obj.is_function):
                 file = Path(str(obj.filepath)).resolve().relative_to(ROOT.resolve()).as_posix()
                 address = f"{_in_repository(self.repository, file)}#L{obj.lineno}-L{obj.endlineno}"
-                obj.docstring.value = f'<a class="doc-source" href="{address}">source</a>\n\n{obj.docstring.value}'
+                summary, _, rest = obj.docstring.value.partition("\n\n")  # tables show the first paragraph
+                obj.docstring.value = f'{summary}\n\n<a class="doc-source" href="{address}">source</a>\n\n{rest}'
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Leave out members that a class inherits and overrides: the page of the base class describes them."""

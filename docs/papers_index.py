@@ -22,16 +22,17 @@ KINDS = {"holds": "hold", "does not hold": "fail", "undecided": "undecided", "no
 INTRODUCTION = """\
 # Results
 
-What `lightning-fed reproduce` makes of the figures and tables of the papers. A page begins with its claims: the
-paper's number, ours, the difference with its interval, and the verdict. Departures from the paper, what was tuned,
-command, versions and hardware follow. Each page is computed from two small files beside it (`NAME_cells.csv`,
-`NAME_rounds.csv.gz`), and a test computes all of them again. [claims.csv](claims.csv) has every claim and every
-comparison of our own with its numbers. [Reproducing papers](../reproducing.md) describes the command and its files.
+`lightning-fed reproduce` computes the figures and tables of the papers again. Each page starts with its claims: the
+paper's number, ours, the difference with its interval, and the verdict. Departures from the paper, tuned settings, the
+command, versions and hardware follow. Two small files next to each page hold its data (`NAME_cells.csv` and
+`NAME_rounds.csv.gz`), and a test computes all pages from them again. [claims.csv](claims.csv) lists every claim and
+every one of our own comparisons, with their numbers. [Reproducing papers](../reproducing.md) describes the command and
+its files.
 
-A claim is decided by Student's t over differences paired by seed, two-sided at the 5 % level, with Holm's correction
-where it is checked at several places. It holds if it holds at all of them, fails if it fails at one, and is undecided
-otherwise. "Full" is the paper's scale without any departure. Most figures of the texts give no numbers; then the
-column "main number" has ours alone.
+Student's t over differences paired by seed decides a claim, two-sided at the 5 % level, with Holm's correction if the
+claim is checked in several places. A claim holds if it holds in all of them, fails if it fails in one, and is undecided
+otherwise. "Full" is the paper's scale without any departure. Most figures of the papers give no numbers. The column
+"main number" then has only ours.
 """
 
 
@@ -107,7 +108,7 @@ def index(pages: Mapping[str, Page]) -> str:
     """Return the page."""
     papers = yaml.safe_load(ITEMS.read_text(encoding="utf-8"))
     paper, own = ([page for page in pages.values() if page.experiment.is_own == is_own] for is_own in (False, True))
-    parts = [INTRODUCTION, "Claims of papers:", "", _totals(paper), "", "Comparisons of our own:", "", _totals(own)]
+    parts = [INTRODUCTION, "Claims of papers:", "", _totals(paper), "", "Our own comparisons:", "", _totals(own)]
     for title, rows in papers.items():
         heads = ["item", "result", "main number", "verdicts", "scale"]
         parts += [f"\n## {title}\n", *_gallery(rows, pages), f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]

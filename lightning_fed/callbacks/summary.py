@@ -1,4 +1,4 @@
-"""A few lines at the end of a run: how good, how much, where, and how to go on."""
+"""A summary at the end of a run: metrics, cost, paths, and the commands to continue."""
 
 import math
 from collections import Counter

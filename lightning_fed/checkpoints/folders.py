@@ -16,9 +16,9 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
 
     Checkpoints due every n steps are due every n rounds, since the global step counts rounds. Lightning would check it
     after each batch, in the middle of the next round. ``last`` becomes the last due round. Lightning only saves it in
-    rounds of the top k, so a run killed long after its best round would lose all rounds since. What is due is saved
-    once the round is complete. Links to checkpoints always lead to a file. This changes the instances, so it also works
-    for subclasses.
+    rounds of the top k, so a run killed long after its best round would lose all rounds since. Due checkpoints are
+    saved once the round is complete. Links to checkpoints always lead to a file. This changes the instances, so it also
+    works for subclasses.
     """
     writers = [c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint)]
     for callback in writers:
@@ -46,7 +46,7 @@ def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]])
 
     These are the newest score of the top k, and for a run that goes on in a new folder the best checkpoints so far.
     Otherwise the best one of such a run would be that of its later rounds alone. The files stay where they are. If the
-    folder was moved, the run goes on with the files at their new place.
+    folder was moved, the run continues with the files in their new location.
     """
     resumed = local_path(trainer.ckpt_path)
     places = [*folders(trainer, whole=False), *(file.parent for file in _rescued(trainer))]

@@ -143,7 +143,7 @@ class Exchange:
             raise _unanswered(tasks, list(missing), refused)
 
     def _can_lose(self, missing: Mapping[ClientId, None], tasks: Mapping[ClientId, Message]) -> bool:
-        """Return whether the run goes on without clients. The words are agreed on once, so all are waited for."""
+        """Return whether the run continues without clients. The words are agreed on once, so all are waited for."""
         is_allowed = self._drops and next(iter(tasks.values())).header["phase"] != WORDS
         return is_allowed and len(missing) < len(tasks) and len(missing) <= self._max_failed_share * len(tasks)
 
@@ -216,6 +216,7 @@ def _unanswered(
     phase = tasks[missing[0]].header["phase"]
     reasons = "".join(f" Client {client!r}: {refused[client]}" for client in missing[:_SHOWN] if client in refused)
     return FederatedError(
-        f"{len(missing)} clients have not answered to {phase!r}: {_named(missing)}. The run can continue from its"
+        f"{'1 client has' if len(missing) == 1 else f'{len(missing)} clients have'} not answered to {phase!r}:"
+        f" {_named(missing)}. The run can continue from its"
         f" last checkpoint once they do; on_client_error='drop' lets it continue without them.{reasons}"
     )

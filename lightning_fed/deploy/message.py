@@ -20,7 +20,7 @@ from lightning_fed.rounds.messages import Task
 FORMAT = 1
 """Of messages, one more with every change that an older version could not read."""
 
-REGISTER = "hello"
+REGISTER = "register"
 """The phase before the first round, in which sites say how many examples they have."""
 
 WORDS = "words"

@@ -15,7 +15,7 @@ _log = logging.getLogger("lightning_fed.deploy")
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a site says of a client's data.
+    """Facts that a site reports about a client's data.
 
     These are the numbers of examples, of batches in a local epoch, of examples in a batch and for validation, and the
     meaning of inputs and targets in words, if the data module knows it.

@@ -91,7 +91,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             try:
                 self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
             except FederatedError:
-                self._states.close()  # the next site may use the folder, once it is mended
+                self._states.close()  # the next site may use the folder, once it is repaired
                 raise
         self._clients: ClientsOutsideFit | None = None
         self._agreed: dict[str, Any] = {}  # the clients and words of the run that these were made for

@@ -140,7 +140,7 @@ def _secret_in(path: Path) -> bytes:
 
 
 def seed_of(secret: bytes, task: str) -> int:
-    """Return the seed for a task by its digest; nobody without the secret can tell it from a random number."""
+    """Return the seed for a task by its digest; without the secret, it cannot be distinguished from a random number."""
     return int.from_bytes(hashlib.blake2b(task.encode(), key=secret, digest_size=_BYTES).digest(), "little")
 
 

@@ -150,7 +150,7 @@ class PreparedModule:
         """
         if self.trainer.strategy.optimizers != [self.optimizer]:
             raise FederatedError(
-                "A hook has replaced the local optimizer (trainer.optimizers), which every client starts anew anyway."
+                "A hook has replaced the local optimizer (trainer.optimizers), which is reset for every client anyway."
                 " Change the options of its groups instead: trainer.optimizers[0].param_groups."
             )
         for name, p, (held, key) in zip(self.flat.names, self.flat.params, self._places, strict=True):

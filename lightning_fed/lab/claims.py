@@ -15,7 +15,7 @@ from lightning_fed.lab.selections import is_within
 
 @dataclass(frozen=True)
 class Judgement:
-    """What became of a claim at one combination of the axes that it leaves open.
+    """The result of a claim at one combination of the axes that it leaves open.
 
     Args:
         where: The combination, in words.

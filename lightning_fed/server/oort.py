@@ -42,7 +42,7 @@ class OortSampler(CountingSampler):
       is smaller: by Jensen's inequality both agree if all examples have one loss. For the exact one, let
       ``training_step`` log the mean of squared losses of the examples in a batch, and pass its name as
       ``squared_loss``.
-    - Times of this machine are no times of devices. Without a ``clock`` there is no system penalty, and no pacer.
+    - Times of this machine are not times of devices. Without a ``clock`` there is no system penalty, and no pacer.
 
     Left open by the paper, and settled here: numbers of clients are rounded, and if there are too few clients on one
     side, the other side takes their places. All draws are without replacement, ties by stored order. The quantile is

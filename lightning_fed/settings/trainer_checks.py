@@ -144,7 +144,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def _check_measures(trainer: pl.Trainer) -> None:
-    """Raise if two measures write different things under one name, where the second would hide the first."""
+    """Raise if two measures write different values under one name: the second would hide the first."""
     seen: dict[str, tuple[Measure, Any]] = {}
     for measure in trainer.callbacks:
         for name, what in measure.written.items() if isinstance(measure, Measure) else ():

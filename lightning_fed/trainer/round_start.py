@@ -20,7 +20,7 @@ _ALL_HOOKS = tuple(name for name in dir(FederatedCallback) if name.startswith("o
 
 
 def has_round_hooks(trainer: pl.Trainer, hooks: Sequence[str] = _ALL_HOOKS) -> bool:
-    """Return whether the user has hooks that are called in a round, besides those of the module for its batches."""
+    """Return whether the user has hooks that a round calls, other than the module's batch hooks."""
     module = trainer.lightning_module
     callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.Checkpoint)]
     of_module = [hook for hook in ("on_train_epoch_start", "on_train_epoch_end") if hook in hooks]

@@ -237,7 +237,7 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def max_rounds(self) -> int | None:
-        """The number of rounds, -1 for no limit. Raise it to let a finished trainer go on."""
+        """The number of rounds, -1 for no limit. Raise it to continue with a finished trainer."""
         return self.fit_loop.max_epochs
 
     @max_rounds.setter

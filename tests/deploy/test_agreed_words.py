@@ -97,9 +97,9 @@ def test_sites_number_the_words_of_all_alike_whatever_the_order_and_after_ends_o
             **at, "client": client, "words": {"ward": sorted(WARDS[client])},
         }  # fmt: skip
     assert all("words" not in reply.header for reply in calm.replies if reply.header["phase"] != "words")
-    hello = next(task for task in calm.tasks if task.header["phase"] == "hello")
+    registration = next(task for task in calm.tasks if task.header["phase"] == "register")
     other = {"run": "0123456789abcdef", "words": {"ward": ["arm", *AGREED["ward"]]}}
-    found = calm.answer(replace(hello, header={**hello.header, **other})).header["columns"]
+    found = calm.answer(replace(registration, header={**registration.header, **other})).header["columns"]
     assert found[1:3] == ["ward=arm", f"ward={AGREED['ward'][0]}"], "each run has its own words on a site"
 
     killed, checkpoint = Sites(tmp_path / "killed", order=["west", "south", "north"]), tmp_path / "last.ckpt"
@@ -143,7 +143,7 @@ def test_words_leave_only_if_the_operator_and_the_data_module_have_said_so(tmp_p
     sites.options["south"] = {}
     with pytest.raises(FederatedError, match=r"column 'ward' come from the rows.*RemoteClients\(agree_on=\['ward'\]"):
         sites.run(agree_on=[])
-    assert not [reply for reply in sites.replies if "columns" in reply.header], "no word leaves with the hello"
+    assert not [reply for reply in sites.replies if "columns" in reply.header], "no word leaves with the registration"
     for options in ({"agree_on": "ward"}, {"agree_on": [1]}):
         with pytest.raises(FederatedError, match=r"RemoteClients\(agree_on=.*must be a list of columns"):
             RemoteClients(sites, list(WARDS), **options)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_words_leave_only_if_the_operator_and_the_data_module_have_said_so(tmp_p
 
 def test_a_late_site_with_another_word_and_one_without_room_are_refused_by_name(tmp_path: Path) -> None:
     sites = Sites(tmp_path, make=partial(MAKE, on_client_error="drop", max_failed_share=0.9))
-    late = {"words", "hello"}
+    late = {"words", "register"}
 
     def comes(task: Message) -> Message:
         if task.client == "west" and task.header["phase"] in late:
@@ -216,7 +216,7 @@ def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_pat
         sites.run()
 
     def tells(task: Message) -> Message:
-        if task.header["phase"] == "hello" and task.client == "south":
+        if task.header["phase"] == "register" and task.client == "south":
             assert task.header["words"] == AGREED
             task = replace(task, header={**task.header, "words": words})
         return sites.answer(task)
@@ -256,7 +256,7 @@ def test_more_words_than_sites_may_agree_on_are_refused_with_the_client_that_has
     sites.comes = comes
     with pytest.raises(FederatedError, match=r"1,004 words of column 'ward' in all.*Client 'south' has the most"):
         sites.run()
-    assert not [reply for reply in sites.replies if reply.header["phase"] == "hello"]
+    assert not [reply for reply in sites.replies if reply.header["phase"] == "register"]
 
 
 def test_words_that_look_alike_are_named_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,12 +274,12 @@ def test_words_that_look_alike_are_named_in_the_servers_log(tmp_path: Path, capl
 def test_a_server_cannot_try_out_the_words_of_a_column_that_is_not_shared(tmp_path: Path) -> None:
     sites = Sites(tmp_path)
     sites.run(MAKE(max_rounds=1))
-    hello = next(task for task in sites.tasks if task.header["phase"] == "hello" and task.client == "west")
+    registration = next(task for task in sites.tasks if task.header["phase"] == "register" and task.client == "west")
     sites.kill()
     sites.shared["west"] = ["sex"]
     for words in (["9", "10"], ["9", "10", "surgery"]):  # without and with all words that are there
         with pytest.raises(FederatedError, match=r"asks for the words of column 'ward', and the site of client 'west'"):
-            sites.answer(replace(hello, header={**hello.header, "words": {"ward": words}}))
+            sites.answer(replace(registration, header={**registration.header, "words": {"ward": words}}))
 
 
 def test_the_servers_validation_set_may_come_of_the_agreed_words(tmp_path: Path) -> None:

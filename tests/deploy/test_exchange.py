@@ -53,7 +53,7 @@ def test_the_log_names_who_is_asked_who_is_missing_and_how_many_have_answered(
     threads = threading.active_count()
     wire = Wire(tmp_path, partial(ALL, max_rounds=1))
 
-    phases = {"hello": "hello", "train": "round 0 train"}
+    phases = {"register": "register", "train": "round 0 train"}
     waits: dict[str, list[tuple[str, str]]] = {}
 
     def comes(task: Message) -> list[Message]:
@@ -108,7 +108,7 @@ def test_a_fit_ends_with_the_names_of_clients_that_do_not_answer_and_why(
 def test_a_fit_does_not_begin_without_a_client(tmp_path: Path) -> None:
     wire = Wire(tmp_path, MAKE)
     wire.comes = lambda task: [] if task.client == 3 else [wire.answer(task)]
-    with pytest.raises(FederatedError, match="1 clients have not answered to 'hello': 3"):
+    with pytest.raises(FederatedError, match="1 client has not answered to 'register': 3"):
         wire.run()
 
 
@@ -117,7 +117,7 @@ def test_clients_that_do_not_answer_leave_the_round_where_that_is_wanted(method:
     wire = Wire(tmp_path, partial(make_trainer, method, clients_per_round=1.0, on_client_error="drop", max_rounds=2))
 
     def comes(task: Message) -> list[Message]:
-        is_silent = (task.header["round"], task.client) == (0, 1) and task.header["phase"] != "hello"
+        is_silent = (task.header["round"], task.client) == (0, 1) and task.header["phase"] != "register"
         return [] if is_silent else [wire.answer(task)]
 
     wire.comes = comes
@@ -245,7 +245,7 @@ def sigterm() -> Iterator[Callable[[Any], None]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-@pytest.mark.parametrize("phase", ["hello", "train"])
+@pytest.mark.parametrize("phase", ["register", "train"])
 def test_a_signal_ends_the_wait_for_replies_at_once(phase: str, number: int, tmp_path: Path, sigterm: Any) -> None:
     before = signal.getsignal(signal.SIGINT)
     sigterm(signal.SIG_DFL)
@@ -296,7 +296,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a later round": ({"round": 4}, "of round 4 (attempt 0), and the current task is 'train' of round 0 (attempt 0)"),
     "another phase": ({"phase": "loss"}, "'loss' of round 0 (attempt 0), and the current task is 'train' of round 0"),
     "another attempt": ({"attempt": 1}, "(attempt 1), and the current task is 'train' of round 0 (attempt 0)"),
-    "a hello of one that is there": ({"phase": "hello"}, "The reply of client 1 is to 'hello' of round 0"),
+    "a registration of one that is there": ({"phase": "register"}, "The reply of client 1 is to 'register' of round 0"),
     "a round that is none": ({"round": "0"}, "round is '0'"),
 }
 

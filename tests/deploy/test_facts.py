@@ -68,7 +68,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
 def test_a_site_with_other_settings_refuses_to_register(name: str, tmp_path: Path) -> None:
     options, make_model, why = DIFFERENT[name]
     own, wire = make_trainer(**{"method": "Scaffold ii", **options}), Wire(tmp_path, MAKE)
-    said = f"'hello': 2.*Client 2: The site of client 2 has other settings than the server: .*{why}"
+    said = f"'register': 2.*Client 2: The site of client 2 has other settings than the server: .*{why}"
     with FederatedSite(own, make_model(), make_data([2]), 2, tmp_path / "2") as site:
         wire.sites[2] = site
         with pytest.raises(FederatedError, match=said):

@@ -27,7 +27,7 @@ def late(wire: Wire, comes_in: tuple[int, str] = (1, "train")) -> None:
     """Let a client be silent until an exchange of a round and phase; it then registers."""
 
     def comes(task: Message) -> list[Message]:
-        is_there = task.header["phase"] != "hello" or comes_in in [at[:2] for at in wire.phases]
+        is_there = task.header["phase"] != "register" or comes_in in [at[:2] for at in wire.phases]
         return [wire.answer(task)] if task.client != LATE or is_there else []
 
     wire.comes = comes
@@ -103,7 +103,7 @@ def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
     wire.comes = lambda task: [] if task.client == LATE else [wire.answer(task)]
 
     def comes(task: Message) -> list[Message | Refusal]:
-        if task.client != LATE or wire.phases[-1][1] == "hello":
+        if task.client != LATE or wire.phases[-1][1] == "register":
             return [] if task.client == LATE else [wire.answer(task)]
         if wire.phases[-1][0] == 1:
             wire.kill(LATE)

@@ -31,7 +31,7 @@ def test_it_knows_the_sizes_of_data_that_it_does_not_have_once_clients_have_said
 
     def comes(task: Message) -> list[Message]:
         reply = wire.answer(task)
-        if reply.header["phase"] == "hello":
+        if reply.header["phase"] == "register":
             given.update(batch_size=None if task.client == 3 else 8 - task.client)
             return [Message({**reply.header, **given})]
         return [reply]

@@ -67,7 +67,7 @@ def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> Non
     wire = Wire(tmp_path, make, validated, with_val=True)
     fitted, _ = wire.run(module)
     assert [phase for _, phase, _ in wire.phases[:7]] == [
-        "hello",
+        "register",
         "loss",
         "train",
         "measure",

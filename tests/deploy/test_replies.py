@@ -231,7 +231,7 @@ def test_the_norm_of_a_change_is_the_servers_own(tmp_path: Path) -> None:
 
     def comes(task: Message) -> list[Message]:
         reply = wire.answer(task)
-        if task.client != 1 or task.header["phase"] == "hello":
+        if task.client != 1 or task.header["phase"] == "register":
             return [reply]
         return [changed(told(reply, update_norm=0.1), {"model": reply.tensors["model"] + 1e4})]
 

@@ -26,7 +26,7 @@ def changed(message: Message, tensors: dict[str, Any] | None = None, **header: A
     return replace(message, header={**message.header, **header}, tensors={**message.tensors, **(tensors or {})})
 
 
-def noted(wire: Wire, phase: str = "hello", **fit: Any) -> dict[Any, Message]:
+def noted(wire: Wire, phase: str = "register", **fit: Any) -> dict[Any, Message]:
     """Return the tasks of a fit's last exchange of a phase, by client."""
     tasks: dict[Any, Message] = {}
 

@@ -29,9 +29,9 @@ MAKE = partial(make_trainer, "FedAvg")
 STEPS = 12  # of client 2: 22 examples in batches of 4, two local epochs
 
 
-def hello(make: Callable[[], Any] = MAKE, **header: Any) -> Message:
+def registration(make: Callable[[], Any] = MAKE, **header: Any) -> Message:
     facts, optimizer = facts_of(make(), model()), optimizer_facts_of(model())
-    at = {"format": 1, "run": RUN, "phase": "hello", "round": 0, "attempt": 0, "client": CLIENT}
+    at = {"format": 1, "run": RUN, "phase": "register", "round": 0, "attempt": 0, "client": CLIENT}
     return Message({**at, "facts": facts, "optimizer": optimizer, "clients": [0, 1, 2, 3], **header})
 
 
@@ -54,7 +54,7 @@ def measure(**header: Any) -> Message:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[FederatedSite]:
     with FederatedSite(make_trainer("FedAvg"), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
-        site.answer(hello())
+        site.answer(registration())
         yield site
 
 
@@ -81,17 +81,17 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "another model": (task({"x": torch.zeros(3)}), r"the x of shape \[3\] and type torch.float32; this site"),
     "another precision": (task({"x": parameters(model()).double()}), "type torch.float64"),
     "a buffer that is not there": (task({"buffers.own": torch.zeros(1)}), "no such buffer"),
-    "a hello without facts": (hello(facts=None), "does not contain the server's settings"),
-    "a hello with nested facts": (hello(facts={"method": ["FedAvg"]}), "does not contain the server's settings"),
-    "a hello without an optimizer": (hello(optimizer=None), "does not contain the server's settings"),
-    "a hello without clients": (hello(clients=None), "give a sequence of ints or strs"),
+    "a registration without facts": (registration(facts=None), "does not contain the server's settings"),
+    "nested facts": (registration(facts={"method": ["FedAvg"]}), "does not contain the server's settings"),
+    "a registration without an optimizer": (registration(optimizer=None), "does not contain the server's settings"),
+    "a registration without clients": (registration(clients=None), "give a sequence of ints or strs"),
 }  # fmt: skip
 
 
 def test_first_gradients_are_refused_after_the_first_round(tmp_path: Path) -> None:
     make = partial(make_trainer, "Scaffold ii gradient")
     with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
-        site.answer(hello(make))
+        site.answer(registration(make))
         c = {"server.c": torch.zeros_like(parameters(model()))}
         assert "x" in site.answer(task(c, phase="gradients")).header["norms"]
         with pytest.raises(FederatedError, match="asks for 'gradients', which Scaffold does not need"):
@@ -117,11 +117,13 @@ names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_
 def one_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FederatedSite]:
     folder = tmp_path_factory.mktemp("site")
     with FederatedSite(make_trainer("FedAvg"), model(), make_data([CLIENT]), CLIENT, folder) as site:
-        site.answer(hello())
+        site.answer(registration())
         yield site
 
 
-@given(st.sampled_from([hello(), task(), measure()]), st.dictionaries(st.sampled_from(names), values, max_size=3))
+@given(
+    st.sampled_from([registration(), task(), measure()]), st.dictionaries(st.sampled_from(names), values, max_size=3)
+)
 def test_whatever_a_message_says_a_site_answers_or_refuses(
     one_site: FederatedSite, message: Message, changed: dict[str, Any]
 ) -> None:
@@ -155,7 +157,7 @@ def test_a_kept_state_survives_a_round_that_cannot_be(tmp_path: Path) -> None:
     make = partial(make_trainer, "Scaffold ii")
     c = {"server.c": torch.zeros_like(parameters(model()))}
     with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
-        site.answer(hello(make))
+        site.answer(registration(make))
         site.answer(task(c))
         kept = sorted((tmp_path / "site").rglob("*.state"))
         with pytest.raises(FederatedError, match="round = -5"):
@@ -168,7 +170,7 @@ def test_two_runs_take_turns_on_a_site_and_keep_apart(tmp_path: Path) -> None:
 
     def phases(site: FederatedSite, run: str, value: float) -> Iterator[Message]:
         start = {"x": x + value}
-        yield site.answer(hello(make, run=run))
+        yield site.answer(registration(make, run=run))
         gradients = site.answer(task(start, run=run, phase="gradients", steps=None))
         yield gradients
         yield site.answer(task({**start, "cohort_grad.x": gradients.tensors["send.x"]}, run=run))
@@ -193,7 +195,7 @@ def test_under_differential_privacy_no_measure_leaves_a_site(tmp_path: Path) -> 
         )
 
     with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path) as site:
-        site.answer(hello(make))
+        site.answer(registration(make))
         with pytest.raises(FederatedError, match="runs DifferentialPrivacy: measures are neither clipped nor noisy"):
             site.answer(measure())
 
@@ -210,7 +212,7 @@ def test_a_site_measures_as_long_as_its_own_callback_would(tmp_path: Path) -> No
         )
 
     with FederatedSite(make(), Validated(), make_data([CLIENT], True), CLIENT, tmp_path) as site:
-        site.answer(hello(make))
+        site.answer(registration(make))
         found = site.answer(measure(what="val", local_steps=STEPS + 3))
         assert "val_loss" in found.header["measured"]
         with pytest.raises(FederatedError, match=f"local_steps = {STEPS + 4}"):
@@ -222,7 +224,7 @@ def test_what_a_site_keeps_is_for_its_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, folder) as site:
-            site.answer(hello(make))
+            site.answer(registration(make))
             site.answer(task({"server.c": torch.zeros_like(parameters(model()))}))
     finally:
         os.umask(before)
@@ -237,12 +239,12 @@ def test_every_answer_and_refusal_is_a_line_of_the_log(tmp_path: Path, caplog: p
         caplog.at_level(logging.INFO, "lightning_fed.deploy.site"),
         FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site,
     ):
-        site.answer(hello(make))
+        site.answer(registration(make))
         site.answer(task())
         with pytest.raises(FederatedError):
             site.answer(task(phase="\x1b[31mbogus"))
     lines = [record.getMessage() for record in caplog.records if record.name == "lightning_fed.deploy.site"]
-    assert lines[0] == f"round 0 'hello' for client 2: 22 examples, run {RUN}"
+    assert lines[0] == f"round 0 'register' for client 2: 22 examples, run {RUN}"
     assert lines[1].startswith(f"round 0 'train' for client 2: 44 examples, {STEPS} steps, ")
     assert lines[1].endswith(" kB out")
     assert lines[2].startswith(r"round 0 '\x1b[31mbogus' for client 2 refused: ")

@@ -175,18 +175,20 @@ def test_nothing_leaves_but_messages_and_nobody_without_the_secret_can_repeat_th
     assert torch.equal(wire.answer(task).tensors["model"], first.tensors["model"]), "a restarted site"
     for other in ("other", "another"):
         there = Wire(tmp_path / other, MAKE)
-        there.answer(hello_of(wire, task))
+        there.answer(registration_of(wire, task))
         assert not torch.allclose(there.answer(task).tensors["model"], first.tensors["model"], atol=1e-3)
     with pytest.raises(FederatedError, match="this site runs client_privacy"):
         wire.answer(replace(task, header={**task.header, "phase": "measure", "what": "loss"}))
 
 
-def hello_of(wire: Wire, task: Message) -> Message:
+def registration_of(wire: Wire, task: Message) -> Message:
     """Return the registration for the run of a task."""
     site = wire.site(int(task.client))
     header = {name: task.header[name] for name in ("format", "run", "client")}
     facts = {"facts": site._facts, "optimizer": site._clients.optimizer_facts}  # type: ignore[union-attr]
-    return Message({**header, **facts, "phase": "hello", "round": 0, "attempt": 0, "clients": list(range(len(SIZES)))})
+    return Message(
+        {**header, **facts, "phase": "register", "round": 0, "attempt": 0, "clients": list(range(len(SIZES)))}
+    )
 
 
 def test_every_task_that_differs_has_its_own_noise_and_counts_and_the_same_task_does_not(tmp_path: Path) -> None:
@@ -222,14 +224,14 @@ def test_a_site_does_not_answer_beyond_its_budget_whatever_the_server_and_the_ru
     site = wire.site(client)
     one = site._privacy.epsilon(client)  # type: ignore[union-attr]
     other = replace(task, tensors={"x": task.tensors["x"] + 1.0})
-    hello = hello_of(wire, task)
+    registration = registration_of(wire, task)
     wire.kill()
     given = make_trainer("FedAvg", client_privacy=ON), model(), make_data([client]), client, tmp_path / str(client)
     with FederatedSite(*given, max_epsilon=1.1 * one) as strict:
         strict.answer(task)  # again
         for wanted in (other, replace(task, header={**task.header, "run": "0123456789abcdef"})):
             if wanted is not other:
-                strict.answer(replace(hello, header={**hello.header, "run": "0123456789abcdef"}))
+                strict.answer(replace(registration, header={**registration.header, "run": "0123456789abcdef"}))
             with pytest.raises(FederatedError, match=r"would spend epsilon .* at delta 0.001 in all .* max_epsilon="):
                 strict.answer(wanted)
         assert strict._privacy.epsilon(client) == one  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ def test_sites_in_one_process_answer_for_all_their_clients(tmp_path: Path) -> No
         made = [FederatedSite(MAKE(), model(), make_data(ids), ids, tmp_path / str(ids[0])) for ids in shares]
         sites = [stack.enter_context(site) for site in made]
         MAKE().fit(module, RemoteClients(InProcess(sites), range(4)))
-        with pytest.raises(FederatedError, match="'hello': 0.*Client 0: no site here has it"):
+        with pytest.raises(FederatedError, match="'register': 0.*Client 0: no site here has it"):
             MAKE().fit(model(), RemoteClients(InProcess(sites[1:]), range(4)))
         with pytest.raises(FederatedError, match="Client 0: The site of client 0 has other settings.* its seed is 0"):
             MAKE(seed=1).fit(model(), RemoteClients(InProcess(sites), range(4)))

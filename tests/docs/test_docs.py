@@ -197,3 +197,11 @@ def test_every_method_has_its_cost() -> None:
     methods = {n for n in algorithms.__all__ if issubclass(getattr(algorithms, n), algorithms.Algorithm)}
     of_a_part = {"FedBN", "FedPer", "FedRep", "LGFedAvg"}  # FedAvg's, of the part of the model that is shared
     assert written == methods - {"Algorithm", *of_a_part}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_have_a_delimiter_for_each_column(path: Path) -> None:
+    """Or the host of the repository shows them as text; the site does not mind."""
+    lines = [re.sub(r"`[^`]*`|\\\|", "code", line) for line in path.read_text().splitlines()]
+    rows = [n for n, line in enumerate(lines) if re.fullmatch(r"\|(?: *:?-+:? *\|)+", line)]
+    assert not [lines[n - 1] for n in rows if lines[n].count("|") != lines[n - 1].count("|")]

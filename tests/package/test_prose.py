@@ -89,11 +89,30 @@ def test_messages_are_the_texts_of_errors_warnings_log_lines_and_prints() -> Non
     assert (count, [name for name, _ in found]) == (5, ["negated-noun", "old-word", "what-clause"])
 
 
+def test_docstrings_are_those_of_modules_classes_and_functions() -> None:
+    code = 'class A:\n    """It starts anew."""\n    def f(self):\n        """A ``what``."""\n'
+    assert list(load().docstrings(f'"""A sum."""\n{code}')) == ["A sum.", "It starts anew.", "A `what`."]
+
+
+def test_comments_on_lines_that_follow_each_other_are_one() -> None:
+    code = "# What is sent\n# is a sum.\nx = 1  # It starts anew.\ny = '# no comment'  # A mean.\n\n# A sum.\n"
+    found = [text for text in load().comments(code) if text]
+    assert found == ["What is sent is a sum.", "It starts anew.", "A mean.", "A sum."]
+
+
 @pytest.mark.thorough
-def test_messages_above_their_limit_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["docstrings", "comments", "messages"])
+def test_texts_of_the_package_above_their_limit_fail(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = load()
     monkeypatch.setattr(script, "pages", list)
     assert script.main([]) == 0
-    monkeypatch.setattr(script, "messages", lambda code: ["What is sent is a sum."])
+
+    def texts(code: str) -> list[str]:
+        return ["What is sent is a sum."]
+
+    texts.__name__ = kind
+    monkeypatch.setattr(script, kind, texts)
     assert script.main([]) == 1
-    assert "above the limit: messages" in capsys.readouterr().err
+    assert f"above the limit: {kind}" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def check_map_style(dataset: Any, owner: str) -> None:
 
 
 def check_positions(dataset: Any, owner: str) -> None:
-    """Raise if the indices of a subset are no positions, such as a mask, which reads as the positions 0 and 1."""
+    """Raise if the indices of a subset are not positions, such as a mask, which would mean the positions 0 and 1."""
     while isinstance(dataset, Subset):
         if not _are_positions(dataset.indices):
             raise FederatedError(

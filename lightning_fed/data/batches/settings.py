@@ -68,7 +68,7 @@ class BatchSettings:
                     raise FederatedError(
                         f"augment={self.augment!r} returned the generator as a part of the batch: it must be a function"
                         " (batch, generator) -> batch, which a transform of torchvision is not. Apply that one in the"
-                        " data set, where it draws anew for every image, or use RandomFlip and RandomCrop of"
+                        " data set, so that every image gets a new draw, or use RandomFlip and RandomCrop of"
                         " lightning_fed.data."
                     )
             if self.transform is not None:

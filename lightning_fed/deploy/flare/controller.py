@@ -74,7 +74,7 @@ class RoundsController(Controller):
         self._heard = defaultdict[str, float](time.monotonic)  # when a site was last heard of, or first asked for
 
     def set_communicator(self, communicator: Any) -> None:
-        """Take the communicator, which FLARE tells whenever it hears of a site."""
+        """Take the communicator, which FLARE calls with every sign of life of a site."""
 
         def note(site: str, *rest: Any) -> None:
             self._heard[site] = time.monotonic()

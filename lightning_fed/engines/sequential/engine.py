@@ -330,7 +330,7 @@ class SequentialEngine(Engine):
             if after.get(name) != states:
                 rank_zero_warn(
                     f"{type(module).__name__} draws from the generator in its attribute {name!r} while a client trains."
-                    " The run does not seed it: its numbers go on from one client to the next, and a resumed run draws"
+                    " The run does not seed it: its numbers continue across clients, and a resumed run draws"
                     " others. Draw from PyTorch's global generator, which the run seeds for every client, or seed this"
                     " one in on_client_start."
                 )

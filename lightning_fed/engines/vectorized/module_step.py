@@ -240,7 +240,7 @@ class ModuleStep:
     def is_outdated(self, trace: Trace, what: str) -> bool:
         """Return whether a wrong trace is of an earlier round, and drop all traces if so.
 
-        Its step has changed since, and is traced again. A resumed run traces it anew, too, and must have the same bits.
+        Its step has changed since, and is traced again. A resumed run traces it again, and must have the same bits.
         """
         if trace.round == self.traces.round:
             return False

@@ -43,7 +43,7 @@ def diagnose(args: Sequence[str]) -> None:
     trials = Trials(config, options.ckpt_path, options.rounds, options.clients, options.hessian_clients)
     findings, notes = _findings(trials, options.best_loss)
     if left_out:
-        notes.append(f"left out, since they only watch or stop a run: {', '.join(left_out)}")
+        notes.append(f"left out, since they only monitor or stop a run: {', '.join(left_out)}")
     found, reasons = sections(findings, notes), verdicts(findings)
     check = findings.check.text
     print(as_text(found, check, reasons))

@@ -35,9 +35,9 @@ def _run(f: Findings, notes: Sequence[str]) -> Section:
     rows = [
         ("method", repr(f.algorithm), f"server: {m.server}"),
         ("clients", f"{m.population}, {t.S:.3g} a round", f"measured: {sample}; weights: {m.weighting}"),
-        ("local steps K", steps, "of a client in a round, before any that are cut short"),
+        ("local steps K", steps, "per client and round, before stragglers stop early"),
         ("step size", _number(m.rate), "SGD" if m.is_plain else "not plain SGD: formulas with it do not apply"),
-        ("start", f"round {m.round}", "where everything is measured, and from where the trials start"),
+        ("start", f"round {m.round}", "the measurements and the trials start from this model"),
     ]
     return "The run", rows + [("note", "", note) for note in notes]
 
@@ -45,19 +45,19 @@ def _run(f: Findings, notes: Sequence[str]) -> Section:
 def _clients(f: Findings) -> Section:
     m, skew = f.measured, f.skew
     sign = "; negative: f is not convex here" if m.curvature[0] < 0 else ""
-    lower = "" if m.few == m.population else f" of {m.few} clients"
+    lower = "" if m.few == m.population else f", of {m.few} clients"
     rows = [
         ("f", _number(m.loss), "mean training loss"),
-        ("gradient", _number(m.gradient), "norm of grad f: what a step can gain from"),
-        ("G", _with_error(m.G), "how far clients' gradients are from their mean (root mean square)"),
-        ("B", _number(m.B), "clients' gradients (root mean square) over their mean; 1: all alike"),
-        ("noise", _with_error(m.noise), "how far the gradient of a batch is from its client's (root mean square)"),
+        ("gradient", _number(m.gradient), "norm of grad f"),
+        ("G", _with_error(m.G), "distance of clients' gradients from their mean (root mean square)"),
+        ("B", _number(m.B), "root mean square of clients' gradients over the norm of their mean; 1: all equal"),
+        ("noise", _with_error(m.noise), "distance of a batch's gradient from its client's (root mean square)"),
         ("L", _with_error((abs(m.curvature[0]), m.curvature[1])), m.no_hessian or f"largest curvature of f{sign}"),
-        ("delta", _with_error(m.delta), f"how far clients' Hessians are from their mean: the farthest{lower}"),
-        ("delta, mean", _number(m.delta_mean), "the same, the mean over these clients"),
+        ("delta", _with_error(m.delta), f"largest distance of a client's Hessian from their mean{lower}"),
+        ("delta, mean", _number(m.delta_mean), "mean distance over these clients"),
     ]
     if skew is not None:
-        rows.append(("examples", f"{skew.min_size} to {skew.max_size}", f"a client; {skew.examples:,} in all"))
+        rows.append(("examples", f"{skew.min_size} to {skew.max_size}", f"per client; {skew.examples:,} in all"))
     if skew is not None and skew.classes:
         balance = f"{2**skew.global_entropy:.3g} of {skew.classes}"
         rows += [
@@ -66,7 +66,7 @@ def _clients(f: Findings) -> Section:
                 f"{skew.label_distance:.2f}",
                 "0: all clients have the same mix of classes; 1: disjoint",
             ),
-            ("classes", balance, "so many equal classes would have the entropy of all labels"),
+            ("classes", balance, "effective number of classes, from the entropy of all labels"),
         ]
     return "What the clients are like", rows
 
@@ -76,16 +76,28 @@ def _suggestions(f: Findings) -> Section:
     corrected = "; this method corrects it" if corrects_drift(f.algorithm) else ""
     useful = f"{_number(t.useful_steps)} to {_number(t.useful_steps_mean)}"
     rows: dict[str, tuple[str | float, str]] = {
-        "K = L/delta": (useful, f"local steps that help where drift is corrected, by either delta; here {t.K:.3g}"),
-        "1/L": (t.ceiling, f"ceiling of the step size on f; here {_number(m.rate)}"),
-        "1/(L + delta)": (t.client_ceiling, "the same on a client whose curvature is the largest possible"),
-        "drift": (m.drift, f"error of FedAvg's mean gradient in a round, on {m.few} clients; it stays{corrected}"),
-        "of a gradient of": (m.progress, "the same steps on f; FedAvg rests where this has fallen to the drift"),
-        "its bound": (t.drift_bound, "eta (K - 1)/2 delta G, to first order in eta"),
-        "noise of batches": (t.batches, "error of the mean gradient in a round; averages out over rounds"),
-        "noise of drawing": (t.drawing, "the same, from who takes part"),
-        "G^2/(L T^2)": (t.lower_bound, f"FedAvg's error after T = {_number(t.T)} rounds on the worst such clients"),
-        "MimeMVR step size": (t.mvr_rate, "the largest that its theorem IV allows; cautious by its constants"),
+        "K = L/delta": (
+            useful,
+            f"useful local steps if the method corrects drift, with delta and its mean; here {t.K:.3g}",
+        ),
+        "1/L": (t.ceiling, f"largest useful step size on f; here {_number(m.rate)}"),
+        "1/(L + delta)": (t.client_ceiling, "the same on a client with the largest possible curvature"),
+        "drift": (
+            m.drift,
+            f"error of FedAvg's mean gradient in a round, on {m.few} clients; does not average out{corrected}",
+        ),
+        "drift-free gradient": (
+            m.progress,
+            "mean gradient of the same steps on f; FedAvg stalls once it falls to the drift",
+        ),
+        "bound of the drift": (t.drift_bound, "eta (K - 1)/2 delta G, to first order in eta"),
+        "batch noise": (t.batches, "error of the mean gradient in a round; averages out over rounds"),
+        "sampling noise": (t.drawing, "the same, from the sampling of clients"),
+        "G^2/(L T^2)": (
+            t.lower_bound,
+            f"FedAvg's error after T = {_number(t.T)} rounds on the worst clients with this G",
+        ),
+        "MimeMVR step size": (t.mvr_rate, "the largest that its theorem IV allows; the constants are cautious"),
         "MimeMVR a": (t.mvr_a, "1536 (eta delta K)^2, with that step size"),
     }
     shown = [(name, v if isinstance(v, str) else _number(v), meaning) for name, (v, meaning) in rows.items()]
@@ -101,7 +113,7 @@ def _steps(trials: Sequence[Trial]) -> Section:
         here = ", as configured" if trial.factor == 1 else ""
         cosine = "" if math.isnan(trial.cosine) else f"; cosine {trial.cosine:.2f}"
         rows.append((f"{_number(trial.rate)}{here}", change, f"loss {course}{cosine}"))
-    rows.append(("cosine", "", "of the way that the model has gone, with -grad f at its start"))
+    rows.append(("cosine", "", "between the model's change and -grad f at the start"))
     return f"Five step sizes, {plural(rounds, 'round')} each", rows
 
 

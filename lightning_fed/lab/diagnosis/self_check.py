@@ -32,7 +32,7 @@ Course = Iterator[float]  # x after each round
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What became of the check.
+    """The result of the check.
 
     Attributes:
         outcome: "agrees" or "differs" from the formula, "no formula" known, or "failed" to run.

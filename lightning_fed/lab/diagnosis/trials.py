@@ -157,7 +157,7 @@ def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Co
 
 
 def _for_trials(config: Config) -> tuple[Config, list[str]]:
-    """Return a configuration without what only watches or stops a run, and the callbacks that are left out."""
+    """Return a configuration without callbacks that only monitor or stop a run, and the names of these."""
     given = (config.get("trainer") or {}).get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     names = [str(one.get("class_path") if isinstance(one, dict) else one).rpartition(".")[2] for one in given]
@@ -227,7 +227,7 @@ class Trials:
         return trial
 
     def _make_room(self, trainer: FederatedTrainer) -> None:
-        """Let a run whose rounds are all done go on."""
+        """Let a run continue after all its rounds are done."""
         reached = 0
         if self._ckpt_path is not None:
             check_exists(trainer, self._ckpt_path)

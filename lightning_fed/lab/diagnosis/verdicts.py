@@ -93,9 +93,8 @@ def verdicts(findings: Findings) -> list[Verdict]:
     nothing = Verdict(
         "possible",
         "nothing stands out",
-        "None of the causes looked for shows at this model: the loss falls at the configured step size, and nothing"
-        " else is out of proportion. Let it run on, and look again at a checkpoint where it has stopped falling"
-        f" (--ckpt_path).{better}",
+        "The loss falls at the configured step size, and no measurement points to a problem. Continue the run, and"
+        " diagnose a checkpoint after the loss has stopped falling (--ckpt_path)." + better,
     )
     return sorted(found, key=lambda verdict: _EVIDENCE.index(verdict.evidence)) or [nothing]
 
@@ -113,7 +112,7 @@ def _faults(f: Findings) -> Iterator[Verdict]:
             "certain", cause, f"The training loss is {f.measured.loss} at this model, before any step.{whose}"
         )
     if f.measured.gradient == 0:
-        yield Verdict("certain", cause, "The gradient of the training loss is 0: it trains nothing of the model.")
+        yield Verdict("certain", cause, "The gradient of the training loss is 0: no parameter trains.")
     here, _ = _here_and_best(f)
     if math.isfinite(here.losses[-1]) and here.losses[-1] < min(0.0, here.losses[0]):
         yield Verdict(
@@ -127,8 +126,8 @@ def _faults(f: Findings) -> Iterator[Verdict]:
         yield Verdict(
             "likely",
             cause,
-            f"At the smallest step size, {smallest.rate:.3g}, the model goes uphill: the cosine of its way with the"
-            f" negative gradient is {smallest.cosine:.2f}. Look for a reversed sign in"
+            f"At the smallest step size, {smallest.rate:.3g}, the model goes uphill: the cosine between its change and"
+            f" the negative gradient is {smallest.cosine:.2f}. Look for a reversed sign in"
             f" {type(f.algorithm).__name__} or in the server's optimizer.",
         )
 
@@ -142,15 +141,15 @@ def _step_size(f: Findings) -> Iterator[Verdict]:
             "likely",
             "the step size is too large",
             f"The loss falls at none of the five step sizes, and even the smallest, {f.trials[0].rate:.3g}, is above"
-            f" 1/L = {f.theory.ceiling:.3g}. Begin below that.",
+            f" 1/L = {f.theory.ceiling:.3g}. Start below that.",
         )
     elif best.change >= 0:
         yield Verdict(
             "possible",
             "no step size helps",
             f"The loss does not fall at any of the five step sizes: at the smallest, {f.trials[0].rate:.3g}, it"
-            f" {_course(f.trials[0])}. Either this model is as good as it gets, noise hides what is gained, the step"
-            " size is too large by more than ten times, or there is a fault.",
+            f" {_course(f.trials[0])}. Possible reasons: the model has converged, noise hides the progress, the step"
+            " size is more than ten times too large, or there is a fault.",
         )
     elif here.change >= 0:
         stable = f.theory.ceiling
@@ -164,7 +163,7 @@ def _step_size(f: Findings) -> Iterator[Verdict]:
         yield Verdict(evidence, "the step size is too large", f"{does[0].upper()}{does[1:]}.{note}")
     elif best.change < _NOTICEABLE * here.change:
         size = "large" if best.factor < 1 else "small"
-        note = " A few rounds favour large steps; drift and noise show later." if best.factor > 1 else ""
+        note = " A few rounds favor large steps; drift and noise show later." if best.factor > 1 else ""
         yield Verdict("possible", f"the step size is rather {size}", f"{does[0].upper()}{does[1:]}.{note}")
 
 
@@ -194,10 +193,11 @@ def _drift(f: Findings) -> Iterator[Verdict]:
     yield Verdict(
         "likely" if missed > _DRIFTED and not overshoots else "possible",
         "clients drift",
-        f"After {min(t.K, 50):.3g} local steps of {m.rate:.3g} the clients' mean misses the point to which the same"
-        f" steps on f lead by {missed:.2g} of the way there. That is an error of {m.drift:.3g} in the mean gradient,"
-        f" {'above' if m.drift > noise else 'below'} the noise of a round ({noise:.3g}); unlike noise, it does not"
-        f" average out.{source} Try a method that corrects it (Scaffold; Mime where clients seldom come back), fewer"
+        f"After {min(t.K, 50):.3g} local steps of {m.rate:.3g}, the clients' mean and the result of the same steps on f"
+        f" differ by {missed:.2g} of the distance that these steps cover. That is an error of {m.drift:.3g} in the mean"
+        " gradient,"
+        f" {'above' if m.drift > noise else 'below'} the noise of a round ({noise:.3g}). Unlike noise, it does not"
+        f" average out.{source} Try a method that corrects it (Scaffold, or Mime if clients rarely return), fewer"
         " local steps, or smaller ones.",
     )
 
@@ -209,13 +209,13 @@ def _noise(f: Findings) -> Iterator[Verdict]:
     if not max(t.batches, drawing) > max(others):
         return
     by_batches = t.batches >= drawing
-    what = "batches" if by_batches else "the drawing of clients"
-    change = "Larger batches" if by_batches else "More clients a round, or a method with momentum (MimeMVR, FedCM),"
+    what = "Batch" if by_batches else "Sampling"
+    change = "Larger batches" if by_batches else "More clients per round, a method with momentum (MimeMVR, FedCM),"
     yield Verdict(
         "possible",
         "noise dominates",
-        f"Noise of {what} ({max(t.batches, drawing):.3g} in the mean gradient of a round) is above the gradient"
-        f" ({m.gradient:.3g}). {change} and smaller steps towards the end make it less.",
+        f"{what} noise ({max(t.batches, drawing):.3g} in the mean gradient of a round) is above the gradient"
+        f" ({m.gradient:.3g}). {change} and smaller steps towards the end reduce it.",
     )
 
 
@@ -228,14 +228,14 @@ def _imbalance(f: Findings) -> Iterator[Verdict]:
         yield Verdict(
             "likely" if like < _SKEWED * skew.classes else "possible",
             cause,
-            f"The {skew.classes} classes of all clients have the entropy of {like:.2g} equal ones: rare classes hardly"
-            " count in the loss. Weigh the loss by class, or look at accuracies by class.",
+            f"The {skew.classes} classes of all clients count as {like:.2g} equal ones (by entropy): rare classes"
+            " barely affect the loss. Weight the loss by class, or check the accuracy per class.",
         )
     if skew.label_distance > _FEW_CLASSES and not corrects_drift(f.algorithm):
         yield Verdict(
             "possible",
             f"{cause} among the clients",
             f"The labels of a client are {skew.label_distance:.2f} of 1 away from those of all."
-            f" {type(f.algorithm).__name__} does not correct the drift that this makes with many local steps, and a"
-            " round rests on who is drawn.",
+            f" {type(f.algorithm).__name__} does not correct the drift that this causes over many local steps, and"
+            " each round depends on its cohort.",
         )

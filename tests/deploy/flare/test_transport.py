@@ -17,7 +17,7 @@ from tests.deploy.wire import parameters
 
 def test_a_run_has_the_bits_of_the_simulation_and_asks_a_site_once_for_all_its_clients(flare: Flare) -> None:
     assert torch.equal(parameters(flare.run()), expected())
-    assert flare.asked[:3] == [("site-1", "hello", [0]), ("site-2", "hello", [1]), ("site-3", "hello", [2, 3])]
+    assert flare.asked[:3] == [("site-1", "register", [0]), ("site-2", "register", [1]), ("site-3", "register", [2, 3])]
     assert not flare.given_back, "nothing is left to take back"
 
 
@@ -44,7 +44,7 @@ def test_results_from_other_threads_are_taken_in(flare: Flare) -> None:
 
 def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> None:
     flare.spoils = lambda site, result: "EXECUTION_EXCEPTION; see its log" if site == "site-3" else result
-    with pytest.raises(FederatedError, match=r"'hello': 2, 3.*Client 2: its site 'site-3': EXECUTION_EXCEPTION"):
+    with pytest.raises(FederatedError, match=r"'register': 2, 3.*Client 2: its site 'site-3': EXECUTION_EXCEPTION"):
         flare.run()
     assert [site for site, _, _ in flare.asked].count("site-3") == 4
     drops = {"on_client_error": "drop", "max_failed_share": 0.9}
@@ -53,7 +53,7 @@ def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> 
 
 def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare) -> None:
     flare.spoils = lambda site, result: None if site == "site-2" else result
-    with pytest.raises(FederatedError, match=r"'hello': 1\..*Client 1: no reply arrived for 1 s"):
+    with pytest.raises(FederatedError, match=r"'register': 1\..*Client 1: no reply arrived for 1 s"):
         flare.run(1.0)
     assert len(flare.given_back) == 1, "its task is taken back"
     heard: list[str] = []
@@ -81,14 +81,14 @@ def test_a_silent_site_is_waited_for_only_where_the_round_needs_it(
 
     flare.silent_for = silence
     flare.run(600.0, **drops)
-    assert [phases for site, phases, _ in flare.asked if site == "site-2"] == ["hello"] * 4 + ["train"] * 2
+    assert [phases for site, phases, _ in flare.asked if site == "site-2"] == ["register"] * 4 + ["train"] * 2
     assert len(flare.given_back) == 3
     assert caplog.messages.count("Client 1 does not answer: its site was not connected for 300 s") == 1
     for silent, options in ((("site-2", "site-3"), drops), (("site-2",), {})):  # too many, and none may fail
         flare.silent_for = lambda site, silent=silent: 301.0 * (site in silent)  # type: ignore[misc]
         flare.spoils = lambda site, result, silent=silent: None if site in silent else result  # type: ignore[misc]
         caplog.clear()
-        with pytest.raises(FederatedError, match="failed in round 0" if options else "have not answered to 'hello'"):
+        with pytest.raises(FederatedError, match="failed in round 0" if options else "not answered to 'register'"):
             flare.run(0.5, **options)
         assert "Client 1 does not answer: no reply arrived for 0.5 s" in caplog.messages
 
@@ -118,7 +118,7 @@ def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
         return dict.fromkeys(result, seen["site-1"]["0"]) if site == "site-3" else result
 
     flare.spoils = forged
-    with pytest.raises(FederatedError, match="'hello': 2, 3.*The reply is from client 0"):
+    with pytest.raises(FederatedError, match="'register': 2, 3.*The reply is from client 0"):
         flare.run()
 
 
@@ -129,7 +129,7 @@ def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
 )
 def test_a_result_that_is_none_is_a_refusal(flare: Flare, result: Any) -> None:
     flare.spoils = lambda site, good: result if site == "site-1" else good
-    with pytest.raises(FederatedError, match="'hello': 0"):
+    with pytest.raises(FederatedError, match="'register': 0"):
         flare.run()
 
 

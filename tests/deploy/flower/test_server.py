@@ -53,7 +53,7 @@ def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, mo
 
 def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> None:
     del nodes.nodes[101]
-    said = "1 clients have not answered to 'hello': 1.*Client 1: no node was connected for 0.5 s"
+    said = "1 client has not answered to 'register': 1.*Client 1: no node was connected for 0.5 s"
     with pytest.raises(FederatedError, match=said):
         run(nodes, tmp_path / "last.ckpt", 0.5, 0.1)
     module = run(nodes, tmp_path / "last.ckpt", 0.5, 0.1, on_client_error="drop", max_failed_share=0.9)
@@ -80,7 +80,7 @@ def test_a_node_that_comes_late_takes_part_from_the_next_round_on(
 
 def test_why_a_site_refuses_reaches_the_server(nodes: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        FederatedError, match="'hello': 0, 1, 2, 3.*Client 0: The site of client 0 has other settings than.*seed"
+        FederatedError, match="'register': 0, 1, 2, 3.*Client 0: The site of client 0 has other settings than.*seed"
     ):
         run(nodes, tmp_path / "last.ckpt", seed=5)
 

@@ -40,7 +40,7 @@ def test_every_form_of_the_report_has_the_numbers_the_check_and_the_verdicts() -
     assert text.endswith("Verdicts, best evidence first\n  1. clients drift (likely): Because.")
     page = as_markdown(found, "It agrees.", reasons)
     assert page.startswith("# Diagnosis\n")
-    assert "| noise | 0.25 +- 0.03 | how far" in page
+    assert "| noise | 0.25 +- 0.03 | distance of" in page
     assert "1. **clients drift** (likely): Because." in page
     content = json.loads(as_json(f, reasons))
     assert content["trials"][2]["losses"] == [2.0, None]  # not finite
