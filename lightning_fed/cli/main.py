@@ -52,6 +52,7 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
             if words[0] in OWN:
                 module, _, function = OWN[words[0]][0].partition(":")
                 getattr(importlib.import_module(module), function)(words[1:])
+                sys.stdout.flush()  # here, where a broken pipe is handled
                 return
         from lightning_fed.cli.stages import run
 
@@ -61,6 +62,11 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
     except KeyboardInterrupt:
         print("lightning-fed: interrupted.", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        if not isinstance(words, list) or words[0] not in OWN:
+            raise  # a run that ends early must say so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` reads no more, and Python flushes once again at its end
+        sys.exit(141)  # as a shell reports what such a pipe ends
     except Exception as error:
         refusal = refusal_in(error) if isinstance(error, ValueError) else None
         if refusal is not None:

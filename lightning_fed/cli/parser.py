@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed.compat.package import advice_on_path, pl
+from lightning_fed.core.yaml_keys import RepeatedKeyError, UniqueKeyLoader
 
 importlib.import_module(f"{pl.__name__}.cli")  # which Lightning does not import unasked
 ArgsType = pl.cli.ArgsType
@@ -101,11 +102,11 @@ class Parser(LightningArgumentParser):
         """Parse a command line; end if a configuration has a key twice, of which YAML would take the last."""
         for path in _configs(sys.argv[1:] if args is None else args):
             try:
-                found = next(_repeated(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)), None)
-            except (OSError, UnicodeError, yaml.YAMLError, RecursionError):
+                yaml.compose(path.read_text(encoding="utf-8"), UniqueKeyLoader)
+            except RepeatedKeyError as error:
+                self.error(f"{path}, line {error.line}: the key {error.key!r} comes twice. Remove one.")
+            except (OSError, ValueError, yaml.YAMLError, RecursionError):
                 continue  # refused below
-            if found is not None:
-                self.error(f"{path}, line {found.start_mark.line + 1}: the key {found.value!r} comes twice.")
         return super().parse_args(args, *rest, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -168,22 +169,6 @@ def _configs(words: Any) -> set[Path]:
     """Return the configurations of a command line."""
     pairs = pairwise(word for whole in words for word in whole.split("=", maxsplit=whole.startswith(_ASSIGNED)))
     return {Path(file) for word, file in pairs if word in ("--config", "-c")}
-
-
-def _repeated(root: yaml.Node | None) -> Iterator[yaml.Node]:
-    """Yield the keys that come twice in a mapping, at any depth."""
-    nodes, seen = [root], {id(root)}
-    for node in nodes:  # each once, although aliases may repeat it
-        is_mapping, keys = isinstance(node, yaml.MappingNode), set[str]()
-        for part in node.value if isinstance(node, yaml.CollectionNode) else ():
-            key, value = part if is_mapping else (None, part)
-            if key is not None and isinstance(key.value, str) and not key.tag.endswith(":merge"):
-                if key.value in keys:
-                    yield key
-                keys.add(key.value)
-            if id(value) not in seen:
-                seen.add(id(value))
-                nodes.append(value)
 
 
 def _unreadable(words: list[str]) -> list[str]:

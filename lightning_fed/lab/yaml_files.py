@@ -9,24 +9,11 @@ from typing import Any
 import yaml
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.yaml_keys import UniqueKeyLoader
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, in which a mapping's keys differ."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping as it is written, before ``<<`` puts others into it, unless a key comes twice."""
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key has parts", key_node.start_mark)
-            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
-            key = key_node.value if is_merge else self.construct_object(key_node)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} comes twice", key_node.start_mark)
-            seen.add(key)
-        return node
+class _Loader(UniqueKeyLoader):
+    """The loader with numbers such as 1e-3, which PyYAML reads as texts."""
 
 
 _Loader.add_implicit_resolver(

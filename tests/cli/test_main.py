@@ -313,6 +313,18 @@ def test_what_trains_nothing_imports_no_pytorch(capsys: pytest.CaptureFixture[st
     assert Path("a_project/config.yaml").is_file()
 
 
+def test_a_pipe_that_reads_no_more_ends_a_command_without_a_trace() -> None:
+    Path("log").mkdir()
+    Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n2,0.75\n")
+    words = [sys.executable, "-m", "lightning_fed", "compare", "log", "--metric", "val_acc"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 141
+
+
 def test_a_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     loggers = [logging.getLogger(name) for name in NAMES[USED]]
     levels = [logger.level for logger in loggers]

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from lightning_fed.cli.main import main
-from lightning_fed.cli.parser import _repeated
 from tests.helpers.command_line import one_stage
 from tests.helpers.selection import few
 
@@ -96,11 +95,6 @@ def test_a_key_that_comes_twice_in_a_file_is_refused(
     with pytest.raises(SystemExit):
         fit(*option.format("twice.yaml").split())
     assert f"twice.yaml, line {line}: the key 'trainer' comes twice." in capsys.readouterr().err
-
-
-def test_aliases_are_looked_at_once() -> None:
-    lines = ["a0: &a0 [1]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)), "b: &b [*b]"]
-    assert list(_repeated(yaml.compose("\n".join(lines), yaml.SafeLoader))) == []
 
 
 def test_a_file_that_is_no_yaml_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
