@@ -3,6 +3,7 @@
 import functools
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ def as_plain(value: Any) -> Any:
     """Return an option made of numbers, texts and collections alone; anything else becomes a text.
 
     Functions and classes become their names, and tensors their checksums. Reading such a value runs no code, equal
-    values are equal, and an address never differs between processes.
+    values are equal, and an address never differs between processes. A value that cannot be read, such as one that
+    contains itself, becomes the name of its type.
 
     Example:
         >>> as_plain({"rate": 0.5, "of": (math.sqrt, None)})
@@ -22,6 +24,18 @@ def as_plain(value: Any) -> Any:
         >>> as_plain(torch.zeros(2))
         'tensor [2] of torch.float32 with the checksum 1696784233'
     """
+    try:
+        return _plain(value)
+    except (RuntimeError, TypeError, ValueError):  # also a RecursionError
+        return _name(type(value))
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, each as a plain value."""
+    return {name: as_plain(value) for name, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, torch.dtype)):
@@ -30,20 +44,31 @@ def as_plain(value: Any) -> Any:
         kind = next(kind for kind in (int, float, str) if isinstance(value, kind))
         return "nan" if isinstance(value, float) and math.isnan(value) else kind(value)
     if isinstance(value, dict):
-        return {as_plain(name): as_plain(own) for name, own in value.items()}
+        return {_plain(name): _plain(own) for name, own in value.items()}
     if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)([as_plain(own) for own in value])
+        return (list if isinstance(value, list) else tuple)([_plain(own) for own in value])
     if isinstance(value, (set, frozenset)):
-        return sorted(map(as_plain, value), key=repr)
+        return sorted(map(_plain, value), key=repr)
     if isinstance(value, functools.partial):
-        return {"partial": as_plain(value.func), "args": as_plain(value.args), "keywords": as_plain(value.keywords)}
+        return {"partial": _plain(value.func), "args": _plain(value.args), "keywords": _plain(value.keywords)}
     if isinstance(value, torch.Generator):
-        return f"generator with the state {as_plain(value.get_state())}"
+        return f"generator with the state {_plain(value.get_state())}"
+    if hasattr(value, "__qualname__"):  # a function or a class
+        return _name(value)
     if isinstance(value, Tensor) or hasattr(value, "__array__"):
-        flat = torch.as_tensor(value).detach().cpu().contiguous()
-        checksum = zlib.crc32(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return f"tensor {list(flat.shape)} of {flat.dtype} with the checksum {checksum}"
+        try:
+            return _checksum(value)
+        except (RuntimeError, TypeError, ValueError):  # a sparse tensor, or an array of texts
+            pass
     text = repr(value)
-    owner = value if hasattr(value, "__qualname__") else type(value)
-    named = f"{owner.__module__}.{owner.__qualname__}"
-    return named if owner is value or " at 0x" in text else text
+    return _name(type(value)) if " at 0x" in text else text
+
+
+def _checksum(value: Any) -> str:
+    flat = torch.as_tensor(value).detach().cpu().contiguous()
+    checksum = zlib.crc32(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return f"tensor {list(flat.shape)} of {flat.dtype} with the checksum {checksum}"
+
+
+def _name(owner: Any) -> str:
+    return f"{getattr(owner, '__module__', None)}.{owner.__qualname__}"

@@ -14,7 +14,7 @@ from lightning_fed._version import __version__
 from lightning_fed.callbacks import ClientModels
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.plain import as_plain
+from lightning_fed.core.plain import plain_options
 from lightning_fed.deploy.message import digest, printable
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.lora import lora_a
@@ -54,7 +54,7 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         "version of Lightning": pl.__version__,
         "version of PyTorch": torch.__version__.partition("+")[0],  # the rest names the device
         "method": type(settings.algorithm).__name__,
-        "method options": repr(sorted(as_plain(settings.algorithm.options()).items())),
+        "method options": repr(sorted(plain_options(settings.algorithm.options()).items())),
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
         "average of LoRA": settings.lora,
         "frozen parameters": _checksum(_frozen(settings, module)),

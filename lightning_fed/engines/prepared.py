@@ -23,7 +23,7 @@ from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.aggregation.lora import ExactLora
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.method_checks import check_method
-from lightning_fed.settings.method_rehearsal import rehearse
+from lightning_fed.settings.method_rehearsal import has_parts_of_users, rehearse
 from lightning_fed.settings.module_checks import check_buffers, check_optimization, check_schedules
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
@@ -74,7 +74,8 @@ class PreparedModule:
             owners |= parameters_as_buffers(settings, self.module, dict(named))
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)
-        rehearse(self.algorithm, self.flat.numel)
+        if has_parts_of_users(self.algorithm):
+            rehearse(self.algorithm, self.flat.numel)
         places = (name.rpartition(".") for name in self.flat.names)
         self._places = [(self.module.get_submodule(owner)._parameters, key) for owner, _, key in places]
         held, trained = {id(p) for group in base.param_groups for p in group["params"]}, dict(named)

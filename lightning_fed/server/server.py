@@ -14,7 +14,7 @@ from lightning_fed.core.devices import are_equal
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
-from lightning_fed.core.plain import as_plain
+from lightning_fed.core.plain import as_plain, plain_options
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.lora import ExactLora, ProductSums, lora_needs_mean
@@ -86,7 +86,7 @@ class Server:
         self.ledger: PrivacyLedger | None = None  # of record-level privacy
         self._participation = Participation(len(ids))
         # compared after the first rounds: the method's options, and from then on its private attributes
-        self._attributes: list[dict[str, Any]] = [as_plain(algorithm.options()), {}]
+        self._attributes: list[dict[str, Any]] = [plain_options(algorithm.options()), {}]
 
     @property
     def x(self) -> Vector:
@@ -195,7 +195,7 @@ class Server:
                     stacklevel=2,
                 )
             return
-        now, self._attributes = as_plain(self.algorithm.options()), [private]
+        now, self._attributes = plain_options(self.algorithm.options()), [private]
         for key in now.keys() | before.keys():
             if now.get(key) != before.get(key):
                 raise FederatedError(
@@ -227,7 +227,7 @@ class Server:
         return {
             "seed": self.seed,
             "algorithm": type(self.algorithm).__name__,
-            "options": as_plain(self.algorithm.options()),
+            "options": plain_options(self.algorithm.options()),
             "clients": clients,
         }
 

@@ -16,7 +16,7 @@ from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.seeds import preserved_random_state, random_state
 from lightning_fed.core.types import State, Vector
 
-_FEW, _MOST = 6, 2**20  # coordinates
+_FEW, _MOST = 6, 2**16  # coordinates; a million would take half a second
 _EXCHANGED = {  # entries next to a method's own, by the start of their names
     "buffer.": "buffers",
     "solver.": "the optimizer's statistics",
@@ -31,6 +31,12 @@ _UNSEEDED = ("init_server", "init_client", "begin_round", "evaluate_at", "evalua
 
 class _CannotTryError(Exception):
     """A hook has raised: it may read data of a round, or hold vectors of the model's size."""
+
+
+def has_parts_of_users(algorithm: Algorithm) -> bool:
+    """Return whether a method or one of its options, such as Mime's base optimizer, is not of this package."""
+    modules = [type(part).__module__.partition(".")[0] for part in (algorithm, *vars(algorithm).values())]
+    return not {"builtins", "lightning_fed"}.issuperset(modules)
 
 
 def rehearse(algorithm: Algorithm, size: int = _FEW) -> None:

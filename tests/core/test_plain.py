@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms import Algorithm, FedAvg
-from lightning_fed.core.plain import as_plain
+from lightning_fed.core.plain import as_plain, plain_options
 from tests.helpers.selection import few
 from tests.helpers.training import data as clients
 from tests.helpers.training import parameters, seeded, trainer
@@ -25,6 +25,14 @@ class Holds(Algorithm):
     def __init__(self, value: Any) -> None:
         self.value = value
 
+
+class Unreadable:
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+LOOP: dict[str, Any] = {}
+LOOP.update(a=LOOP, b=LOOP)
 
 VALUES: dict[str, Any] = {
     "lambda": lambda g: g,
@@ -42,6 +50,11 @@ VALUES: dict[str, Any] = {
     "method": FedAvg(),
     "nan": float("nan"),
     "set": {"b", "a"},
+    "class of tensors": torch.Tensor,
+    "sparse tensor": torch.eye(2).to_sparse(),
+    "tensor without data": torch.empty(2, device="meta"),
+    "texts": np.array(["a", None], dtype=object),
+    "value that contains itself": LOOP,
     "nested": {"a": [1, (2, None)], "b": True},
 }
 
@@ -71,6 +84,11 @@ def test_what_is_plain_stays_as_it_is() -> None:
     value = {"a": 1, "b": [0.5, ("c", None, True)], "d": torch.float16}
     assert as_plain(value) == value
     assert [type(v) for v in as_plain([np.int64(1), np.float64(2), True])] == [int, float, bool]
+
+
+def test_one_unreadable_option_leaves_the_others_as_they_are() -> None:
+    assert plain_options({"a": LOOP, "mu": 0.5}) == {"a": "builtins.dict", "mu": 0.5}
+    assert as_plain(Unreadable()) == f"{__name__}.Unreadable"
 
 
 def test_other_values_are_another_text() -> None:

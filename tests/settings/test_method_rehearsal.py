@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_fed import FederatedError
-from lightning_fed.algorithms import Algorithm
+from lightning_fed.algorithms import Algorithm, FedAvg, Mime, SGDm
 from lightning_fed.core.rounds import Update
-from lightning_fed.settings.method_rehearsal import rehearse
+from lightning_fed.settings.method_rehearsal import has_parts_of_users, rehearse
 from tests.helpers.training import fit
 
 
@@ -159,3 +159,14 @@ def test_a_direction_of_another_type_is_refused_by_name() -> None:
 def test_patterns_of_personal_parameters_are_a_list(found: Any) -> None:
     with pytest.raises(FederatedError, match=r"personal_names\(\) must return a list of patterns, found .*\['head"):
         fit(algorithm=method(personal_names=lambda self, module: found), max_rounds=1)
+
+
+def test_methods_with_parts_of_users_are_rehearsed() -> None:
+    class Base(SGDm):
+        pass
+
+    class Method(FedAvg):
+        pass
+
+    found = [has_parts_of_users(method) for method in (FedAvg(), Mime(SGDm()), Mime(Base()), Method())]
+    assert found == [False, False, True, True]
