@@ -13,6 +13,7 @@ from tests.helpers.personal import close, kept, one_client, run
 STEPS = Round({0: (0, 1)})
 
 
+@pytest.mark.thorough
 def test_the_averaged_model_is_fedavgs_whatever_the_mixture() -> None:
     averaged = run(FedAvg(), weighting="uniform").fit_loop.state.x
     for alpha in (0.0, 0.6):

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from lightning_fed.algorithms import FedAvg, FedNova
@@ -20,6 +21,7 @@ def test_equal_steps_are_fedavg():
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=0)
 
 
+@pytest.mark.thorough
 def test_the_joint_stationary_point_does_not_move_with_the_work():
     # at a small rate it is that of the mean gradient, 1.5 x + 1 = 0, though client 1 works eight times as much
     rounds = [Round({0: (0,), 1: (0,) * 8})] * 400

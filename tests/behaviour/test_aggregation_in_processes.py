@@ -130,6 +130,7 @@ def test_every_process_gets_its_columns_of_all_rows(together: Any) -> None:
         assert torch.equal(together[1]["columns"][i], whole[:, 4:])
 
 
+@pytest.mark.thorough
 @needs_opacus
 def test_noise_of_clients_is_that_of_one_process(together: Any) -> None:
     assert_one_result(RECORDS(), together, "records")

@@ -105,12 +105,8 @@ def test_every_config_names_what_there_is() -> None:
     assert not {name: faults for name, faults in found.items() if faults}
 
 
-MADE = [CONFIGS / f"{name}.yaml" for name in ("algorithm/mime_sgdm", "aggregation/qsgd", "measures/drift", "model/cnn")]
-
-
-@pytest.mark.parametrize(
-    "path", few([QUICKSTART, *STACKED], [QUICKSTART, *MADE]), ids=lambda p: f"{p.parent.name}/{p.stem}"
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", [QUICKSTART, *STACKED], ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_a_config_makes_the_parts_that_it_names(path: Path) -> None:
     config = read(path)
     cli = stacked(path)
@@ -189,6 +185,7 @@ def test_a_logistic_regression_has_one_layer() -> None:
     assert [p.shape for p in stacked(CONFIGS / "model" / "logistic.yaml").model.parameters()] == [(10, 64), (10,)]
 
 
+@pytest.mark.thorough
 def test_the_quickstart_model_and_data_train_without_federation() -> None:
     data, model = Digits(num_clients=1), seeded_model()
     trainer = pl.Trainer(

@@ -412,6 +412,7 @@ def test_reaches_the_joint_optimum_under_full_participation(name: str) -> None:
     assert distance(METHODS[name], SIZES[:3], 0.15, batch_size=12, local_steps=3, max_rounds=80) < 1e-10
 
 
+@pytest.mark.thorough
 @where(lambda method: method.reaches == "batches", ["FedDane own"])
 def test_reaches_the_joint_optimum_with_full_local_batches(name: str) -> None:
     assert distance(METHODS[name], local_steps=4, max_rounds=30) < 1e-10

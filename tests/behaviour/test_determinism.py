@@ -21,7 +21,6 @@ from lightning_fed.data import ClientFolder, ClientImages, Dirichlet, LeafDataMo
 from lightning_fed.server import FedAdam, SystemsHeterogeneity, WeightedSampler
 from tests.helpers.engines import RandomAlways
 from tests.helpers.processes import HANGS
-from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, classification, data, seeded, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +106,8 @@ def test_other_processes_with_other_hash_seeds_end_with_the_same_bits(tmp_path: 
     assert len({here[f"{name}, sequential"] for name in METHODS}) == len(METHODS)  # checksums tell runs apart
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ENGINES)
 def test_workers_of_loaders_change_nothing(engine: str) -> None:
     options = {"engine": engine, "max_rounds": 1}
     assert checksum(listed(num_workers=2), **options) == checksum(listed(), **options)
@@ -138,6 +138,7 @@ class LossesAtX(FederatedCallback):
         torch.manual_seed(self.elsewhere)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses_that_are_random_in_eval_mode_too_are_those_of_the_seed(engine: str, tmp_path: Path) -> None:
     def run(rounds: int, elsewhere: int, ckpt_path: Path | None = None) -> list[list[float]]:

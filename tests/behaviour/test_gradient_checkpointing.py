@@ -52,6 +52,7 @@ def test_results_equal_those_without_gradient_checkpointing(method: str, reentra
     assert models[0].passes == 2 * models[0].steps > 0  # every step computes its activations twice
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     straight = fit(seeded(Checkpointed), algorithm=Scaffold())
     half = trainer(algorithm=Scaffold(), max_rounds=1)
@@ -60,6 +61,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(fit(seeded(Checkpointed), algorithm=Scaffold(), ckpt_path=tmp_path / "half.ckpt"), straight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_cannot_run_for_several_clients_at_once(reentrant: bool) -> None:
     class Stateless(Checkpointed):

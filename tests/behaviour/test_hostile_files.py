@@ -242,7 +242,8 @@ def test_a_hostile_block_of_hyper_parameters_runs_nothing(hostile: dict[str, Any
             Net.load_from_checkpoint(path)
 
 
-@pytest.mark.parametrize("hostile", few(HYPER_PARAMETERS, HYPER_PARAMETERS[3:4]), ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("hostile", HYPER_PARAMETERS, ids=str)
 def test_the_command_line_makes_the_model_of_the_configuration(hostile: dict[str, Any]) -> None:
     content = {"state_dict": MLPClassifier().state_dict(), "pytorch-lightning_version": pl.__version__}
     torch.save({**content, "hyper_parameters": hostile}, "hostile.ckpt")

@@ -196,7 +196,7 @@ LONG_AGO = [pytest.param(how, n, id=f"{how}, {n}") for how in (True, "link") for
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("save_last", "processes"), few(LONG_AGO, ["True, 1"]))
+@pytest.mark.parametrize(("save_last", "processes"), LONG_AGO)
 def test_a_run_killed_long_after_its_best_round_loses_nothing(save_last: Any, processes: int, tmp_path: Path) -> None:
     digits()
     whole, hurt, nothing = tmp_path / "whole", tmp_path / "hurt", [None] * processes
@@ -228,12 +228,13 @@ BOTH = {
 FEW_BLOWS = ("SIGTERM to one", "SIGKILL of one", "a full disk")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
         pytest.param("clients", FEW_BLOWS, id="clients"),
-        pytest.param("clients", tuple(BOTH), id="clients, all blows", marks=pytest.mark.thorough),
-        pytest.param("ddp", tuple(BOTH), id="ddp, all blows", marks=pytest.mark.thorough),
+        pytest.param("clients", tuple(BOTH), id="clients, all blows"),
+        pytest.param("ddp", tuple(BOTH), id="ddp, all blows"),
     ],
 )
 def test_two_processes_end_together_when_one_is_struck_and_resume_exactly(

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_fed import FederatedCallback, algorithms
-from tests.helpers.selection import few
 from tests.helpers.training import Net, data, seeded, trainer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -65,12 +64,10 @@ def vectors_held(method, engine, cohort):
     return held.vectors - kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "engine"),
-    few(
-        [pytest.param(m, e, id=f"{m}-{e}") for m in METHODS for e in ("sequential", "vectorized")],
-        ["Scaffold-vectorized"],
-    ),
+    [pytest.param(m, e, id=f"{m}-{e}") for m in METHODS for e in ("sequential", "vectorized")],
 )
 def test_a_round_holds_no_more_for_a_larger_cohort(method, engine):
     vectors_held(method, engine, cohort=4)  # what other tests have left behind goes with the first run

@@ -241,6 +241,7 @@ def test_a_run_goes_on_with_the_same_bits(mode: str, schedule: str, engine: Any,
     assert same(state_of(part), state_of(whole))
 
 
+@pytest.mark.thorough
 def test_between_rounds_the_optimizer_has_the_rate_of_the_next_local_step() -> None:
     scale = [warm_up(SGD([nn.Parameter(torch.ones(1))], 1.0)).lr_lambdas[0](t) for t in range(31)]
     rates = {mode: Rates() for mode in MODES}
@@ -257,6 +258,7 @@ def test_between_rounds_the_optimizer_has_the_rate_of_the_next_local_step() -> N
         assert noted.between == [(r, noted.at_start[r]) for r, cohort in enumerate(COHORTS) for _ in cohort]
 
 
+@pytest.mark.thorough
 def test_a_client_counts_the_steps_of_its_own_work() -> None:
     counts = {i: int(kept["schedule.steps"]) for i, kept in run("continue").fit_loop.state.clients.state_dict().items()}
     assert counts == {0: 24, 1: 12, 2: 4, 3: 18}
@@ -288,19 +290,20 @@ def test_asynchronous_clients_begin_at_the_step_of_their_model() -> None:
     assert rates.at_start == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "algorithm",
     [
         FedProxVR(0.1),  # has constants of the rate
-        pytest.param(FedCM(alpha=0.5), marks=pytest.mark.thorough),
-        pytest.param(FedSpeed(lam=2.0, rho=0.1), marks=pytest.mark.thorough),
-        pytest.param(FedAvg(pseudo_grad="normalized"), marks=pytest.mark.thorough),
+        FedCM(alpha=0.5),
+        FedSpeed(lam=2.0, rho=0.1),
+        FedAvg(pseudo_grad="normalized"),
     ],
     ids=lambda a: type(a).__name__,
 )
 @pytest.mark.parametrize(
     "schedule",
-    ["warm-up", pytest.param("groups", marks=pytest.mark.thorough), pytest.param("adam", marks=pytest.mark.thorough)],
+    ["warm-up", "groups", "adam"],
 )
 def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule: str) -> None:
     for mode in ("continue", "total"):
@@ -313,9 +316,10 @@ def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule
             torch.testing.assert_close(value, two.state[name], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "algorithm",
-    [Scaffold("ii"), pytest.param(FedProxVR(1.0), marks=pytest.mark.thorough)],
+    [Scaffold("ii"), FedProxVR(1.0)],
     ids=lambda a: type(a).__name__,
 )
 def test_engines_agree_where_clients_of_a_chunk_begin_at_rates_of_zero(algorithm: Algorithm) -> None:

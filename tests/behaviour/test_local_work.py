@@ -51,6 +51,7 @@ def test_momentum_starts_afresh_every_round_or_is_kept() -> None:
     assert run(local_optimizer_state="keep") == pytest.approx(0.1 + 0.1 * (0.9 + 0.5))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [FedAvg(), Scaffold()], ids=repr)
 def test_kept_optimizer_state_resumes_exactly(method: Any, tmp_path: Any) -> None:
     class Adam(Net):

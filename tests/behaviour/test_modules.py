@@ -239,6 +239,7 @@ class Lists(Net):
         return loss.expand(self.length)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "engine"), covering([Mime(SGDm()), FedAvg()], ["sequential", "vectorized"]), ids=spelled
 )

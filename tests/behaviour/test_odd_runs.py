@@ -82,6 +82,7 @@ def test_a_cohort_of_everyone(everyone: Any, engine: str) -> None:
     assert run.fit_loop.state.seen == 6
 
 
+@pytest.mark.thorough
 def test_a_class_that_validation_or_training_misses() -> None:
     x, y = classification(40, 5).tensors
     for absent in range(3):

@@ -114,6 +114,7 @@ def test_memory_that_runs_out_in_a_trace_is_no_reason_to_give_up_traces(monkeypa
     assert same(state_of(found), state_of(expected))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 def test_what_hooks_heard_and_what_is_logged_is_that_of_the_last_attempt() -> None:
     class FromRestart(Record):
@@ -195,6 +196,7 @@ def test_a_trial_step_of_one_that_does_not_fit_stops_the_run_or_makes_auto_take_
 # ---------------------------------------------------------------------- the chunk in the checkpoint
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 @pytest.mark.parametrize("asked", [4, None])
 def test_a_resumed_run_has_the_chunk_that_it_had(asked: int | None, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, algorithms
+from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, Trajectory, parameters, same, seeded, trainer
 
 
@@ -44,7 +45,7 @@ def run(num_clients, algorithm, **kwargs):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("method", ["FedAvg", "Scaffold", "Mime", "FedDyn"])
+@pytest.mark.parametrize("method", few(["FedAvg", "Scaffold", "Mime", "FedDyn"], ["Scaffold", "Mime"]))
 def test_only_the_cohort_is_visited_and_kept(method):
     options = {"alpha": 0.1} if method == "FedDyn" else {}
     algorithm = getattr(algorithms, method)(**options)
@@ -111,12 +112,14 @@ def test_empty_clients_leave_scaling_by_size_alone():
     assert same(ends(some), ends(listed))
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_population():
     run(10**3, algorithms.Scaffold(), max_rounds=1)  # what is allocated once and for all
     small, large = (run(n, algorithms.Scaffold(), max_rounds=2)[3] for n in (10**3, 10**6))
     assert large - small < 500_000  # half a byte for a client
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_does_not_grow_with_the_population(tmp_path):
     sizes = []
     for num_clients in (10**3, 10**6):

@@ -103,6 +103,7 @@ with_client_state = st.sampled_from([Scaffold("i"), Scaffold("ii"), FedDyn(0.5),
 # ---------------------------------------------------------------------- clients keep to themselves
 
 
+@pytest.mark.thorough
 @few(20)
 @given(plan=plans(losses=True), algorithm=with_client_state)
 def test_a_kept_state_changes_in_the_rounds_of_its_client_alone(plan: Plan, algorithm: Algorithm) -> None:

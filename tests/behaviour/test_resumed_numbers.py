@@ -10,7 +10,6 @@ from pytorch_lightning.callbacks import Callback
 from torch import nn
 
 from tests.helpers.engines import Ordinary, run, state_of
-from tests.helpers.selection import few
 from tests.helpers.training import CLASSES, FEATURES, same
 
 ENGINES = ("sequential", "vectorized")
@@ -57,7 +56,8 @@ class Taught(Ordinary):
         self.teacher.weight.mul_(0.9).add_(0.01 * self.head.weight.mean())
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ENGINES)
 def test_frozen_parameters_that_move_keep_all_their_digits(engine: str, tmp_path: Path) -> None:
     go = partial(run, engine, Taught)
     whole, half = go(max_rounds=4), go(max_rounds=2)

@@ -90,6 +90,7 @@ class SaveInside(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [Scaffold(), Mime(base=SGDm())], ids=repr)
 def test_checkpoint_inside_a_client_holds_the_last_completed_round(method: Algorithm, tmp_path: Path) -> None:
     rounds, path = RoundsOf(), tmp_path / "inside.ckpt"
@@ -109,6 +110,7 @@ class Scheduled(Net):
         return [optimizer], [halve, {"scheduler": plateau, "monitor": "val_loss", "strict": False}]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("every", "at_round_end"), covering([1, 2], [False, True]))
 def test_resume_keeps_schedules(tmp_path: Path, every: int, at_round_end: bool) -> None:
     def checkpoints() -> ModelCheckpoint:
@@ -183,6 +185,7 @@ def test_x0_from_an_ordinary_lightning_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(started, fit(reference, max_rounds=2))
 
 
+@pytest.mark.thorough
 def test_a_best_checkpoint_loads_with_plain_lightning(tmp_path: Path) -> None:
     rounds = RoundsOf()
     keep = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
@@ -285,6 +288,7 @@ class Accumulated(RoundsOf):
         self.steps.append(dict(round_report.steps))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("local", "steps", "batches"),
     [
@@ -326,6 +330,7 @@ def test_a_checkpoint_that_needs_no_more_rounds_is_not_lost(tmp_path: Path) -> N
     assert torch.equal(fit(Net(), algorithm=Scaffold(), max_rounds=5, ckpt_path=tmp_path / "b.ckpt"), straight)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_after_an_exception() -> None:
     class Breaks(pl.Callback):
         broken = False

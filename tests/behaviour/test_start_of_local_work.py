@@ -65,6 +65,7 @@ class Shifted(Elsewhere):
         return {"path": torch.zeros_like(x), "delta": torch.zeros_like(x)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_path_begins_where_the_work_does(engine: str) -> None:
     options = {"algorithm": Shifted(), "local_epochs": None, "local_steps": 3, "max_rounds": 1}

@@ -298,7 +298,7 @@ def test_recurrent_layers_are_refused_by_name_and_with_what_to_change(kind: str,
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", few(["GRUCell", "LSTMCell", "RNNCell"], ["GRUCell"]))
+@pytest.mark.parametrize("kind", ["GRUCell", "LSTMCell", "RNNCell"])
 def test_the_first_state_of_a_frozen_cell_is_named(kind: str) -> None:
     refused(partial(Remembers, kind, True, False), "the first state of a recurrent cell: make it from the input")
     changed = partial(Remembers, kind, True, True)
@@ -328,6 +328,7 @@ def test_local_buffers_are_refused_where_there_are_buffers() -> None:
     refused(WithBuffer, "clients keep their own buffers, such as 'scale'", buffers="local")
 
 
+@pytest.mark.thorough
 def test_local_buffers_are_allowed_where_there_are_none() -> None:
     trainer(engine="vectorized", buffers="local", max_rounds=1).fit(Ordinary(), data())
 

@@ -67,7 +67,8 @@ def test_lightning_fed_and_the_plain_loop_end_with_one_loss(run):
     assert found["lightning_fed"]["config"]["engine"] == "vectorized"
 
 
-@pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_engine_is_the_one_asked_for(run, engine):
     _, (found,), _ = run("--system", "lightning_fed", "--devices", "1", "--engine", engine, "--algorithm", "Scaffold")
     assert found["config"]["engine"] == engine
@@ -99,7 +100,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(run, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("apart", [False, True])
 def test_several_runs_are_compared_and_written_to_a_page(run, scripts, monkeypatch, tmp_path, apart):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- workloads:start -->\nold\n<!-- workloads:end -->\nafter\n")
@@ -356,6 +357,7 @@ def test_the_page_has_a_place_for_all_figures(scripts):
         assert page.index(f"<!-- {name}:start -->") < page.index(f"<!-- {name}:end -->")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names before Python 3.11")
 @pytest.mark.parametrize("watched", [[], ["--fit"]])
 def test_reach_counts_what_is_entered(scripts, capsys, watched):

@@ -64,6 +64,7 @@ def test_every_client_is_measured_on_all_of_its_own_examples(tmp_path: Path) -> 
     assert set(rows[0]) == {"client", "val_acc", "val_loss"}
 
 
+@pytest.mark.thorough
 def test_tensorboard_shows_how_the_clients_differ(tmp_path: Path) -> None:
     logger, callback = TensorBoardLogger(tmp_path), ClientAccuracy(every_n_rounds=2, on="train")
     fit(callbacks=callback, logger=logger, max_rounds=5)
@@ -134,6 +135,7 @@ def test_metric_objects_start_afresh_for_every_client() -> None:
         assert row["largest_batch"] == min(4, len(y))
 
 
+@pytest.mark.thorough
 def test_the_trainers_own_metrics_are_the_same_with_and_without_the_measure(tmp_path: Path) -> None:
     logged = []
     for callbacks in ([], [ClientAccuracy(), PersonalizedAccuracy(local_steps=2)]):
@@ -231,6 +233,7 @@ def test_personalisation_clips_as_the_run_does(corrected: bool) -> None:
         assert row["val_loss"] == pytest.approx(a / 2 * x**2 + b * x, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_more_steps_than_batches_go_on_with_another_epoch() -> None:
     tuned = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=60)
     plain = ClientAccuracy("val_loss", mode="min", on="train")

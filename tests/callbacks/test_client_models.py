@@ -80,6 +80,7 @@ PERSONAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PERSONAL)
 def test_personal_models_are_those_that_are_evaluated(name: str, tmp_path: Path) -> None:
     options = {"max_rounds": 2, **PERSONAL[name], "datamodule": data((12, 8, 20, 4, 16, 8))}

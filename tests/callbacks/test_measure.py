@@ -141,7 +141,7 @@ def test_every_measure_is_in_a_run_of_the_default_selection() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", [pytest.param(FedAvg(), marks=pytest.mark.thorough), Scaffold()], ids=repr)
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold()], ids=repr)
 def test_a_resumed_run_is_the_same_bit_for_bit(method: Any, tmp_path: Path) -> None:
     def measures() -> list[Callback]:
         return [make() for name, make in MEASURES.items() if name != "controls" or isinstance(method, Scaffold)]
@@ -178,6 +178,7 @@ class Impatient(FederatedCallback):
         self.found.append(trainer.fit_loop.evaluate_client(0, "train", steps=3))
 
 
+@pytest.mark.thorough
 def test_a_client_may_be_evaluated_in_the_middle_of_anothers_work() -> None:
     impatient = Impatient()
     options = {"momentum": 0.9, "local_optimizer_state": "keep", "buffers": "local", "max_rounds": 2}
@@ -188,6 +189,7 @@ def test_a_client_may_be_evaluated_in_the_middle_of_anothers_work() -> None:
     assert all(found == impatient.found[0] for found in impatient.found)
 
 
+@pytest.mark.thorough
 def test_measuring_again_gives_the_same_numbers() -> None:
     def measured() -> dict[str, float]:
         fitted = trainer(callbacks=[make() for make in MEASURES.values()], algorithm=Scaffold(), max_rounds=1)

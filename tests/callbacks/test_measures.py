@@ -272,6 +272,7 @@ def test_hessian_dissimilarity_of_a_network_is_that_of_its_exact_hessians() -> N
     assert found["hessian/residual"] < 1e-3 * max(norms)
 
 
+@pytest.mark.thorough
 def test_products_are_those_of_the_exact_hessian_with_coupled_decay() -> None:
     model, sizes = seeded(dropout=0.0, weight_decay=0.5), (13, 8)
     products: list[Tensor] = []
@@ -311,6 +312,7 @@ def test_the_dropout_masks_are_the_same_for_every_product() -> None:
     assert found["hessian/residual"] <= 1e-2 * found["hessian/delta"]
 
 
+@pytest.mark.thorough
 def test_a_sample_is_fixed_by_the_seed_and_its_mean_is_the_samples() -> None:
     one, other = GradientDissimilarity(clients=3), HessianDissimilarity(clients=3, max_iterations=1)
     rounds: list[list[Any]] = []

@@ -45,6 +45,7 @@ def test_arguments_that_are_not_allowed_are_refused_by_name(options: dict[str, A
 LINE = re.compile(r"round (\d+)/(\d+)  val_loss \S+  val_acc \S+  \S+ s/round")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bar", [True, False], ids=["no terminal", "no bar"])
 def test_without_a_bar_a_run_prints_lines_and_its_summary(bar: bool, capsys: pytest.CaptureFixture[str]) -> None:
     trainer(enable_progress_bar=bar, max_rounds=20).fit(seeded(), data())

@@ -53,6 +53,7 @@ def test_bytes_are_those_of_the_messages(tmp_path: Path) -> None:
     assert column(logger, "comm/bytes_down") == {1: 3 * vector}  # d stays on the server
 
 
+@pytest.mark.thorough
 def test_tensorboard_tells_methods_apart_and_shows_losses_and_summary(tmp_path: Path) -> None:
     for number, mu in enumerate((0.1, 0.5)):
         logger = TensorBoardLogger(tmp_path, name="", version=number)

@@ -53,6 +53,7 @@ def test_the_figure_and_the_table_go_to_every_tensorboard(tmp_path):
         assert text(events) == "\n".join(f"    {line}" for line in str(skew_table(data())).splitlines())
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_a_resumed_fit_writes_them_at_its_round_with_so_many_clients(tmp_path, monkeypatch):
     asked = []
@@ -69,10 +70,11 @@ def test_a_resumed_fit_writes_them_at_its_round_with_so_many_clients(tmp_path, m
     assert asked == [2, 50]
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(data, marks=pytest.mark.thorough), lambda: Careless(batch_size=3)],
+    [data, lambda: Careless(batch_size=3)],
     ids=["given", "on demand"],
 )
 def test_drawing_the_split_does_not_change_the_run(tmp_path, make):

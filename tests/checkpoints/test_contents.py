@@ -117,6 +117,7 @@ class Many(Net):
         self.hparams["kept"] = {"a": [1, 2.0, None, "b"]}
 
 
+@pytest.mark.thorough
 def test_every_kind_of_hyper_parameter_trains_logs_and_resumes(tmp_path: Path) -> None:
     def fitted(folder: str, rounds: int, **options: Any) -> tuple[Any, list[str]]:
         loggers = [TensorBoardLogger(tmp_path / folder), CSVLogger(tmp_path / folder)]
@@ -150,6 +151,7 @@ def test_numbers_of_numpy_are_kept_as_numbers(tmp_path: Path) -> None:
     assert torch.equal(parameters(resumed), parameters(straight))
 
 
+@pytest.mark.thorough
 def test_load_from_checkpoint_takes_defaults_or_keywords(tmp_path: Path) -> None:
     model = seeded(Other, loss=nn.CrossEntropyLoss(label_smoothing=0.1), lr=0.05)
     t, _ = run(tmp_path, model)
@@ -195,6 +197,7 @@ class Special(Other):
         self.scaler = checkpoint.get("scaler")
 
 
+@pytest.mark.thorough
 def test_what_a_module_adds_is_left_out_and_a_resume_takes_it_from_the_module(tmp_path: Path) -> None:
     straight, first, resumed = seeded(Special), seeded(Special), seeded(Special)
     run(tmp_path / "a", straight)

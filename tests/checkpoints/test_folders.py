@@ -71,6 +71,7 @@ def test_last_without_any_begins(tmp_path: Path) -> None:
     assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_in_a_new_folder_knows_the_best_checkpoint_of_all_rounds(tmp_path: Path) -> None:
     def keeping(place: str, rounds: int, **options: Any) -> ModelCheckpoint:
         # the drift of later rounds is never as large as that of the first
@@ -110,6 +111,7 @@ def test_a_resumed_run_that_keeps_fewer_checkpoints_goes_on_from_the_best(tmp_pa
     assert second.best_k_models == {first.best_model_path: first.best_model_score}
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_its_files_where_their_folder_was_moved(tmp_path: Path) -> None:
     def keeping(place: str, rounds: int, ckpt_path: Any = None) -> list[ModelCheckpoint]:
         # the drift of later rounds is never as large as that of the first
@@ -133,6 +135,7 @@ def test_a_run_goes_on_with_its_files_where_their_folder_was_moved(tmp_path: Pat
 PLACES = ("straight", "moved")
 
 
+@pytest.mark.thorough
 def test_files_of_another_run_are_not_taken_for_those_that_were_moved(tmp_path: Path) -> None:
     first, other = (
         ModelCheckpoint(tmp_path / name, monitor="client/drift", mode="max", filename="best") for name in ("first", "b")

@@ -139,6 +139,7 @@ def test_no_model_is_evaluated_that_nobody_has_trained(command: str, shown_of_ru
     run(command, "--config", QUICKSTART, "--ckpt_path", "initial")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("args", [[], thorough(["--trainer.logger", "false"])], ids=["logger", "none"])
 @pytest.mark.usefixtures("runs")
 def test_last_and_best_are_those_of_the_newest_run(args: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -194,13 +195,8 @@ NOT_STACKED = ("quickstart.yaml", "fedbn.yaml", "lora.yaml")  # that two need an
 STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name not in NOT_STACKED and p.parent.name != "tasks")
 
 
-# each needs something of the run that no other does; that all are read is in test_configs.py
-OF_THEIR_OWN = ["aggregation/private", "measures/dissimilarity"]
-
-
-@pytest.mark.parametrize(
-    "path", few(STACKED, [CONFIGS / f"{name}.yaml" for name in OF_THEIR_OWN]), ids=lambda p: f"{p.parent.name}/{p.stem}"
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", STACKED, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_config_runs_a_round_on_top_of_the_quickstart(path: Path) -> None:
     if path.stem == "private":
         pytest.importorskip("opacus", reason='no opacus: pip install "lightning_fed[privacy]"')
@@ -337,6 +333,7 @@ def test_a_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert not capfd.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
     with pytest.raises(SystemExit, match="clients_per_round=31"):
         fit("--trainer.clients_per_round", "31")
@@ -376,6 +373,7 @@ def test_lightning_shows_no_advertisement_and_no_changed_dirpath() -> None:
     assert not re.search("Tip|dirpath has changed", done.stderr + done.stdout)
 
 
+@pytest.mark.thorough
 def test_an_option_may_be_written_with_hyphens() -> None:
     fit("--trainer.max-rounds", "1", "--trainer.logger=false", "--trainer.default-root-dir=hyphened-folder")
     assert list(Path("hyphened-folder").rglob("*.ckpt"))

@@ -114,6 +114,7 @@ ONE, CROP = "lightning_fed.data.ToFloat", "lightning_fed.data.RandomCrop"
 SEVERAL = [ONE, {"class_path": "lightning_fed.data.Shrink", "init_args": {"factor": 2}}]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "functions",
     [
@@ -121,7 +122,7 @@ SEVERAL = [ONE, {"class_path": "lightning_fed.data.Shrink", "init_args": {"facto
             "transform": ONE,
             "augment": ["lightning_fed.data.RandomFlip", {"class_path": CROP, "init_args": {"padding": 2}}],
         },
-        pytest.param({"transform": SEVERAL}, marks=pytest.mark.thorough),
+        {"transform": SEVERAL},
     ],
 )
 def test_functions_of_batches_are_saved_as_they_were_written(functions, tmp_path, capsys):

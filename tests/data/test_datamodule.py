@@ -660,6 +660,7 @@ def from_configuration(class_path, **init_args):
     return parser().instantiate_classes(read).data
 
 
+@pytest.mark.thorough
 def test_a_configuration_file_of_lightnings_own_command_line_can_choose_the_data(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train"])
     part = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 6}}

@@ -233,6 +233,7 @@ def test_the_command_draws_and_prints(tmp_path, capsys):
     assert out.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_the_command_takes_every_partition_and_stacked_configurations(tmp_path, capsys):
     (tmp_path / "more.yaml").write_text(

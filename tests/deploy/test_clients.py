@@ -232,6 +232,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_learning_rates_are_those_of_a_round_at_once_forwards_and_backwards(name: str) -> None:
     class Rates(FederatedCallback):

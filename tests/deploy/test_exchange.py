@@ -84,6 +84,7 @@ def test_a_line_of_the_log_names_a_few_clients() -> None:
     assert exchange._named(list(range(1000))) == "0, 1, 2, 3, 4, ..."
 
 
+@pytest.mark.thorough
 def test_a_fit_ends_with_the_names_of_clients_that_do_not_answer_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

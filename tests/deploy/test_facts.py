@@ -140,6 +140,7 @@ def test_the_registered_facts_of_the_optimizer_are_the_same_in_every_round(name:
     assert optimizer_facts(trainer) == first
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_in_the_middle_of_a_schedule_is_not_refused(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg"))
     wire.run(save={3: tmp_path / "three.ckpt"})

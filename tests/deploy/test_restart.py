@@ -122,7 +122,8 @@ def disturbed(method: str, folder: Path, seed: int) -> tuple[Any, int]:
         return module, ends
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 33))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(33))
 def test_ends_at_random_moments_leave_no_trace(seed: int, tmp_path: Path) -> None:
     method = list(METHODS)[(5 * seed + 6) % len(METHODS)]
     module, ends = disturbed(method, tmp_path, seed)

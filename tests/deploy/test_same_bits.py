@@ -198,6 +198,7 @@ def scaled() -> Scaled:
     return Scaled()
 
 
+@pytest.mark.thorough
 def test_settings_of_single_clients_are_those_of_the_simulation(tmp_path: Path) -> None:
     def make(max_rounds: int) -> FederatedTrainer:
         return make_trainer("Scaffold ii", callbacks=[OwnSettings()], max_rounds=max_rounds)
@@ -246,6 +247,7 @@ def cooling() -> Cooling:
     return Cooling()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["Mime", "FedProx adaptive"])
 def test_hooks_of_epochs_are_called_on_sites(method: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, method), tmp_path, cooling)

@@ -26,6 +26,7 @@ def rounds_in(checkpoint: Path) -> int:
     return int(torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]["state_dict"]["round"])
 
 
+@pytest.mark.thorough
 def test_every_round_is_saved_and_the_one_before_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire, checkpoint = Wire(tmp_path, partial(make_trainer, METHOD)), tmp_path / "new" / "last.ckpt"
     with caplog.at_level("INFO", logger="lightning_fed.deploy"):

@@ -24,6 +24,7 @@ def test_two_processes_do_not_share_a_sites_folder(tmp_path: Path) -> None:
         FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_site_keeps_the_last_two_versions_of_a_clients_state_and_no_more(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "Scaffold ii", clients_per_round=1.0))
     wire.run()

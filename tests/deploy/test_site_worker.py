@@ -127,6 +127,7 @@ for number in range(6):
 """
 
 
+@pytest.mark.thorough
 def test_the_log_of_a_site_does_not_grow_without_end(tmp_path: Path) -> None:
     with open(open_log(tmp_path), "wb") as log:
         subprocess.run([sys.executable, "-c", WRITES, str(tmp_path)], stdout=log, stderr=log, check=True)

@@ -441,7 +441,7 @@ def check_installation(words: list[str]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [False, True])
 def test_a_command_that_is_shown_is_a_real_one(every: bool, capsys: pytest.CaptureFixture[str]) -> None:
     shown, faults = list(commands(every)), []
     assert len(shown) > 100

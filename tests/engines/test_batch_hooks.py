@@ -157,6 +157,7 @@ def test_a_users_precision_plugin_is_called_between_batch_and_step(plugin: type[
     refused(Ordinary, rf"{hook[0]} is called for every batch", plugins=plugin())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_users_strategy_moves_every_batch(engine: str) -> None:
     doubled = [torch.utils.data.TensorDataset(2 * x.tensors[0], x.tensors[1]) for x in clients()]

@@ -32,19 +32,18 @@ QUICK: dict[str, Any] = {"limit_val_batches": 0, "max_rounds": 2}
 # ------------------------------------------------------------------ without noise and clipping
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
         (Scaffold(), {}),
-        pytest.param(FedAvg(), {"local_optimizer_state": "keep"}, marks=pytest.mark.thorough),
-        pytest.param(FedProx(0.1), {"local_epochs": None, "local_steps": 3}, marks=pytest.mark.thorough),
-        pytest.param(FedDyn(1.0), {"personal": ["head.*"]}, marks=pytest.mark.thorough),
+        (FedAvg(), {"local_optimizer_state": "keep"}),
+        (FedProx(0.1), {"local_epochs": None, "local_steps": 3}),
+        (FedDyn(1.0), {"personal": ["head.*"]}),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize(
-    "at_once", [None, pytest.param(3, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("at_once", [None, 3, 1])
 def test_without_noise_and_clipping_it_is_the_ordinary_run(algorithm: Any, options: Any, at_once: int | None) -> None:
     def make() -> Ordinary:
         return Ordinary(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=0.01))
@@ -97,13 +96,14 @@ def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
     return torch.cat([p.flatten() for p in x])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "privacy",
     [
         ClientPrivacy(0.0, 0.3, 1e-3, "shuffle", examples_at_once=3),  # of 4: the last part is one example
         ON,
-        pytest.param(ClientPrivacy(0.8, 0.3, 1e-3, "shuffle"), marks=pytest.mark.thorough),
-        pytest.param(ClientPrivacy(0.8, 0.3, 1e-3, "poisson", examples_at_once=2), marks=pytest.mark.thorough),
+        ClientPrivacy(0.8, 0.3, 1e-3, "shuffle"),
+        ClientPrivacy(0.8, 0.3, 1e-3, "poisson", examples_at_once=2),
     ],
     ids=repr,
 )
@@ -113,6 +113,7 @@ def test_clipping_noise_and_samples_are_those_of_a_loop(privacy: ClientPrivacy) 
     torch.testing.assert_close(parameters(found.lightning_module), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_noise_has_the_stated_size_and_differs_by_step_round_and_client() -> None:
     class Flat(Ordinary):
         """Has a loss without a gradient, so that clients move by noise alone."""
@@ -187,6 +188,7 @@ class Smaller(FederatedCallback):
             trainer.limit_train_batches = 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_batches_that_a_hook_has_changed_are_accounted_for(sampling: Any) -> None:
     privacy = ClientPrivacy(0.8, 0.3, 1e-3, sampling)
@@ -435,6 +437,7 @@ def test_what_noise_would_not_cover_is_refused(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.thorough
 def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None:
     fit(
         client_privacy=ON,

@@ -33,6 +33,7 @@ class Counts(Ordinary):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_an_assigned_buffer_counts_local_steps_alone(method: str) -> None:
     counted = [
@@ -70,6 +71,7 @@ def test_an_attribute_of_one_client_that_averaged_gradients_lack_is_refused(meth
         run(engine, Scaled, algorithm=METHODS[method](), callbacks=[Scales()])
 
 
+@pytest.mark.thorough
 def test_rates_of_one_client_and_gradients_of_its_own_are_allowed() -> None:
     run("sequential", Scaled, algorithm=METHODS["Mime"](), callbacks=[Rates()])
     run("sequential", Scaled, algorithm=METHODS["SCAFFOLD, option i"](), callbacks=[Scales()])

@@ -37,7 +37,7 @@ from lightning_fed.core.errors import FederatedError as CoreError
 from lightning_fed.server import FedAdam, FedBuff, TopK
 from tests.helpers.engines import full_batches
 from tests.helpers.processes import in_processes
-from tests.helpers.selection import covering, few
+from tests.helpers.selection import covering
 from tests.helpers.training import Net, clients, data, parameters, same, seeded, trainer
 
 SIZES = (13, 8, 21, 5, 16, 9)
@@ -84,7 +84,8 @@ def run_way(way: str, datamodule: Any, **options: Any) -> Any:
     return run(model, datamodule, local_epochs=2, **{**chosen, **options})
 
 
-@pytest.mark.parametrize("way", few(WAYS, ["Scaffold", "FedProx, clipped"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
 def test_engines_agree(way: str) -> None:
     one, other = (run_way(way, full_batches(), **own) for own in ({}, {"engine": "vectorized", "chunk_size": 2}))
     close(one.fit_loop.state.x, other.fit_loop.state.x)
@@ -102,6 +103,7 @@ def measured(**options: Any) -> tuple[Tensor, dict[int, Tensor], dict[Any, Any]]
     return fitted.fit_loop.state.x, personal(fitted), measure.own_table
 
 
+@pytest.mark.thorough
 def test_two_processes_do_the_same(tmp_path: Path) -> None:
     x, own, table = measured()
     found = in_processes(partial(measured, strategy="clients", devices=2), tmp_path)
@@ -206,13 +208,10 @@ def test_kept_optimizers_are_resumed_exactly(way: str, solver: str, where: str, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ways", few([pytest.param(["APFL"], id="one"), pytest.param([*OWN], id="all")], ["one"]))
+@pytest.mark.parametrize("ways", [pytest.param(["APFL"], id="one"), pytest.param([*OWN], id="all")])
 @pytest.mark.parametrize(
     ("solver", "where"),
-    few(
-        [pytest.param(solver, where, id=f"{solver}, {where}") for solver in SOLVERS for where in ("disk", "memory")],
-        ["Adam, disk"],
-    ),
+    [pytest.param(solver, where, id=f"{solver}, {where}") for solver in SOLVERS for where in ("disk", "memory")],
 )
 def test_two_processes_keep_the_same_optimizers(ways: list[str], solver: str, where: str, tmp_path: Path) -> None:
     def both_halves() -> Any:
@@ -372,6 +371,7 @@ def test_methods_want_names(cls: type[FedPer]) -> None:
 # ---------------------------------------------------------------------- own models
 
 
+@pytest.mark.thorough
 def test_own_models_are_measured_beside_the_servers() -> None:
     own = dict(enumerate(clients(SIZES)))
     val = FederatedDataModule(clients=clients(SIZES), client_val=own, batch_size=4)

@@ -12,6 +12,7 @@ from lightning_fed.server import UniformSampler, WeightedSampler
 ROUNDS = 2000
 
 
+@pytest.mark.thorough
 def test_fifteen_epochs_of_uniform_draws_have_the_steps_of_twenty_by_size() -> None:
     data = Synthetic(num_clients=30, batch_size=10)
     data.setup("fit")

@@ -41,6 +41,7 @@ def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.M
     assert off.mean() < 1
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_a_long_legend_leaves_panels_their_size() -> None:
     heights = []

@@ -59,6 +59,7 @@ def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(writ
     assert config == grid.config(cell)  # completing changes nothing
 
 
+@pytest.mark.thorough
 def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
     methods: dict[str, Any] = {name: {"trainer.engine": "auto"} for name in ("FedAvg", "the same")}
     results, ran = run(write(methods=methods), tmp_path / "out")
@@ -136,7 +137,8 @@ def reproduce(args: list[str], messages: Path) -> None:
     main(["reproduce", *args])
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("anew", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("start", ["fork", "anew"])
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Write, tmp_path: Path) -> None:
     cells, root, messages = tmp_path / "out" / "cells", Path(__file__).parents[2], tmp_path / "messages"
     callback = {"class_path": f"{__name__}.Stuck", "init_args": {"folder": str(cells)}}

@@ -81,6 +81,7 @@ def test_the_dissimilarity_is_the_spectral_norm_of_the_difference_from_the_mean(
     assert [e.value for e in found] == pytest.approx([largest(m - mean) for m in matrices])
 
 
+@pytest.mark.thorough
 def test_it_agrees_with_exact_hessians_of_a_small_network() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -22,7 +22,8 @@ def test_parameters(depth, num_classes, count, norm):
     assert sum(isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3) for m in model.modules()) == {18: 17, 20: 19}[depth]
 
 
-@pytest.mark.parametrize("norm", few(["group", "batch"], ["group"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("norm", ["group", "batch"])
 def test_resnet18_is_torchvisions_with_another_stem(norm):
     layer = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, 2)
     theirs = resnet18(weights=None, num_classes=10, norm_layer=layer)

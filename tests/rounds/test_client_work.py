@@ -161,6 +161,7 @@ def test_losses_of_all_clients_are_one_sum() -> None:
     assert whole.loss > 0
 
 
+@pytest.mark.thorough
 def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
     def ask(who: Asked) -> list[Any]:
         cause = OnlySequentialError("the module draws")
@@ -200,6 +201,7 @@ def test_after_memory_has_run_out_half_as_many_clients_run_and_after_one_another
     assert asked(ask, engine=engine) == ([None] * 3 if engine == "sequential" else [*less, last])
 
 
+@pytest.mark.thorough
 def test_an_own_solve_runs_as_few_clients_at_once_as_the_work() -> None:
     def ask(who: Asked) -> Any:
         with pytest.warns(UserWarning, match="restarts with chunk_size=2"):

@@ -178,6 +178,7 @@ def test_buffers_that_nobody_changes_do_not_travel(engine: str) -> None:
     assert torch.equal(model.positions, before)
 
 
+@pytest.mark.thorough
 def test_buffers_that_clients_change_travel_from_then_on_after_a_resume_too(tmp_path: Path) -> None:
     assert traffic(seeded(WithBuffers, moves=True)) == [(36, 0), (36, 36), (36, 36)]
     saver = ModelCheckpoint(tmp_path, filename="a")
@@ -301,6 +302,7 @@ class Gradients(FederatedCallback):
         self.total += round_report.gradients
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "work"),
     covering(
@@ -339,7 +341,8 @@ CHUNKS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", few(CHUNKS, [{"engine": "auto"}]), ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", CHUNKS, ids=str)
 def test_clients_are_listed_as_they_were_drawn(options: dict[str, Any]) -> None:
     drawn, record = [4, 1, 3, 0, 2], Record()
     run(clients_per_round=None, sampler=lambda seed, round: drawn, max_rounds=1, callbacks=record, **options)

@@ -139,7 +139,7 @@ def test_a_part_of_another_message_keeps_its_shape() -> None:
     [
         (Scaffold(), SignFlipAttack(0.5, 2.0)),
         *(
-            pytest.param(algorithm, attack, marks=pytest.mark.thorough)
+            (algorithm, attack)
             for algorithm in (FedAvg(), Scaffold("i"), FedDyn(1.0), FedNova(), Mime(SGDm()), ServerOnly())
             for attack in (SignFlipAttack(0.5, 2.0), NoiseAttack([1, 4], 0.5), LabelFlipAttack(0.5, CLASSES))
         ),

@@ -95,7 +95,7 @@ def spoiled() -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", few(SAMPLERS, ["fresh losses"]))
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_engines_draw_the_same_cohorts_and_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     whole, record = ran(name)
     at_once, other = ran(name, "vectorized")
@@ -259,6 +259,7 @@ def test_the_step_is_the_sum_of_changes_by_share_over_probability() -> None:
 # ------------------------------------------------------------------ one state for each run
 
 
+@pytest.mark.thorough
 def test_each_run_learns_by_itself_and_a_second_fit_goes_on() -> None:
     sampler = OortSampler(2)
     whole, record = ran("Oort", sampler=sampler)

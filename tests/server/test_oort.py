@@ -108,6 +108,7 @@ def round_half_up(value: float) -> int:
     return math.floor(value + 0.5)
 
 
+@pytest.mark.thorough
 def test_clients_are_drawn_in_proportion_to_their_utility_among_those_admitted() -> None:
     sampler, rounds = OortSampler(1, exploration=0.0, cutoff=0.5, clip=1.0), 1500
     sampler.update(0, {i: report(i, loss) for i, loss in zip("abcd", (4.0, 3.0, 2.0, 1.0), strict=True)})

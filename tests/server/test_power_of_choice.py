@@ -48,6 +48,7 @@ def test_candidates_are_drawn_by_weight_one_after_the_other() -> None:
         assert abs(found[i, j] - chance * rounds) < 5 * math.sqrt(chance * (1 - chance) * rounds)
 
 
+@pytest.mark.thorough
 def test_ties_are_broken_at_random() -> None:
     sampler, rounds = PowerOfChoiceSampler(1, 3, weights=dict.fromkeys(NAMES[:3], 1)), 1200
     found = Counter(sampler(0, r, NAMES[:3], dict.fromkeys(NAMES[:3], 0.5))[0] for r in range(rounds))

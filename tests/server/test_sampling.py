@@ -297,6 +297,7 @@ def test_weights_by_examples_come_from_the_population() -> None:
 # ------------------------------------------------------------------ Bernoulli
 
 
+@pytest.mark.thorough
 def test_everybody_flips_a_coin_of_its_own() -> None:
     rounds, p = 3000, {"a": 0.0, "b": 0.2, "c": 0.7, "d": 1.0}
     cohorts = [BernoulliSampler(p)(0, r, NAMES) for r in range(rounds)]
@@ -344,6 +345,7 @@ def attendance(sampler: AvailabilitySampler, n: int, day: int, days: int, seed: 
     return found / days
 
 
+@pytest.mark.thorough
 def test_availability_swings_over_the_day_by_the_clients_longitude() -> None:
     n, day, days = 6, 8, 250
     found = attendance(AvailabilitySampler(n, rounds_per_day=day, low=0.1, high=0.9), n, day, days)
@@ -358,6 +360,7 @@ def test_availability_swings_over_the_day_by_the_clients_longitude() -> None:
     np.testing.assert_allclose(np.abs(second), 0.0, atol=tolerance)
 
 
+@pytest.mark.thorough
 def test_longitudes_are_the_seeds_alone() -> None:
     n, day, days = 6, 4, 150
     sampler = AvailabilitySampler(n, rounds_per_day=day, low=0.0, high=1.0)
@@ -366,6 +369,7 @@ def test_longitudes_are_the_seeds_alone() -> None:
     assert np.abs(first - other).max() > 0.3
 
 
+@pytest.mark.thorough
 def test_a_second_cohort_is_of_clients_at_the_same_longitudes() -> None:
     n, day = 40, 8
     sampler = AvailabilitySampler(n, rounds_per_day=day, low=0.0, high=1.0)
@@ -388,6 +392,7 @@ def test_a_sampler_of_ones_own_is_asked_itself() -> None:
     assert draw(Own(2), 7, 1, NAMES, run_seed=0) == ["b"]
 
 
+@pytest.mark.thorough
 def test_availability_without_a_swing_is_a_coin_with_a_cap() -> None:
     assert AvailabilitySampler(3, low=1.0, high=1.0)(0, 0, ["a", "b", "c"]) == ["a", "b", "c"]
     assert AvailabilitySampler(3, low=0.0, high=0.0)(0, 0, NAMES) == []
@@ -397,6 +402,7 @@ def test_availability_without_a_swing_is_a_coin_with_a_cap() -> None:
         assert_frequency(sizes[size], p, rounds)
 
 
+@pytest.mark.thorough
 def test_all_who_are_available_are_equally_likely() -> None:
     rounds, sampler = 3000, AvailabilitySampler(1, low=1.0, high=1.0)
     for count in counts(sampler, range(4), rounds).values():

@@ -169,6 +169,7 @@ def test_a_saved_state_does_not_move_with_x() -> None:
     assert step.params[0].tolist() == [0.0]
 
 
+@pytest.mark.thorough
 def test_a_run_follows_the_servers_schedule_and_resumes_exactly(tmp_path: Any) -> None:
     common: dict[str, Any] = {
         "algorithm": Scaffold(),

@@ -68,6 +68,7 @@ def test_batch_normalisation_in_evaluation_mode_is_no_obstacle() -> None:
     check_batch_statistics(module)
 
 
+@pytest.mark.thorough
 def test_one_process_splits_nothing(tmp_path: Path) -> None:
     # apart from this one, whose process group those that other tests fork would take for theirs
     (outcome,) = in_processes(lambda: fit(strategy="ddp", devices=1), tmp_path, count=1)

@@ -134,6 +134,7 @@ def forked(folder: Path) -> Any:
     return run
 
 
+@pytest.mark.thorough
 def test_forked_processes_compute_on_one_thread(forked: Any, folder: Path) -> None:
     assert [(folder / f"{rank}").read_text() for rank in range(2)] == ["1", "1"]
 

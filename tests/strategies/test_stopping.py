@@ -185,7 +185,8 @@ class Half(MixedPrecision):
 METHODS = [Scaffold(), MimeLite()]
 
 
-@pytest.mark.parametrize("method", few(METHODS, METHODS[1:]), ids=repr)
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_gradient_scaler_goes_on_from_the_start_of_the_round(method: Any, tmp_path: Path) -> None:
     options = {"algorithm": method, "ckpt_path": "last"}
     for at in (1, 4):
@@ -240,6 +241,7 @@ def test_a_run_that_breaks_while_a_round_ends_saves_nothing_of_it(whole: Any, tm
     assert torch.equal(resumed.fit_loop.state.x, whole.fit_loop.state.x)
 
 
+@pytest.mark.thorough
 def test_tensorboard_shows_every_round_once(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("my own")

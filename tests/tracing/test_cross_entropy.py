@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_fed.tracing.cross_entropy import restore_cross_entropy
 from lightning_fed.tracing.passes import generalize, simplify
+from tests.helpers.selection import covering
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -59,8 +60,7 @@ LOSSES: dict[str, Loss] = {
 SHAPES = {"examples": (6, CLASSES), "sequences": (3, CLASSES, 4), "pictures": (2, CLASSES, 3, 4)}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "shape"), covering([*LOSSES], [*SHAPES]))
 def test_a_cross_entropy_is_one_kernel_per_pass_with_the_same_bits(name: str, shape: str) -> None:
     tensors, expected = given(SHAPES[shape], 3), 2 if name == "two losses" else 1
     module, forward, backward = restored(LOSSES[name], *tensors)
@@ -90,6 +90,7 @@ def test_a_client_whose_classes_are_all_ignored_has_the_module_s_own_gradient() 
     assert losses[[0, 2]].isfinite().all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernels_take_any_number_of_clients(shape: str) -> None:
     modules = [restored(F.cross_entropy, *given(SHAPES[shape], count))[0] for count in (5, 7)]

@@ -74,6 +74,7 @@ def test_min_epochs_holds_off_a_request_to_stop() -> None:
     assert run.fit_loop.round == 3
 
 
+@pytest.mark.thorough
 def test_clipping_that_a_callback_turns_on_is_not_passed_over() -> None:
     class TurnOn(pl.Callback):
         def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -172,6 +173,7 @@ def collected(**options: Any) -> tuple[dict[str, float], list[str]]:
     return {name: float(run.callback_metrics[name]) for name in ("own", "everyones")}, told
 
 
+@pytest.mark.thorough
 def test_what_a_module_collects_in_its_process_is_put_together_or_told_to_be_a_part(tmp_path: Path) -> None:
     examples = float(sum((13, 8, 21, 5, 16, 9)))
     assert collected() == ({"own": examples, "everyones": examples}, [])

@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_fed import ClientError, FederatedCallback
 from lightning_fed.algorithms import Scaffold
 from tests.helpers.checkpoints import run_keeping as run
-from tests.helpers.selection import covering, few
+from tests.helpers.selection import covering
 from tests.helpers.training import Net, data, seeded, trainer
 
 
@@ -100,7 +100,8 @@ def test_a_round_that_was_cut_off_begins_again_with_the_same_bits(hooks: str, ho
     assert ends(run(tmp_path / "cut", 4, ckpt_path=file, callbacks=[resumed], **ALL), resumed) == expected
 
 
-@pytest.mark.parametrize("hooks", few(HOOKS, ["Slower"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("hooks", HOOKS)
 def test_a_trainer_whose_round_was_cut_off_goes_on_with_the_same_bits(hooks: str, tmp_path: Path) -> None:
     make = HOOKS[hooks]
     expected = run(tmp_path / "whole", 4, callbacks=[make()], **ALL)
@@ -161,16 +162,14 @@ class Draws(FederatedCallback):
                 value.add_(0.1 * torch.randn_like(value) + random.random() + np.random.rand())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hook", "engine"),
-    few(
-        [
-            pytest.param(hook, engine, id=f"{hook}-{engine}")
-            for hook in ("on_train_epoch_start", "on_round_start", "on_round_end", "on_train_epoch_end")
-            for engine in ("sequential", "vectorized")
-        ],
-        ["on_train_epoch_end-vectorized"],
-    ),
+    [
+        pytest.param(hook, engine, id=f"{hook}-{engine}")
+        for hook in ("on_train_epoch_start", "on_round_start", "on_round_end", "on_train_epoch_end")
+        for engine in ("sequential", "vectorized")
+    ],
 )
 def test_hooks_of_rounds_draw_the_same_numbers_in_a_resumed_run(hook: str, engine: Any, tmp_path: Path) -> None:
     def drawing(name: str, rounds: int, ckpt_path: Any = None) -> Any:

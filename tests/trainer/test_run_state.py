@@ -149,8 +149,9 @@ def kept_open() -> list[str]:
     return [file.path for file in this_process().open_files() if ".states" in file.path or ".sqlite" in file.path]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name != "posix", reason="descriptors are counted by the system")
-@pytest.mark.parametrize("options", few([{}, {"engine": "vectorized"}, DISK, EVERYTHING], [EVERYTHING]), ids=str)
+@pytest.mark.parametrize("options", [{}, {"engine": "vectorized"}, DISK, EVERYTHING], ids=str)
 def test_no_file_stays_open_after_a_fit(options: dict[str, Any]) -> None:
     fitted(**options)  # what is opened once in a process
     gc.collect()
@@ -188,6 +189,7 @@ def test_a_round_that_was_left_leaves_no_states(error: type[BaseException]) -> N
     assert same(kept.state_dict(), before)
 
 
+@pytest.mark.thorough
 def test_states_can_be_read_after_another_trainers_fit_in_the_folder() -> None:
     first = fitted(**DISK)
     before = first.fit_loop.state.clients.state_dict()

@@ -69,6 +69,7 @@ class AtRounds(FederatedCallback):
         setattr(self, hook, edit)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hook", "engine"),
     crossed(
@@ -87,6 +88,7 @@ def test_a_buffer_that_a_hook_sets_is_the_clients_too(hook: str, engine: str) ->
     assert float(t.fit_loop.state.buffers["decay"]) == pytest.approx(0.1 * times)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("hook", "method"),
     crossed(HOOKS, (FedAvg, Scaffold, Mime), default=["on_train_epoch_end-Scaffold"]),
@@ -99,6 +101,7 @@ def test_engines_agree_on_what_hooks_have_edited(hook: str, method: Any) -> None
     assert_agree(*(run(e, Annealed, algorithm=method(), callbacks=[hooked(hook, edit)]) for e in ENGINES))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("edit", "engine"), crossed([halve, replace], ENGINES, default=["halve-vectorized"]))
 def test_parameters_edited_at_the_end_of_the_fit_are_in_the_module(edit: Callable[..., None], engine: str) -> None:
     plain = run(engine).lightning_module
@@ -200,6 +203,7 @@ def edited_in_processes(only_first: bool) -> Any:
     return state_of(run("sequential", callbacks=[hooked("on_train_epoch_start", edit)], **options))["x"]
 
 
+@pytest.mark.thorough
 def test_processes_must_edit_alike(tmp_path: Path) -> None:
     alone = state_of(run("sequential", callbacks=[hooked("on_train_epoch_start", halve)]))["x"]
     for outcome in in_processes(lambda: edited_in_processes(False), tmp_path):
@@ -209,15 +213,13 @@ def test_processes_must_edit_alike(tmp_path: Path) -> None:
     assert all("not alike in all processes" in str(outcome.error) for outcome in outcomes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("engine", "chunk_size"),
-    few(
-        [
-            pytest.param(engine, size, id=f"{size}-{engine}")
-            for engine, size in [("sequential", None), *product(["vectorized"], [None, 1, 3])]
-        ],
-        ["3-vectorized"],
-    ),
+    [
+        pytest.param(engine, size, id=f"{size}-{engine}")
+        for engine, size in [("sequential", None), *product(["vectorized"], [None, 1, 3])]
+    ],
 )
 def test_a_clients_hook_finds_its_model_in_the_module(engine: str, chunk_size: int | None) -> None:
     class Look(FederatedCallback):

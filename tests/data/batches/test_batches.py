@@ -235,6 +235,7 @@ def test_a_collate_function_makes_the_batches():
     assert [(batch["y"].tolist(), size) for batch, size in epoch] == [([0, 1], 2), ([2], 1)]
 
 
+@pytest.mark.thorough
 def test_workers_follow_the_generator_and_change_from_epoch_to_epoch():
     batches = LoaderBatches(Random(4), BatchSettings(batch_size=4, shuffle=False, num_workers=1))
 
@@ -263,6 +264,7 @@ def custom(dataset, chosen):
     return CustomBatches(lambda stream: plain.loader(stream), 0, chosen, size=len(dataset))
 
 
+@pytest.mark.thorough
 @given(n=st.integers(1, 12), batch_size=st.integers(1, 13), workers=st.just(0), seed=st.integers(0, 2**40))
 @example(n=5, batch_size=2, workers=1, seed=3)
 def test_augmentation_is_the_same_however_batches_are_made(n, batch_size, workers, seed):

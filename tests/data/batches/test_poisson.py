@@ -44,6 +44,7 @@ def test_both_kinds_of_data_have_the_same_batches() -> None:
     assert drawn(batches("tensors"), 3) == drawn(batches("loader"), 3)
 
 
+@pytest.mark.thorough
 def test_every_example_is_in_each_batch_with_the_same_probability() -> None:
     found = drawn(batches(), epochs=500)
     assert len(found) == 500 * 4

@@ -127,6 +127,7 @@ def test_all_clients_together_are_validated_and_tested():
                 assert torch.equal(column, torch.cat([client[i] for client in tensors(data)]))
 
 
+@pytest.mark.thorough
 def test_scaffold_reaches_the_least_squares_optimum_where_fedavg_does_not():
     data = LeastSquares(num_clients=3, dim=2)
     distances = []

@@ -67,6 +67,7 @@ def test_neither_indices_nor_labels_change(shift):
         assert [int(y) for _, y in shifted.dataset(client)] == [int(y) for _, y in plain.dataset(client)]
 
 
+@pytest.mark.thorough
 @given(shift=shifts)
 def test_a_client_is_a_function_of_the_seed_and_of_itself(shift):
     first, second = cut(shift), cut(copy.deepcopy(shift))
@@ -157,6 +158,7 @@ def test_spaced_and_listed_angles():
     assert [FeatureShift(Iid(5), rotation=[0, 90, 45]).angle(i, 5) for i in range(5)] == [0, 90, 45, 0, 90]
 
 
+@pytest.mark.thorough
 def test_drawn_angles_are_uniform():
     shift = FeatureShift(Iid(1), rotation=90.0, angles="drawn")
     angles = torch.tensor([shift.angle(i, 1000) for i in range(1000)])

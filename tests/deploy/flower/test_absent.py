@@ -55,6 +55,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="flwr")
 
 
+@pytest.mark.thorough
 def test_a_node_that_has_gone_costs_a_run_one_limit(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_node_that_never_came_costs_a_run_one_limit(
     assert LIMIT < clock.now < LIMIT + 200
 
 
+@pytest.mark.thorough
 def test_a_node_that_is_back_is_asked_and_waited_for_again(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_slow_node_is_waited_for(nodes: Any, tmp_path: Any, clock: Clock, capl
     assert nodes.asked.count((100, "query")) == 5  # who it is, and twice a round, at twice the distance
 
 
+@pytest.mark.thorough
 def test_a_server_that_starts_before_its_nodes_waits_for_them(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

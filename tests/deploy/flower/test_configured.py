@@ -93,6 +93,7 @@ def test_a_signal_ends_all_that_was_started(number: int, tmp_path: Path, monkeyp
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.thorough
 def test_a_run_on_this_machine_has_five_rounds_unless_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, mo
     run(nodes, checkpoint, max_rounds=1)
 
 
+@pytest.mark.thorough
 def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> None:
     del nodes.nodes[101]
     said = "1 client has not answered to 'register': 1.*Client 1: no node was connected for 0.5 s"
@@ -60,6 +61,7 @@ def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> Non
     assert torch.isfinite(parameters(module)).all()
 
 
+@pytest.mark.thorough
 def test_a_node_that_comes_late_takes_part_from_the_next_round_on(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

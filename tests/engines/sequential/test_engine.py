@@ -173,6 +173,7 @@ class Assigns(Clamps):
         p.data = p.data.clamp(-bound, bound)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [Scaffold(), FedProx(0.1), Mime(base=SGDm())], ids=repr)
 def test_parameters_may_be_assigned_by_their_data(method: Any) -> None:
     make = partial(run, "sequential", algorithm=method, max_rounds=2)

@@ -25,6 +25,7 @@ class Scaled(MixedPrecision):
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000))
 
 
+@pytest.mark.thorough
 def test_half_precision_with_a_gradient_scaler() -> None:
     class Count(FederatedCallback):
         steps: int = 0
@@ -90,6 +91,7 @@ def ends_of(algorithm: Algorithm, accumulated: int) -> tuple[dict[str, torch.Ten
     return state_of(t), [report.loss for report in record.reports]
 
 
+@pytest.mark.thorough
 def test_second_gradients_and_losses_are_those_of_the_whole_batch() -> None:
     for algorithm in (Mime(), Scaffold()):
         (whole, losses), (parts, of_parts) = (ends_of(algorithm, accumulated) for accumulated in (1, 2))

@@ -80,6 +80,7 @@ class Reversal(Ordinary):
         return F.cross_entropy(out, batch[1]) + term - term.detach()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("engine", "optimizer", "module"), covering(ENGINES, [DECAYED, PLAIN, ADAM], [BySize, ByRound, ByBatch])
 )
@@ -93,16 +94,14 @@ def test_clients_whose_losses_depend_on_different_parameters_are_refused() -> No
         run("vectorized", partial(BySize, ADAM), partial(data, (8, 7, 8, 7, 8, 7)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "engine"),
-    few(
-        [
-            pytest.param(algorithm, engine, id=f"{type(algorithm).__name__}-{i}")
-            for algorithm in (FedAvg(), Mime(SGDm()), FedDane(mu=0.1))
-            for i, engine in enumerate(ENGINES)
-        ],
-        ["Mime-1"],
-    ),
+    [
+        pytest.param(algorithm, engine, id=f"{type(algorithm).__name__}-{i}")
+        for algorithm in (FedAvg(), Mime(SGDm()), FedDane(mu=0.1))
+        for i, engine in enumerate(ENGINES)
+    ],
 )
 def test_what_a_module_reads_from_collections_and_objects_may_change(algorithm: Any, engine: dict[str, Any]) -> None:
     agree(engine, 3, make=partial(Reversal, PLAIN), algorithm=algorithm, datamodule=EVEN)
@@ -117,12 +116,10 @@ IMPLEMENTATIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "engine"),
-    few(
-        [pytest.param(name, engine, id=f"{name}-{i}") for name in IMPLEMENTATIONS for i, engine in enumerate(ENGINES)],
-        ["fused Adam-0"],
-    ),
+    [pytest.param(name, engine, id=f"{name}-{i}") for name in IMPLEMENTATIONS for i, engine in enumerate(ENGINES)],
 )
 def test_implementations_of_an_optimizer_step_alike(name: str, engine: dict[str, Any]) -> None:
     agree(engine, 2, make=partial(Ordinary, IMPLEMENTATIONS[name]), datamodule=EVEN)
@@ -141,16 +138,14 @@ class Momentum(FederatedCallback):
 METHODS = [FedNova(), FedAvg(), Scaffold(), FedCM(alpha=0.3)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "engine"),
-    few(
-        [
-            pytest.param(algorithm, engine, id=f"{type(algorithm).__name__}-{i}")
-            for algorithm in METHODS
-            for i, engine in enumerate(ENGINES)
-        ],
-        ["FedNova-0"],
-    ),
+    [
+        pytest.param(algorithm, engine, id=f"{type(algorithm).__name__}-{i}")
+        for algorithm in METHODS
+        for i, engine in enumerate(ENGINES)
+    ],
 )
 def test_momentum_may_be_switched_on(algorithm: Any, engine: dict[str, Any]) -> None:
     agree(engine, make=partial(Ordinary, PLAIN), algorithm=algorithm, callbacks=[Momentum(1)], datamodule=EVEN)
@@ -172,7 +167,8 @@ class Warming(Ordinary):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda round: round / 2)]
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, ENGINES[:1]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_normalized_mean_at_a_rate_of_zero_is_that_of_gradients(engine: dict[str, Any]) -> None:
     first = run("sequential", Warming, algorithm=FedAvg("normalized"), max_rounds=1)
     assert not torch.equal(first.fit_loop.state.x, run("sequential", Warming, max_rounds=1).fit_loop.state.x)
@@ -325,6 +321,7 @@ class WithMetric(Ordinary):
         self.log("val_acc", self.accuracy)
 
 
+@pytest.mark.thorough
 def test_metrics_of_evaluation_do_not_cost_the_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     split = Traces._split

@@ -20,11 +20,11 @@ from lightning_fed.engines.vectorized.clients import (
     stack_states,
 )
 from lightning_fed.server.client_states.state import Stacked
-from tests.helpers.selection import few
 from tests.helpers.training import classification, clients, fit, parameters, seeded
 
 
-@pytest.mark.parametrize("sizes", few([(4,) * 8 + (40,), (13, 8, 21, 5, 16, 9)], [(4,) * 8 + (40,)]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [(4,) * 8 + (40,), (13, 8, 21, 5, 16, 9)])
 def test_the_result_is_that_of_the_sequential_engine(sizes: tuple[int, ...]) -> None:
     found = {}
     for engine in ("sequential", "auto"):

@@ -77,18 +77,16 @@ def test_engines_agree_on_uneven_batches(algorithm: Any, make: Any, chunk_size: 
     both(make, algorithm=algorithm, max_rounds=3, chunk_size=chunk_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
-    few(
-        [
-            pytest.param({"datamodule": UNEVEN}, id="last-batches"),
-            pytest.param({"datamodule": UNEVEN, "limit_train_batches": 2}, id="some-batches"),
-            pytest.param({"datamodule": UNEVEN, "local_epochs": 2, "chunk_size": 4}, id="second-epoch"),
-            pytest.param({"local_epochs": None, "local_steps": 1}, id="one-step"),
-            pytest.param({"datamodule": partial(data, (14, 5, 1, 9), full_batch_size=11)}, id="full-batches"),
-        ],
-        ["one-step"],
-    ),
+    [
+        pytest.param({"datamodule": UNEVEN}, id="last-batches"),
+        pytest.param({"datamodule": UNEVEN, "limit_train_batches": 2}, id="some-batches"),
+        pytest.param({"datamodule": UNEVEN, "local_epochs": 2, "chunk_size": 4}, id="second-epoch"),
+        pytest.param({"local_epochs": None, "local_steps": 1}, id="one-step"),
+        pytest.param({"datamodule": partial(data, (14, 5, 1, 9), full_batch_size=11)}, id="full-batches"),
+    ],
 )
 def test_full_gradients_see_all_examples_whatever_local_steps_see(options: dict[str, Any]) -> None:
     both(**options)
@@ -141,7 +139,8 @@ class Switching(Wide):
         return F.conv2d(x.view(-1, 1, 2, 3), self.body.weight[:4, :4].reshape(4, 1, 2, 2)).flatten(1)
 
 
-@pytest.mark.parametrize("make", few([Centered, Larger, Later, Switching], [Later]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [Centered, Larger, Later, Switching])
 @pytest.mark.filterwarnings("ignore:.*gives another loss than when it was traced")
 def test_losses_that_are_no_means_or_change_between_rounds_are_the_modules(make: Any) -> None:
     both(make, max_rounds=3)
@@ -159,6 +158,7 @@ def ignoring(share: float) -> FederatedDataModule:
     return FederatedDataModule(clients=sets, batch_size=4, shuffle=False, drop_last=True)
 
 
+@pytest.mark.thorough
 def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches() -> None:
     both(Ordinary, partial(ignoring, 0.5))
 

@@ -176,6 +176,7 @@ def _with(model: Any, build: Any) -> Any:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "chunk_size"), ENGINES)
 def test_nothing_else_notices_the_second_gradient(engine: str, chunk_size: int | None) -> None:
     make: Any = Noisy if engine == "sequential" else UNNORMED

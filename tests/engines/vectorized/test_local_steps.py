@@ -13,7 +13,6 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, 
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.tracing.traces import Trace
 from tests.helpers.engines import Ordinary, assert_agree, full_batches, run
-from tests.helpers.selection import few
 from tests.helpers.training import data
 
 UNEVEN = partial(data, (14, 7, 11, 6, 10, 9))  # last batches of 1 to 3 examples
@@ -38,17 +37,15 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 METHODS = [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(SGDm()), MimeMVR(a=0.5), FedDane(mu=0.1), ServerOnly()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "chunk_size", "optimizer"),
-    few(
-        [
-            pytest.param(algorithm, n, optimizer, id=f"{type(algorithm).__name__}-{n}-{decay}")
-            for algorithm in METHODS
-            for n in (1, 64)
-            for decay, optimizer in (("plain", partial(torch.optim.SGD, lr=0.05)), ("decayed", DECAYED))
-        ],
-        ["Scaffold-1-decayed", "FedProx-64-plain"],
-    ),
+    [
+        pytest.param(algorithm, n, optimizer, id=f"{type(algorithm).__name__}-{n}-{decay}")
+        for algorithm in METHODS
+        for n in (1, 64)
+        for decay, optimizer in (("plain", partial(torch.optim.SGD, lr=0.05)), ("decayed", DECAYED))
+    ],
 )
 def test_the_correction_is_part_of_the_trace(
     algorithm: Algorithm, chunk_size: int, optimizer: Any, steps_taken: list[int]
@@ -80,7 +77,8 @@ class Reshaping(Ordinary):
 RESHAPED: list[Algorithm] = [Scaffold(option="i"), FedAvg(), FedDane(mu=0.1), MimeMVR(a=0.5)]
 
 
-@pytest.mark.parametrize("algorithm", few(RESHAPED, RESHAPED[:1]), ids=repr)
+@pytest.mark.thorough
+@pytest.mark.parametrize("algorithm", RESHAPED, ids=repr)
 def test_batches_with_fewer_examples_are_traced_where_only_their_number_differs(
     algorithm: Algorithm, steps_taken: list[int]
 ) -> None:
@@ -105,7 +103,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("full", few([3, 64], [3]))
+@pytest.mark.parametrize("full", [3, 64])
 def test_full_batches_are_traced_where_only_the_number_of_examples_differs(full: int, passed: list[bool]) -> None:
     batches = partial(data, (14, 8, 11, 6, 9, 5), full_batch_size=full)  # of which none leaves a single example
     options = {"make": Reshaping, "datamodule": batches, "algorithm": FedDane(mu=0.1)}
@@ -182,6 +180,7 @@ class Raise(FederatedCallback):
         trainer.fit_loop.settings.algorithm.shift = 0.1 * (1 + round)
 
 
+@pytest.mark.thorough
 def test_a_hyper_parameter_of_the_method_that_changes_between_rounds_is_heeded() -> None:
     runs = [
         run(engine, datamodule=full_batches, algorithm=Shifted(), max_rounds=2, callbacks=[Raise()], **more)

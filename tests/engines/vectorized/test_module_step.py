@@ -86,18 +86,17 @@ SIZES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "chunk_size"),
-    few(
-        [pytest.param(size, n, id=f"{name}-{n}") for name, size in SIZES.items() for n in (1, 64)],
-        ["of some-1", "half of them-64"],
-    ),
+    [pytest.param(size, n, id=f"{name}-{n}") for name, size in SIZES.items() for n in (1, 64)],
 )
 def test_batch_sizes_of_logged_values_are_those_of_each_batch(size: Any, chunk_size: int) -> None:
     _, other = both(logs(size), chunk_size=chunk_size)
     assert traced(other) > 0
 
 
+@pytest.mark.thorough
 def test_a_loss_logged_with_its_batch_size_is_the_same_number() -> None:
     _, other = both(logs(len), chunk_size=1, datamodule=partial(data, (10, 1, 23), batch_size=16), clients_per_round=3)
     metrics = {name: float(other.callback_metrics[name]) for name in ("plain", "sized")}

@@ -16,7 +16,7 @@ from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.engines.vectorized.clients import Clients
 from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
 from tests.helpers.engines import Ordinary, assert_agree, full_batches, refused, run
-from tests.helpers.selection import covering, few
+from tests.helpers.selection import covering
 
 ENGINES = ("sequential", "vectorized")
 OPTIMIZERS = {
@@ -37,12 +37,10 @@ OPTIMIZERS = {
 METHODS = [FedAvg(), Scaffold(), FedNova()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "algorithm"),
-    few(
-        [pytest.param(o, a, id=f"{o}-{type(a).__name__}") for o in OPTIMIZERS for a in METHODS],
-        ["Adam amsgrad-Scaffold"],
-    ),
+    [pytest.param(o, a, id=f"{o}-{type(a).__name__}") for o in OPTIMIZERS for a in METHODS],
 )
 def test_runs_with_every_local_optimizer_agree(optimizer: str, algorithm: Any) -> None:
     options = {"make": partial(Ordinary, OPTIMIZERS[optimizer]), "algorithm": algorithm, "max_rounds": 2}
@@ -138,6 +136,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_parameters_or_by_value() -> No
     assert all(map(torch.equal, Clipping(6.0, "norm", corrected=False)(grads), grads))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("on", "clip", "chunk_size"),
     covering(

@@ -48,6 +48,7 @@ def test_fedavg_comes_to_rest_where_the_gradient_is_the_drift() -> None:
     assert m.drift == pytest.approx(suggest(m, STEPS, 2, 10, 0.0).drift_bound, rel=1e-2)
 
 
+@pytest.mark.thorough
 def test_hessians_of_least_squares_are_measured() -> None:
     data = LeastSquares(num_clients=5, dim=4, samples=12, seed=3)
     m = measured(LinearRegression(4, bias=False), data, few=5)

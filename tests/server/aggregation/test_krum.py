@@ -63,7 +63,6 @@ CASES: list[tuple[Aggregator, Callable[[np.ndarray], np.ndarray], int]] = [
     (Bulyan(1), lambda rows: bulyan(rows, 1), 7),
     (Bulyan(2), lambda rows: bulyan(rows, 2), 11),
 ]
-RULES = [rule for rule, _, _ in CASES]
 
 
 @pytest.mark.parametrize(("rule", "reference", "least"), CASES, ids=[repr(rule) for rule, _, _ in CASES])
@@ -163,13 +162,14 @@ def test_as_many_bad_clients_as_the_rule_tolerates_do_not_move_it_out_of_the_goo
 EVERYONE: dict[str, Any] = {"limit_val_batches": 0, "max_rounds": 2, "clients_per_round": 6}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "rule"),
     [
         (Scaffold(), MultiKrum(1)),
-        pytest.param(FedAvg(), Krum(1), marks=pytest.mark.thorough),
-        pytest.param(Mime(SGDm()), Krum(1), marks=pytest.mark.thorough),
-        pytest.param(FedAvg(), Bulyan(0), marks=pytest.mark.thorough),
+        (FedAvg(), Krum(1)),
+        (Mime(SGDm()), Krum(1)),
+        (FedAvg(), Bulyan(0)),
     ],
     ids=repr,
 )

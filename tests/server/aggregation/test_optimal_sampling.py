@@ -50,6 +50,7 @@ def drawn(round: int, m: int = 2, **options: Any) -> tuple[frozenset[int], np.nd
     return frozenset(aggregation.senders), found["delta"].numpy(), aggregation.weights(range(4), "weighting")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("m", "weighting"), [(2, "examples"), (1, "uniform"), (3, "examples")])
 def test_its_mean_over_all_draws_is_the_mean_of_the_cohort_and_its_variance_the_least(m: int, weighting: str) -> None:
     w = np.array(EXAMPLES) / sum(EXAMPLES) if weighting == "examples" else np.full(4, 0.25)

@@ -37,7 +37,7 @@ from lightning_fed.server import (
 from lightning_fed.server.participation import Participant
 from tests.helpers.aggregation import X, add_one, cohort, combined, matrix
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, run, state_of
-from tests.helpers.selection import covering, few
+from tests.helpers.selection import covering
 from tests.helpers.training import Net, data, fit, trainer
 
 RULES: dict[str, Aggregator] = {
@@ -239,6 +239,7 @@ def test_engines_and_chunks_agree(algorithm: Algorithm, rule: Aggregator) -> Non
     assert_agree(one, run("vectorized", chunk_size=3, **options))
 
 
+@pytest.mark.thorough
 def test_trimming_nothing_is_the_uniform_mean_in_a_run() -> None:
     for algorithm in (FedAvg(), Scaffold(), Mime(SGDm())):
         options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0, "max_rounds": 2}
@@ -318,7 +319,8 @@ def clean() -> float:
     return accuracy(None, None)
 
 
-@pytest.mark.parametrize("attack", few(["flip ten times", "noise"], ["flip ten times"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("attack", ["flip ten times", "noise"])
 def test_a_fifth_of_bad_clients_ruins_the_mean(attack: str, clean: float) -> None:
     assert clean > 0.9
     assert accuracy(attack, None) < 0.6
@@ -327,10 +329,7 @@ def test_a_fifth_of_bad_clients_ruins_the_mean(attack: str, clean: float) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("attack", "name"),
-    few(
-        [pytest.param(a, name, id=f"{a}-{name}") for a in ("flip ten times", "noise") for name in DEFENCES],
-        ["flip ten times-geometric", "noise-trimmed"],
-    ),
+    [pytest.param(a, name, id=f"{a}-{name}") for a in ("flip ten times", "noise") for name in DEFENCES],
 )
 def test_a_fifth_of_bad_clients_does_not_ruin_the_robust_rules(attack: str, name: str, clean: float) -> None:
     assert accuracy(attack, DEFENCES[name]) > clean - 0.03
@@ -342,6 +341,7 @@ def test_flipped_signs_do_not_slow_the_robust_rules_down(clean: float) -> None:
         assert accuracy("flip", rule) > clean - 0.03
 
 
+@pytest.mark.thorough
 def test_clipping_bounds_what_a_fifth_of_bad_clients_can_do(clean: float) -> None:
     assert accuracy("flip ten times", NormClipping(1.0)) > clean - 0.03
 

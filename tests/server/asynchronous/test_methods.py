@@ -15,7 +15,6 @@ from lightning_fed.core.rounds import Cohort
 from lightning_fed.server import Asynchronous, ClientClock, FedAsync, FedBuff, TopK
 from tests.behaviour.test_contract import METHODS, Classifier, Method, trainer
 from tests.helpers.processes import in_processes
-from tests.helpers.selection import few
 from tests.helpers.training import FEATURES, data, same
 
 LATE = ClientClock(slow_share=0.4, slow_factor=5.0, spread=0.4, jitter=0.3)
@@ -147,14 +146,11 @@ def test_methods_that_may_run_asynchronously_are_those_whose_clients_work_alone(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("names", "asynchronous"),
-    few(
-        [
-            pytest.param(COVERING, BUFFERED, id="covering"),
-            pytest.param(NAMES, BUFFERED, id="all"),
-            pytest.param(NAMES, ONE_BY_ONE, id="all, FedAsync"),
-        ],
-        ["covering"],
-    ),
+    [
+        pytest.param(COVERING, BUFFERED, id="covering"),
+        pytest.param(NAMES, BUFFERED, id="all"),
+        pytest.param(NAMES, ONE_BY_ONE, id="all, FedAsync"),
+    ],
 )
 def test_two_processes_give_the_bits_of_one(names: Sequence[str], asynchronous: Asynchronous, tmp_path: Path) -> None:
     assert not differing(in_two(tmp_path, names, asynchronous), run(names, asynchronous))
@@ -174,12 +170,11 @@ def test_two_processes_agree_where_clients_are_trained_at_once(name: str, tmp_pa
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "processes", few([pytest.param(n, id=str(n)) for n in ((1, 2, 1), (2, 1, 2), (2, 2, 2))], ["(1, 2, 1)"])
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("processes", [pytest.param(n, id=str(n)) for n in ((1, 2, 1), (2, 1, 2), (2, 2, 2))])
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(["Scaffold ii", "FedCM"], id="two"), pytest.param(NAMES, id="all", marks=pytest.mark.thorough)],
+    [pytest.param(["Scaffold ii", "FedCM"], id="two"), pytest.param(NAMES, id="all")],
 )
 def test_a_run_may_be_resumed_in_another_number_of_processes(
     names: Sequence[str], processes: tuple[int, ...], tmp_path: Path

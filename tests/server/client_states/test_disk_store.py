@@ -94,6 +94,7 @@ def test_of_a_shard_that_no_store_uses_only_the_wanted_versions_stay(tmp_path: P
     assert values(reopened(tmp_path, shards)) == {0: 2.0}
 
 
+@pytest.mark.thorough
 def test_what_follows_the_last_version_may_be_torn_anywhere(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0, 1: 2.0})
@@ -316,6 +317,7 @@ def test_every_version_stays_as_it_was_whatever_comes_later(
 # ------------------------------------------------------------------ other processes and stores
 
 
+@pytest.mark.thorough
 def test_a_forked_process_leaves_the_index_to_its_parent(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0})
@@ -452,6 +454,7 @@ def test_a_round_costs_what_it_touches_whatever_the_population(tmp_path: Path) -
     assert max(size for _, size in many) < 10 * (4 * 1000 + 150)
 
 
+@pytest.mark.thorough
 def test_out_of_date_states_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskClientStore, "rewrite_bytes", 10_000)
     kept, size = store(tmp_path), 4 * 100 + 80
@@ -471,6 +474,7 @@ def test_small_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert values(kept) == {i: float(i) for i in range(100)}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors as Linux does")
 def test_few_files_are_open_at_a_time_and_none_at_rest(tmp_path: Path) -> None:
     gc.collect()  # stores of other tests

@@ -128,6 +128,7 @@ def test_a_local_optimizers_state_of_a_parameter_that_there_is_not_is_refused() 
         fit(load="a.ckpt", **{**options, "max_rounds": 2})
 
 
+@pytest.mark.thorough
 def test_a_local_optimizer_that_starts_afresh_does_not_go_on_from_what_a_checkpoint_kept() -> None:
     fit(WithMomentum, save="kept.ckpt", local_optimizer_state="keep")
     fit(WithMomentum, save="afresh.ckpt")

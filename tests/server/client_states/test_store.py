@@ -159,6 +159,7 @@ def test_what_was_saved_does_not_change_with_the_store(make: Make) -> None:
     assert float(saved[0]["h"]) == 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", [deepcopy, lambda store: pickle.loads(pickle.dumps(store))], ids=["copied", "pickled"])
 def test_a_copy_outlives_the_store(make: Make, way: Callable[[ClientStore], ClientStore]) -> None:
     store = make()
