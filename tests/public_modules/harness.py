@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -132,6 +133,12 @@ class PublicCase:
     def counts(self, size: int) -> list[int]:
         """Return the examples in each batch of a client that has so many."""
         return [min(self.batch_size, size - start) for start in range(0, size, self.batch_size)]
+
+    def buffers(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the buffers of a module, and its parameters that are treated as such."""
+        patterns = self.kwargs.get("as_buffers", ())
+        named = {n: p for n, p in module.named_parameters() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+        return dict(module.named_buffers()) | named
 
 
 @dataclass
@@ -379,7 +386,7 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
     record = module.log = _Record()
     case.prepare(module)
     x = _trained(module)
-    buffers = _copies(dict(module.named_buffers()))
+    buffers = _copies(case.buffers(module))
     c = {name: torch.zeros_like(p) for name, p in x.items()}
     own, taken = {i: dict(c) for i in range(len(SIZES))}, dict.fromkeys(range(len(SIZES)), 0)
     metrics = {}
@@ -405,7 +412,7 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
             )
             taken[i] += LOCAL_STEPS
             y = {name: p.detach().clone() for name, p in module.named_parameters() if name in x}
-            results[i] = (y, path, _copies(dict(module.named_buffers())))
+            results[i] = (y, path, _copies(case.buffers(module)))
         sizes = {i: case.sizes(clients[i]) for i in cohort}
         weights = dict.fromkeys(cohort, 1.0) if method == "scaffold" else sizes
         before = x
@@ -576,8 +583,9 @@ def _load(module: nn.Module, x: Mapping[str, Tensor], buffers: Mapping[str, Tens
         if name in x:
             p.copy_(x[name])
             p.grad = None
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
     for name, value in buffers.items():
-        module.get_buffer(name).copy_(value)
+        held[name].copy_(value)
 
 
 def _mean(values: Mapping[int, Mapping[str, Tensor]], weights: Mapping[int, float]) -> dict[str, Tensor]:

@@ -69,11 +69,17 @@ class BYOL(nn.Module):
         return 0.5 * (loss(near[0], far[1]) + loss(near[1], far[0]))
 
 
+def byol() -> Any:
+    return thin(BYOL(), lambda net, batch: net.loss(batch))
+
+
 LOGGED = {"logged": ("train_loss",), "val": lambda: views(4, 9)}
+TEACHER = {"as_buffers": ["network.teacher.*"]}
 CASES = [
     PublicCase("LinearClassifier", linear, clients, "vectorized", AGREED, **LOGGED, local_schedule="continue"),
     PublicCase("NTXentLoss", simclr, clients, "vectorized", AGREED, **LOGGED),
     PublicCase("BarlowTwinsLoss", barlow, clients, "vectorized", AGREED, **LOGGED),
+    PublicCase("BYOL", byol, clients, "sequential", "BatchNorm1d", logged=("train_loss",), kwargs=TEACHER),
 ]
 
 
@@ -102,5 +108,5 @@ def test_no_client_sees_what_another_did_to_a_teacher() -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     trainer = FederatedTrainer(max_rounds=1, local_epochs=1, callbacks=seen, enable_model_summary=False, **quiet)
     with suppress(FederatedError):
-        trainer.fit(thin(BYOL(), lambda net, batch: net.loss(batch)), FederatedDataModule(clients(), batch_size=4))
+        trainer.fit(byol(), FederatedDataModule(clients(), batch_size=4))
     assert all(torch.equal(other, seen.first[0]) for other in seen.first)
