@@ -93,10 +93,11 @@ def _engine(c: Configuration, reference: Outcome, folder: Path) -> tuple[list[Fi
         ]
         return findings, "sequential", reference
     one, other = _comparable(reference), _comparable(found)
-    if c.network == "dropout" and found.engine != "sequential":  # masks differ: only names and counts are compared
+    engines = sorted(set(found.engines.values()))
+    if c.network == "dropout" and engines != ["sequential"]:  # masks differ: only names and counts are compared
         one, other = _without_values(one), _without_values(other)
     lines = differences(one, other, TOLERANCES[c.precision])
-    return _told("engine", f"{where} (ends with {found.engine})", lines), name, found
+    return _told("engine", f"{where} (which ran {' and '.join(engines)})", lines), name, found
 
 
 def _resumed(c: Configuration, whole: Outcome, folder: Path) -> list[Finding]:

@@ -194,7 +194,7 @@ class Outcome:
 
     Attributes:
         failure: How it ended, if it raised.
-        engine: The engine that it ended with.
+        engines: The engine of each round.
         rounds: The reports by round.
         models: The server's parameters after every round, by name.
         buffers: The server's buffers after every round, by name.
@@ -203,7 +203,7 @@ class Outcome:
     """
 
     failure: Failure | None = None
-    engine: str = ""
+    engines: dict[int, str] = field(default_factory=dict)
     rounds: dict[int, Any] = field(default_factory=dict)
     models: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -241,6 +241,7 @@ class _Recorder(FederatedCallback):
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         r = round_report.round
+        self.outcome.engines[r] = getattr(trainer.fit_loop.run_state.engine, "name", "")
         self.outcome.rounds[r] = plain(round_report)
         self.outcome.models[r] = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
         self.outcome.buffers[r] = {n: b.detach().clone() for n, b in pl_module.named_buffers()}
@@ -289,7 +290,6 @@ def run(
             if save_to is not None:
                 trainer.save_checkpoint(save_to)
             outcome.state = _state_of(trainer)
-            outcome.engine = getattr(trainer.fit_loop.run_state.engine, "name", "")
         except Exception as error:
             worked = bool(outcome.rounds) or isinstance(error, ClientError)
             outcome.failure = Failure.of(error, recorder.began and worked)
