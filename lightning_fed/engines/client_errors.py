@@ -28,6 +28,11 @@ _ONE_VALUE_REMEDY = (
     " another batch_size (for full-batch gradients, another full_batch_size), use GroupNorm, or set"
     " on_client_error='drop' to leave such clients out of their rounds"
 )
+_NOTHING_TO_CLIP = "nested_tensorlist[0].empty()"  # of PyTorch's error for clipping by value without gradients
+_NOTHING_TO_CLIP_REMEDY = (
+    ". The step has no gradient, since training_step returned None, and PyTorch cannot clip none by value. Use"
+    " gradient_clip_algorithm='norm' or gradient_clip_on='corrected', which leave such a step out"
+)
 _MEMORY_REMEDY = (
     ". The device does not hold the work of one client at a time. Use a smaller batch_size or full_batch_size, or a"
     " lower precision such as 'bf16-mixed'"
@@ -111,6 +116,8 @@ class NamesClient:
                 text += _SPARSE
             if ONE_VALUE in text:
                 text += _ONE_VALUE_REMEDY
+            if _NOTHING_TO_CLIP in text:
+                text += _NOTHING_TO_CLIP_REMEDY
             if is_out_of_memory(error):
                 text += _MEMORY_REMEDY + self.less_memory
         raise ClientError(

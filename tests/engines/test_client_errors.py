@@ -116,3 +116,19 @@ def test_before_the_first_step_no_step_is_named() -> None:
 def test_a_request_to_stop_and_a_failure_elsewhere_are_nobodys(request_: BaseException) -> None:
     with pytest.raises(type(request_)), NamesClient("ann", 0, "its work", lambda: 0):
         raise request_
+
+
+def test_a_step_without_a_gradient_cannot_be_clipped_by_value_but_in_the_other_ways() -> None:
+    def skip(module: Any, loss: Tensor, batch: Any) -> Any:
+        module.calls += 1
+        return None if module.calls == 2 else loss
+
+    clip = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", "max_rounds": 1}
+    with pytest.raises(
+        ClientError, match="local step 2: RuntimeError.*training_step returned None, and PyTorch cannot"
+    ):
+        trainer(**clip).fit(Step(skip), data())
+    for remedy in ({"gradient_clip_algorithm": "norm"}, {"gradient_clip_on": "corrected"}):
+        fitted = trainer(**{**clip, **remedy})
+        fitted.fit(Step(skip), data())
+        assert fitted.fit_loop.round == 1

@@ -256,7 +256,7 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
     if c.compression != "none" or c.aggregator != "none":
         yield {"precision": "64-true"}
     if c.output == "skip":
-        yield {"accumulate": 1}
+        yield {"accumulate": 1, "clip": "none" if c.clip == "value" else c.clip}
     if c.client_lr != "none":
         yield {"schedule": "none"}
     if c.method in UNWEIGHTED:
