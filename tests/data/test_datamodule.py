@@ -583,7 +583,7 @@ class Stream(IterableDataset):
         ),
         (
             {"clients": [tensors(1)], "client_val": {0: DataLoader(tensors(1))}},
-            r"client_val\[0\]=...\) has a DataLoader, .*: give a map-style Dataset",
+            r"client_val\[0\]=...\) has a DataLoader, .*: give loader.dataset, with batch_size=1 and",
         ),
         (
             {"clients": [tensors(1)], "client_val": {0: [tensors(1), tensors(1)]}},

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
@@ -131,6 +131,12 @@ def is_map_style(dataset: Any) -> bool:
 
 def check_map_style(dataset: Any, owner: str) -> None:
     """Raise if a data set cannot be counted and indexed."""
+    if isinstance(dataset, DataLoader):
+        raise FederatedError(
+            f"{owner} has a DataLoader, but the data module makes the batches itself, in an order of each round: give"
+            f" loader.dataset, with batch_size={dataset.batch_size or 32} and the loader's other settings in"
+            " FederatedDataModule(...)."
+        )
     if not is_map_style(dataset):
         raise FederatedError(
             f"{owner} has {kind_of(dataset)}, whose examples cannot be counted and shuffled: give a map-style"

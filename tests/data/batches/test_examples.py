@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Dirichlet, FederatedDataModule, FederatedDataset
@@ -114,6 +114,7 @@ def test_texts_mappings_streams_and_columns_are_no_data_sets():
     for good in ([1, 2], (1, 2), TensorDataset(torch.zeros(3)), [torch.zeros(2), torch.zeros(2)]):
         check_map_style(good, "Client 0")
     for bad, message in (
+        (DataLoader([1], batch_size=5), r"Client 0 has a DataLoader, .* give loader.dataset, with batch_size=5"),
         ("text", "Client 0 has a str, whose examples cannot be counted"), ({0: 1}, "has a dict"), (iter([]), "a list_"),
         (list, "has a type"), ((torch.zeros(5, 2), torch.zeros(5)), "of 2 arrays, which would be 2 examples"),
         ([torch.zeros(5, 2), torch.zeros(5)], "of 2 arrays.*TensorDataset"),
