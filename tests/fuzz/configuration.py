@@ -169,8 +169,7 @@ def draw(seed: int, number: int) -> Configuration:
     chosen = {name: _spread(seed, name, values, number) for name, values in AXES.items()}
     drawn = Configuration(seed=seed, number=number, **chosen)
     drawn = _made_plain(drawn) if drawn.plain and drawn.method in PLAIN_METHODS else drawn
-    if 1 in drawn.sizes and (drawn.network == "batchnorm" or drawn.method == "FedBN"):
-        drawn = replace(drawn, sizes=(6, 6, 6))  # BatchNorm refuses one example, which no check can see beforehand
+    drawn = replace(drawn, **_refused_late(drawn))
     return compatible(drawn) if drawn.mended else drawn
 
 
@@ -184,6 +183,19 @@ def _order(stream: str, count: int) -> list[int]:
     order = list(range(count))
     random.Random(stream).shuffle(order)
     return order
+
+
+def _refused_late(c: Configuration) -> dict[str, Any]:
+    """Return what sets back that a run refuses only when a client of a later round shows it."""
+    changes: dict[str, Any] = {}
+    if 1 in c.sizes and (c.network == "batchnorm" or c.method == "FedBN"):
+        changes["sizes"] = (6, 6, 6)  # BatchNorm takes no batch of one example
+    if (c.method in FULL_GRADIENTS or (c.method == "FedProx" and c.variant == 1)) and c.attribute in (
+        "one",
+        "distinct",
+    ):
+        changes["attribute"] = "none"  # full gradients are taken before hooks set an attribute
+    return changes
 
 
 def compatible(c: Configuration) -> Configuration:
@@ -214,9 +226,6 @@ def _made_plain(c: Configuration) -> Configuration:
 
 
 def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
-    measures = c.method in FULL_GRADIENTS or (c.method == "FedProx" and c.variant == 1)
-    if measures and c.attribute in ("one", "distinct"):
-        yield {"attribute": "none"}
     if c.method == "FedBN":
         yield {"network": "batchnorm"}
     if c.method == "FedBN" or c.network == "batchnorm":
