@@ -13,6 +13,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.core.unset import NamesUnset
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.batches.counting import BatchSizeOf
 from lightning_fed.data.batches.custom_batches import CustomBatches
@@ -76,7 +77,7 @@ class _DefinedWithVal:
 _defined_with_val = cast("Callable[[Method], Method]", _DefinedWithVal)
 
 
-class FederatedDataModule(pl.LightningDataModule):
+class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     """Clients to train on, and data sets to validate and test the server model.
 
     There are three ways to define clients:
