@@ -27,6 +27,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer.own_parts import OwnParts
 from lightning_fed.trainer.round_start import EARLY_HOOKS, RoundStart, has_round_hooks
 from lightning_fed.trainer.server_model import ServerModel
 
@@ -71,6 +72,7 @@ class RunState:
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
         self.round_start: RoundStart | None = None
         self.has_hooks = self.may_draw = False
+        self._own_parts = OwnParts(settings)
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
@@ -368,6 +370,7 @@ class RunState:
             self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
+        self._own_parts.look()
         self.rounds.leave()
         self.server_model.show()
 
