@@ -27,6 +27,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer.own_generators import OwnGenerators
 from lightning_fed.trainer.own_parts import OwnParts
 from lightning_fed.trainer.round_start import EARLY_HOOKS, RoundStart, has_round_hooks
 from lightning_fed.trainer.server_model import ServerModel
@@ -73,6 +74,7 @@ class RunState:
         self.round_start: RoundStart | None = None
         self.has_hooks = self.may_draw = False
         self._own_parts = OwnParts(settings)
+        self._own_generators: OwnGenerators | None = None  # while clients are here
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
@@ -312,6 +314,7 @@ class RunState:
             seed = secret_seed(trainer, settings.aggregator, population)
         sampling = CohortSampling(settings, population, seed)
         elsewhere, self._elsewhere = self._elsewhere, None
+        self._own_generators = OwnGenerators(trainer.datamodule) if elsewhere is None else None
         if elsewhere is None:
             engines, chunk = self._engines_before, self._chunk_before
             self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
@@ -371,6 +374,8 @@ class RunState:
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
         self._own_parts.look()
+        if self._own_generators is not None and report.cohort:
+            self._own_generators.look(report.cohort[0])
         self.rounds.leave()
         self.server_model.show()
 
