@@ -144,6 +144,8 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     """
 
     _clients: FederatedDataset | None = None
+    _made_from: tuple[Any, Any] | None = None  # train and partition when the clients were set
+    _is_split = False  # whether the clients were split from them here
     _source: tuple[FederatedDataset, TensorBatches | None] | None = None
     _num_clients: int | None = None  # class attributes, so that subclasses may set them before __init__
     _client_ids: Sequence[ClientId] | None = None
@@ -245,9 +247,22 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
 
     @property
     def clients(self) -> FederatedDataset | None:
-        """The clients' data sets, split from ``train`` on first access; None if clients are built on demand."""
-        if self._clients is None and self.train is not None and self.partition is not None:
+        """The clients' data sets, split from ``train`` on first access; None if clients are built on demand.
+
+        They are split again if ``train`` or ``partition`` has been replaced, as for another fold.
+        """
+        if self.train is None or self.partition is None:
+            return self._clients
+        before = self._made_from
+        is_old = before is not None and (before[0] is not self.train or before[1] is not self.partition)
+        if is_old and not self._is_split:
+            raise FederatedError(
+                f"train or partition of {type(self).__name__} has been replaced, and its clients were set by"
+                " set_clients before. Call set_clients again, or make a new data module."
+            )
+        if self._clients is None or is_old:
             self.set_clients(FederatedDataset.from_partition(self.train, self.partition))
+            self._is_split = True
         return self._clients
 
     def set_clients(self, clients: Clients) -> None:
@@ -260,6 +275,8 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
             FederatedError: If a client's data set is not map-style, or ``client_val`` has an unknown client id.
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
+        has_both = self.train is not None and self.partition is not None
+        self._made_from, self._is_split = (self.train, self.partition) if has_both else None, False
         if self.client_val:
             _check_client_val_ids(self.client_val, self._clients.ids)
 

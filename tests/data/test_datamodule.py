@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data import ClientBatches, Dirichlet, FederatedDataModule, FederatedDataset, Iid
+from lightning_fed.data import ClientBatches, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.datamodule import check_ids
@@ -236,6 +236,41 @@ def test_a_subclass_may_load_in_setup():
     assert listed.known_sizes == [2, 3]
     assert len(listed.val_dataloader().dataset) == 4
     assert cut.known_sizes == [3, 3, 3]
+
+
+class Folds(FederatedDataModule):
+    """Trains on every second example, from the fold on."""
+
+    fold = 0
+
+    def setup(self, stage=None):
+        rows = torch.arange(self.fold, 20, 2)
+        self.train, self.partition = TensorDataset(rows.double()), Iid(2)
+
+
+def rows_of(data):
+    return sorted(int(row) for i in data.client_ids for row, *_ in data.client_dataset(i))
+
+
+def test_another_fold_or_partition_is_split_anew():
+    data = Folds()
+    data.setup()
+    assert rows_of(data) == list(range(0, 20, 2))
+    data.fold = 1
+    data.setup()
+    assert rows_of(data) == list(range(1, 20, 2))
+    assert data.client_batches(0).size == 5
+    data.partition = Iid(5)
+    assert data.num_clients == 5
+
+
+def test_clients_that_were_set_are_not_split_from_another_partition():
+    data = Digits(client_val_fraction=0.3)
+    before = data.client_size(0)
+    assert data.client_size(0) == before
+    data.partition = Iid(5)
+    with pytest.raises(FederatedError, match=r"partition of Digits has been replaced, .* Call set_clients again"):
+        data.client_size(0)
 
 
 def test_a_wrapped_client_is_counted_anew():
