@@ -560,6 +560,16 @@ def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[Clie
         )
 
 
+def check_assigned(data: FederatedDataModule) -> None:
+    """Raise if an argument was assigned to an attribute that nothing reads; a subclass may have one of its own."""
+    for name in ("transform", "augment"):
+        if type(data).__module__.partition(".")[0] == "lightning_fed" and name in vars(data):
+            raise FederatedError(
+                f"{type(data).__name__}.{name} was assigned, which has no effect. Assign batch_{name}, a function of a"
+                f" batch, or pass {name}=... to a new FederatedDataModule."
+            )
+
+
 def check_ids(data: FederatedDataModule) -> None:
     """Raise if the data module's client ids are invalid."""
     if data._overrides("client_ids"):

@@ -12,7 +12,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.datamodule import FederatedDataModule, check_ids
+from lightning_fed.data.datamodule import FederatedDataModule, check_assigned, check_ids
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_half import ClientHalf
@@ -232,6 +232,7 @@ class RunState:
             FederatedError: If ids or sizes are invalid, or samplers draw more clients than there are.
         """
         data: FederatedDataModule = self.trainer.datamodule
+        check_assigned(data)
         check_ids(data)
         if among is not None:
             population = Population(among, data.client_size)

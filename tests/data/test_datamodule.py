@@ -21,6 +21,7 @@ from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.datamodule import check_ids
 from lightning_fed.models import MLPClassifier
+from tests.helpers.training import trainer as fit_trainer
 
 
 def tensors(n):
@@ -271,6 +272,17 @@ def test_clients_that_were_set_are_not_split_from_another_partition():
     data.partition = Iid(5)
     with pytest.raises(FederatedError, match=r"partition of Digits has been replaced, .* Call set_clients again"):
         data.client_size(0)
+
+
+@pytest.mark.parametrize("name", ["transform", "augment"])
+def test_an_assigned_transform_is_refused_and_batch_transform_is_read(name):
+    data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=Iid(2), batch_size=4)
+    data.batch_transform = lambda batch: [part + 100 for part in batch]
+    batch, _ = next(data.client_batches(0).epoch(torch.Generator()))
+    assert batch[0].min() >= 100
+    setattr(data, name, lambda batch: batch)
+    with pytest.raises(FederatedError, match=f"FederatedDataModule.{name} was assigned.*Assign batch_{name}"):
+        fit_trainer(max_rounds=1).fit(BoringModel(), data)
 
 
 def test_a_wrapped_client_is_counted_anew():
