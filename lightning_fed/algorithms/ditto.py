@@ -74,7 +74,7 @@ class _OwnModel(Algorithm):
     uses_path_gradient = False
 
     def __init__(self, ditto: Ditto) -> None:
-        self.lam, self.rate = ditto.lam, ditto.personal_rate
+        self.ditto = ditto  # whose options hooks may change
         self.own_epochs, self.own_batches = ditto.personal_epochs, ditto.batches == "own"
 
     def start(self, x: Vector, step: Step) -> Vector:
@@ -83,7 +83,7 @@ class _OwnModel(Algorithm):
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return the gradient of F_i plus the pull to x, both at v_i."""
-        return self.rate * (g + self.lam * (y - step.x))
+        return self.ditto.personal_rate * (g + self.ditto.lam * (y - step.x))
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Save v_i, and send nothing."""

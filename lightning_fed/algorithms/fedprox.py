@@ -56,9 +56,9 @@ class FedProx(Algorithm):
         return {"mu": mu, "falls": torch.zeros_like(mu), "loss": torch.full_like(mu, torch.nan)}
 
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
-        """Adapt mu to the loss at x."""
+        """Adapt mu to the loss at x; a fixed one is what hooks have set."""
         if self.adaptive is None:
-            return server
+            return {**server, **self.init_server(x)}
         if cohort.loss is None:
             raise FederatedError("FedProx(adaptive=...) needs the population loss; this engine gave none.")
         mu, step, loss = server["mu"], self.adaptive["step"], cohort.loss.to(server["mu"])
@@ -70,7 +70,7 @@ class FedProx(Algorithm):
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return g + mu (y - x)."""
-        return g + step.server["mu"] * (y - step.x)
+        return g + (self.mu if self.adaptive is None else step.server["mu"]) * (y - step.x)
 
     def _adaptive(self, given: Mapping[str, float] | bool | None) -> dict[str, float] | None:
         if given is None or given is False:

@@ -8,11 +8,12 @@ import numpy as np
 from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId
+from lightning_fed.core.unset import NamesUnset
 
 _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_epoch_end"}
 
 
-class FederatedCallback(pl.Callback):
+class FederatedCallback(NamesUnset, pl.Callback):
     """A Lightning callback with hooks for rounds and clients as well.
 
     Reports are read-only. ``pl_module.log`` works in ``on_round_start`` and ``on_round_end``.

@@ -54,6 +54,11 @@ class TargetMetric(FederatedCallback):
         """Go on from what a checkpoint's run had reached."""
         self.reached = state_dict["reached"]
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Begin anew in a new run; the callback may have been in another one. A checkpoint's state is loaded later."""
+        if stage == "fit" and not trainer.fit_loop.round:
+            self.reached, self._seen = None, False
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the metric after validation, before a checkpoint could be written."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.unset import NamesUnset
 
 Choice = TypeVar("Choice")
 
@@ -149,7 +150,7 @@ def choice(owner: object, name: str, value: Choice, *allowed: Choice) -> Choice:
     return check_one_of(type(owner).__name__, name, value, allowed)
 
 
-class ArgumentsRepr:
+class ArgumentsRepr(NamesUnset):
     """Gives an object a repr as Python code, from the attributes with the names of its arguments.
 
     Example:

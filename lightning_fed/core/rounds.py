@@ -1,7 +1,8 @@
 """Inputs and outputs of a method's hooks: records of a step, a client's round and a cohort."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -202,3 +203,13 @@ class RoundReport:
     seconds: float
     failed: Mapping[ClientId, str] = field(default_factory=dict)
     gradients: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy with plain dicts in place of read-only mappings, which Python cannot pickle."""
+        values = [getattr(self, part.name) for part in fields(self)]
+        return _read_only, tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
+
+
+def _read_only(*values: Any) -> RoundReport:
+    shown: Any = (MappingProxyType(value) if isinstance(value, dict) else value for value in values)
+    return RoundReport(*shown)

@@ -13,6 +13,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.core.unset import NamesUnset
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
 from lightning_fed.data.batches.counting import BatchSizeOf
 from lightning_fed.data.batches.custom_batches import CustomBatches
@@ -76,7 +77,7 @@ class _DefinedWithVal:
 _defined_with_val = cast("Callable[[Method], Method]", _DefinedWithVal)
 
 
-class FederatedDataModule(pl.LightningDataModule):
+class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     """Clients to train on, and data sets to validate and test the server model.
 
     There are three ways to define clients:
@@ -143,6 +144,8 @@ class FederatedDataModule(pl.LightningDataModule):
     """
 
     _clients: FederatedDataset | None = None
+    _made_from: tuple[Any, Any] | None = None  # train and partition when the clients were set
+    _is_split = False  # whether the clients were split from them here
     _source: tuple[FederatedDataset, TensorBatches | None] | None = None
     _num_clients: int | None = None  # class attributes, so that subclasses may set them before __init__
     _client_ids: Sequence[ClientId] | None = None
@@ -244,9 +247,22 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def clients(self) -> FederatedDataset | None:
-        """The clients' data sets, split from ``train`` on first access; None if clients are built on demand."""
-        if self._clients is None and self.train is not None and self.partition is not None:
+        """The clients' data sets, split from ``train`` on first access; None if clients are built on demand.
+
+        They are split again if ``train`` or ``partition`` has been replaced, as for another fold.
+        """
+        if self.train is None or self.partition is None:
+            return self._clients
+        before = self._made_from
+        is_old = before is not None and (before[0] is not self.train or before[1] is not self.partition)
+        if is_old and not self._is_split:
+            raise FederatedError(
+                f"train or partition of {type(self).__name__} has been replaced, and its clients were set by"
+                " set_clients before. Call set_clients again, or make a new data module."
+            )
+        if self._clients is None or is_old:
             self.set_clients(FederatedDataset.from_partition(self.train, self.partition))
+            self._is_split = True
         return self._clients
 
     def set_clients(self, clients: Clients) -> None:
@@ -259,6 +275,8 @@ class FederatedDataModule(pl.LightningDataModule):
             FederatedError: If a client's data set is not map-style, or ``client_val`` has an unknown client id.
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
+        has_both = self.train is not None and self.partition is not None
+        self._made_from, self._is_split = (self.train, self.partition) if has_both else None, False
         if self.client_val:
             _check_client_val_ids(self.client_val, self._clients.ids)
 
@@ -540,6 +558,16 @@ def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[Clie
         raise FederatedError(
             f"client_val has unknown client ids: {', '.join(unexpected)}. The {len(ids):,} clients are {shown}."
         )
+
+
+def check_assigned(data: FederatedDataModule) -> None:
+    """Raise if an argument was assigned to an attribute that nothing reads; a subclass may have one of its own."""
+    for name in ("transform", "augment"):
+        if type(data).__module__.partition(".")[0] == "lightning_fed" and name in vars(data):
+            raise FederatedError(
+                f"{type(data).__name__}.{name} was assigned, which has no effect. Assign batch_{name}, a function of a"
+                f" batch, or pass {name}=... to a new FederatedDataModule."
+            )
 
 
 def check_ids(data: FederatedDataModule) -> None:

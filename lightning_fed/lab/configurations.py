@@ -16,6 +16,7 @@ from lightning_fed.cli.configuration import CellParts
 from lightning_fed.cli.parser import ArgsType, LightningArgumentParser
 from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.lab.overlays import Config, overlay
+from lightning_fed.lab.own_code import own_code
 
 
 class _Parser(CellParts):
@@ -80,6 +81,8 @@ class Configurations:
 def key_of(completed: Config) -> str:
     """Return the name of a cell in a store: a hash of its complete configuration, without where named data sets lie.
 
+    The code of classes that are the user's own is part of it: an edited method is another one.
+
     Args:
         completed: The configuration with all defaults.
 
@@ -88,7 +91,8 @@ def key_of(completed: Config) -> str:
         >>> key_of({"data": mnist}) == key_of({"data": {**mnist, "init_args": {"root": "there"}}})
         True
     """
-    text = json.dumps(with_root(completed, "" if _is_named(completed) else None), sort_keys=True, default=str)
+    settings, code = with_root(completed, "" if _is_named(completed) else None), own_code(completed)
+    text = json.dumps([settings, code] if code else settings, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
 

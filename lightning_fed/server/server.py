@@ -202,7 +202,7 @@ class Server:
                     f"{name} has changed its attribute {key!r} in a round. A method keeps hyper-parameters in"
                     " attributes and all else in the states that its hooks return, so that it can be resumed. What"
                     " depends on the round is a state too: begin_round(x, server, cohort) may return it, given"
-                    " cohort.round."
+                    " cohort.round. If a callback sets it, give the method the value of the first round."
                 )
 
     def take_buffers(self, buffers: State) -> None:
@@ -270,8 +270,12 @@ class Server:
         for key, what in _IDENTITY.items():
             if saved[key] != mine[key] and not (key == "seed" and any_seed):
                 there, here = _short(saved[key], mine[key]), _short(mine[key], saved[key])
+                by_hook = (
+                    " If a callback set them in that run, give the method its last values." if key == "options" else ""
+                )
                 raise FederatedError(
                     f"{origin.name}'s {what} is {there}, {origin.this}'s is {here}. {origin.remedy(f'the {what}')}"
+                    f"{by_hook}"
                 )
         for kind, frozen, own, model in (
             ("trainable", "frozen", saved["step"]["x"], self.x),

@@ -12,7 +12,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.datamodule import FederatedDataModule, check_ids
+from lightning_fed.data.datamodule import FederatedDataModule, check_assigned, check_ids
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_half import ClientHalf
@@ -27,6 +27,8 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer.own_generators import OwnGenerators
+from lightning_fed.trainer.own_parts import OwnParts
 from lightning_fed.trainer.round_start import EARLY_HOOKS, RoundStart, has_round_hooks
 from lightning_fed.trainer.server_model import ServerModel
 
@@ -71,6 +73,8 @@ class RunState:
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
         self.round_start: RoundStart | None = None
         self.has_hooks = self.may_draw = False
+        self._own_parts = OwnParts(settings)
+        self._own_generators: OwnGenerators | None = None  # while clients are here
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
@@ -228,6 +232,7 @@ class RunState:
             FederatedError: If ids or sizes are invalid, or samplers draw more clients than there are.
         """
         data: FederatedDataModule = self.trainer.datamodule
+        check_assigned(data)
         check_ids(data)
         if among is not None:
             population = Population(among, data.client_size)
@@ -310,6 +315,7 @@ class RunState:
             seed = secret_seed(trainer, settings.aggregator, population)
         sampling = CohortSampling(settings, population, seed)
         elsewhere, self._elsewhere = self._elsewhere, None
+        self._own_generators = OwnGenerators(trainer.datamodule) if elsewhere is None else None
         if elsewhere is None:
             engines, chunk = self._engines_before, self._chunk_before
             self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
@@ -368,6 +374,9 @@ class RunState:
             self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
+        self._own_parts.look()
+        if self._own_generators is not None and report.cohort:
+            self._own_generators.look(report.cohort[0])
         self.rounds.leave()
         self.server_model.show()
 

@@ -41,6 +41,17 @@ def test_the_first_round_that_reaches_the_target_counts_with_all_bytes_so_far(tm
     assert float(rows[0]["target/bytes_up"]) == 48
 
 
+def test_another_run_begins_anew_and_a_second_fit_does_not() -> None:
+    callback = TargetMetric("val_distance", 1.0, mode="min")
+    for start, rounds in ((8.0, 3), (2.0, 1)):
+        run, net = trainer(callbacks=callback, max_rounds=3, **PROBLEM), Quadratic(x0=start, lr=0.5, optimum=0.0)
+        run.fit(net, problem())
+        assert (callback.reached or {})["rounds"] == rounds
+    run.max_rounds = 4
+    run.fit(net, problem())
+    assert (callback.reached or {})["rounds"] == 1
+
+
 def test_a_metric_in_float32_reaches_a_target_that_it_rounds() -> None:
     class Model(Quadratic):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

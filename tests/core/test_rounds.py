@@ -1,18 +1,29 @@
 """The records of a step, a client's round and a cohort."""
 
+import copy
 import pickle
 from dataclasses import FrozenInstanceError
+from types import MappingProxyType
 
 import pytest
 import torch
 
-from lightning_fed.core.rounds import ClientReport, Run
+from lightning_fed.core.rounds import ClientReport, RoundReport, Run
 
 
 def test_a_clients_report_comes_through_processes_as_it_is() -> None:
     report = ClientReport("a", 5, 3, 0.25, {"train_loss": 0.5}, 1.5, 0.125)
     assert pickle.loads(pickle.dumps(report)) == report
     assert len(pickle.dumps([report] * 2)) < 300  # as a call, and not field by field
+
+
+def test_a_rounds_report_can_be_copied_and_saved() -> None:
+    client = ClientReport("a", 5, 3, 0.25, {"train_loss": 0.5}, 1.5, 0.125)
+    by_id = map(MappingProxyType, ({"a": 5}, {"a": 3}, {"a": 1.0}, {"train_loss": 0.5}, {"a": client}))
+    report = RoundReport(0, ("a",), (), *by_id, 0.25, 1.0, 0.5, 8, 8, 0.25, MappingProxyType({}), 12)
+    for again in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report)):
+        assert again == report
+        assert isinstance(again.clients, MappingProxyType)
 
 
 def test_reports_are_read_only() -> None:

@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data import ClientBatches, Dirichlet, FederatedDataModule, FederatedDataset, Iid
+from lightning_fed.data import ClientBatches, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.datamodule import check_ids
 from lightning_fed.models import MLPClassifier
+from tests.helpers.training import trainer as fit_trainer
 
 
 def tensors(n):
@@ -236,6 +237,52 @@ def test_a_subclass_may_load_in_setup():
     assert listed.known_sizes == [2, 3]
     assert len(listed.val_dataloader().dataset) == 4
     assert cut.known_sizes == [3, 3, 3]
+
+
+class Folds(FederatedDataModule):
+    """Trains on every second example, from the fold on."""
+
+    fold = 0
+
+    def setup(self, stage=None):
+        rows = torch.arange(self.fold, 20, 2)
+        self.train, self.partition = TensorDataset(rows.double()), Iid(2)
+
+
+def rows_of(data):
+    return sorted(int(row) for i in data.client_ids for row, *_ in data.client_dataset(i))
+
+
+def test_another_fold_or_partition_is_split_anew():
+    data = Folds()
+    data.setup()
+    assert rows_of(data) == list(range(0, 20, 2))
+    data.fold = 1
+    data.setup()
+    assert rows_of(data) == list(range(1, 20, 2))
+    assert data.client_batches(0).size == 5
+    data.partition = Iid(5)
+    assert data.num_clients == 5
+
+
+def test_clients_that_were_set_are_not_split_from_another_partition():
+    data = Digits(client_val_fraction=0.3)
+    before = data.client_size(0)
+    assert data.client_size(0) == before
+    data.partition = Iid(5)
+    with pytest.raises(FederatedError, match=r"partition of Digits has been replaced, .* Call set_clients again"):
+        data.client_size(0)
+
+
+@pytest.mark.parametrize("name", ["transform", "augment"])
+def test_an_assigned_transform_is_refused_and_batch_transform_is_read(name):
+    data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=Iid(2), batch_size=4)
+    data.batch_transform = lambda batch: [part + 100 for part in batch]
+    batch, _ = next(data.client_batches(0).epoch(torch.Generator()))
+    assert batch[0].min() >= 100
+    setattr(data, name, lambda batch: batch)
+    with pytest.raises(FederatedError, match=f"FederatedDataModule.{name} was assigned.*Assign batch_{name}"):
+        fit_trainer(max_rounds=1).fit(BoringModel(), data)
 
 
 def test_a_wrapped_client_is_counted_anew():

@@ -73,6 +73,10 @@ class RandomStates:
         """Return whether any state was found."""
         return bool(self._states)
 
+    def __contains__(self, value: object) -> bool:
+        """Return whether an object is among the states."""
+        return any(state is value for state, _ in self._states)
+
     def seed(self, *key: int) -> None:
         """Seed every state differently from the key."""
         for position, (state, path) in enumerate(self._states):

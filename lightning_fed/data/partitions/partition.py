@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_fed.core.arguments import check_count, check_number, check_seed, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
+from lightning_fed.core.unset import NamesUnset
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -24,7 +25,7 @@ _MAX_DRAWS = 1000
 _MAX_PROPORTIONS = 2 * 10**7  # drawn over all attempts together: a few seconds
 
 
-class Partition(ABC):
+class Partition(NamesUnset, ABC):
     """Splits a data set into clients: a function from its labels to each client's indices.
 
     Subclasses define ``__call__``; any callable from labels to :data:`Parts` works too. A partition has its own seed,
