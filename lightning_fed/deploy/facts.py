@@ -48,13 +48,12 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
             " models. Leave it out of the callbacks of the server and of all sites."
         )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
-    work, clip, private = settings.work(), trainer.gradient_clip_algorithm, settings.client_privacy
+    work, private = settings.work(), settings.client_privacy
     return {
         "version of lightning_fed": __version__,
         "version of Lightning": pl.__version__,
         "version of PyTorch": torch.__version__.partition("+")[0],  # the rest names the device
         "method": type(settings.algorithm).__name__,
-        "method options": repr(sorted(plain_options(settings.algorithm.options()).items())),
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
         "average of LoRA": settings.lora,
         "frozen parameters": _checksum(_frozen(settings, module)),
@@ -65,9 +64,8 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         "seed": str(settings.seed),
         "local_epochs": work["local_epochs"],
         "local_steps": work["local_steps"],
-        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "limit_train_batches": str(trainer.limit_train_batches),
-        "gradient_clip_val": f"{trainer.gradient_clip_val} by {getattr(clip, 'value', 'norm')}",
+        **facts_in_reach(trainer),
         "precision": str(trainer.precision),
         "treatment of buffers": settings.buffers,
         "local_schedule": str(settings.local_schedule),
@@ -75,6 +73,16 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         "compression": repr(settings.compression),
         "attack": work["attack"],
         "client_privacy": str({name: getattr(private, name, None) for name in _NOISE}),
+    }
+
+
+def facts_in_reach(trainer: Any) -> dict[str, str]:
+    """Return those facts that a callback can change between rounds, of which sites are not told."""
+    algorithm, clip = trainer.fit_loop.settings.algorithm, trainer.gradient_clip_algorithm
+    return {
+        "method options": repr(sorted(plain_options(algorithm.options()).items())),
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "gradient_clip_val": f"{trainer.gradient_clip_val} by {getattr(clip, 'value', 'norm')}",
     }
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from lightning_fed.core.errors import ClientError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.exchange import Exchange
+from lightning_fed.deploy.facts import facts_in_reach
 from lightning_fed.deploy.message import FORMAT, MEASURE, Message, shared_part
 from lightning_fed.deploy.replies import reply_of
 from lightning_fed.deploy.reply_checks import Expected
@@ -28,6 +29,7 @@ class RemoteWork(ClientHalf):
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
         self._loop, self._settings = trainer.fit_loop, trainer.fit_loop.settings
+        self._facts = facts_in_reach(trainer)  # as the sites have them
         self._attempt = -1  # how often the round was begun before
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
         self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
@@ -55,6 +57,15 @@ class RemoteWork(ClientHalf):
                 index = self._loop.population.index_of(client_id)
                 members.append(Participant(client_id, index, known.size, count, steps))
         return members
+
+    def _refuse_changes(self, round: int) -> None:
+        for name, now in facts_in_reach(self.trainer).items():
+            if now != self._facts[name]:
+                raise FederatedError(
+                    f"A callback has changed {name} from {self._facts[name]} to {now} by round {round}, and sites keep"
+                    " what they have started with. Leave it as it is, or let the method compute it from cohort.round in"
+                    " begin_round: its server's state is sent to the sites."
+                )
 
     def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
         """Begin a round, or begin it again; reports arrive complete."""
@@ -91,6 +102,7 @@ class RemoteWork(ClientHalf):
 
     def _ask(self, task: Task, attempt: int, **measure: Any) -> Iterator[Reply]:
         """Yield the replies of the clients of a task that are there; ``measure`` describes a measurement."""
+        self._refuse_changes(task.round)
         ids, versions = self._loop.population.ids, self._loop.run_state.sites["versions"]
         lora = self._loop.state.lora
         shared = shared_part(task, self._loop.state.moved_buffers, None if lora is None else lora.moved_weights)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fed import FederatedTrainer
+from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
 from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy, TrainingLoss
 from lightning_fed.deploy import Message
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
@@ -115,3 +115,23 @@ def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path, ca
     assert "The reply of client 0 to 'measure' of round 1 has measured no loss." in caplog.messages
     assert next(at for at in wire.phases if at[1] == "measure") == (1, "measure", [0, 1, 2, 3])
     assert fitted.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
+
+
+class Tightens(FederatedCallback):
+    """Changes an option of the method, or a setting of the trainer, from a round on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        if round == 1:
+            owner = trainer.fit_loop.settings.algorithm if self.name == "mu" else trainer
+            setattr(owner, self.name, 0.5)
+
+
+@pytest.mark.parametrize(("name", "told"), [("mu", "method options"), ("gradient_clip_val", "gradient_clip_val")])
+def test_what_a_callback_changes_and_sites_do_not_is_refused(name: str, told: str, tmp_path: Path) -> None:
+    make = partial(make_trainer, "FedProx", max_rounds=2)
+    wire = Wire(tmp_path, make)
+    with pytest.raises(FederatedError, match=f"A callback has changed {told} from .* to .*0.5.* by round 1, and sites"):
+        wire.run(trainer=make(callbacks=[Tightens(name)]))
