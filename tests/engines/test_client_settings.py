@@ -611,6 +611,66 @@ def test_a_buffer_that_a_hook_replaces_is_read_anew() -> None:
     assert_close(*map(state_of, found))
 
 
+class Counting(Ordinary):
+    """Has a buffer that clients change, and a personal layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Seen(FederatedCallback):
+    """What the module holds when a client's work begins and ends."""
+
+    def __init__(self) -> None:
+        self.start: dict[Any, Any] = {}
+        self.end: dict[Any, Any] = {}
+        self.server: dict[int, Any] = {}
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.server[round] = copied(pl_module)
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        self.start[round, client_id] = copied(pl_module)
+        assert torch.equal(trainer.fit_loop.client_model[0], trainer.fit_loop.state.x)
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.end[trainer.current_epoch, client_report.client_id] = copied(pl_module)
+
+
+def copied(module: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("module", "engine"), [(Counting, "sequential"), (Ordinary, "vectorized")])
+def test_hooks_find_the_model_that_the_client_starts_from(module: Any, engine: str) -> None:
+    """Not that of the client before: a hook may keep the server's model as a teacher, say."""
+    seen = Seen()
+    options = {} if engine == "sequential" else {"chunk_size": 1}
+    run(engine, module, EVEN, callbacks=[seen], personal=["head.*"], max_rounds=2, **options)
+    assert len(seen.start) == 8
+    for (number, client), start in seen.start.items():
+        for name, value in start.items():
+            own = seen.end[0, client][name] if number and name.startswith("head.") else seen.server[number][name]
+            assert torch.equal(value, own), (number, client, name)
+
+
+def test_changes_of_weights_and_buffers_by_hooks_are_named_once() -> None:
+    """A client starts from the server's, so a hook that sets such a value has no effect."""
+
+    def edit(trainer: Any, module: Any, value: float) -> None:
+        if value == 5.0:
+            module.batches.fill_(value)
+
+    with pytest.warns(UserWarning, match="on_client_start changes 'batches' of Counting for client 1") as warned:
+        run("sequential", Counting, EVEN, callbacks=[Sets(edit, lambda client, _: UNALIKE[client])], max_rounds=2)
+    assert len([w for w in warned if "on_client_start" in str(w.message)]) == 1
+
+
 @pytest.mark.thorough
 def test_weights_and_buffers_that_hooks_change_are_discarded_by_both_engines() -> None:
     def edit(trainer: Any, module: Any, value: float) -> None:
