@@ -19,6 +19,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.changes import changed, marks
 from lightning_fed.engines.client_settings import SettingsSnapshot
+from lightning_fed.engines.frozen import FrozenParameters
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.rounds.failures import Isolation, stop_at
@@ -193,6 +194,7 @@ class LocalTraining:
         self.trainer = engine.trainer
         self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
         self._has_warned = False  # of changes that have no effect
+        self._frozen = FrozenParameters(engine.prepared)
         self._isolation = Isolation(engine, settings.drops_failed)
         self._outgoing = Outgoing(engine, settings, attackers)
         self.begin_round()
@@ -370,7 +372,10 @@ class LocalTraining:
                 for state, plan in zip(own, plans, strict=True):
                     if not plan.participant.steps:  # no later work would save it
                         states.stage(plan.participant.index, ClientState(state).joined())
+        frozen = self._frozen.read() if self._frozen.names else []
         result = engine.run(inputs, plans, own, solvers)
+        if self._frozen.names:
+            self._frozen.check(frozen)
         if not failed:
             return result
         faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}
