@@ -18,7 +18,13 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
-from lightning_fed.engines.changes import attribute_tensors, generator_states, numbers_in, parts_of
+from lightning_fed.engines.changes import (
+    attribute_numbers,
+    attribute_tensors,
+    generator_states,
+    numbers_in,
+    parts_of,
+)
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
@@ -72,6 +78,7 @@ class SequentialEngine(Engine):
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             attributes = {} if self._has_checked else self._tensors_of_attributes()
+            numbers_before = {} if self._has_checked else attribute_numbers(parts_of(self.trainer.lightning_module))
             generators = {} if self._has_checked else generator_states(parts_of(self.trainer.lightning_module))
             counts = {} if self._has_checked else self.optimizer.counts()
             self.epoch_loop.begin_client()
@@ -91,6 +98,7 @@ class SequentialEngine(Engine):
             if not self._has_checked:
                 self.prepared.check_parameters()
                 self._check_attributes(attributes)
+                self._check_numbers(numbers_before)
                 self._check_generators(generators)
                 self._check_counts(counts)
                 self._has_checked = True
@@ -294,6 +302,18 @@ class SequentialEngine(Engine):
                     " client trains. It goes from one client to the next, and is not in checkpoints. Make it a buffer"
                     " with register_buffer(), unless it only collects numbers: buffers start from the server's for"
                     " every client, and are averaged."
+                )
+
+    def _check_numbers(self, before: dict[str, list[float]]) -> None:
+        """Warn if local work changes a number in an attribute, such as a count of classes, but not if it adds some."""
+        module = self.trainer.lightning_module
+        after = attribute_numbers(parts_of(module)) if before else {}
+        for name, held in before.items():
+            if (now := after.get(name, [])) != held and len(now) == len(held):
+                rank_zero_warn(
+                    f"{type(module).__name__} changes a number in its attribute {name!r} while a client trains. It goes"
+                    " from one client to the next, and is not in checkpoints. If a step reads it, make it a buffer with"
+                    " register_buffer(), which starts from the server's for every client."
                 )
 
     def _check_generators(self, before: dict[str, list[bytes]]) -> None:

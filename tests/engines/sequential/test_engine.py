@@ -159,6 +159,28 @@ def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None
     assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
 
 
+class Counts(Ordinary):
+    """Counts labels in a dictionary, keeps a mean of its losses, and collects them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.mean, self.scale = {"batches": 0}, 1.0, 2.0
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen["batches"] += 1
+        self.mean = 0.9 * self.mean + 0.1 * float(loss.detach())
+        self.losses.append(self.mean)
+        return loss / self.mean
+
+
+def test_numbers_that_no_client_starts_from_are_told_once() -> None:
+    with pytest.warns(UserWarning, match="Counts changes a number in its attribute") as told:
+        run("sequential", Counts)
+    assert [str(one.message).split("'")[1] for one in told if "a number" in str(one.message)] == ["seen", "mean"]
+
+
 class OwnGenerator(Ordinary):
     """Draws from a generator of its own, and has another that it only keeps."""
 
