@@ -18,8 +18,8 @@ _TRIED = 10  # clients that may fail in a trial step before the module is blamed
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)  # what a step raises that reads an attribute not yet set
 _LATER = ("on_train_start", "on_train_epoch_start")
 _REMEDY = (
-    ". A trial step comes before on_train_start and the hooks of rounds and clients: give what they set a first value of"
-    " the same kind in __init__"
+    ". A trial step comes before on_train_start and the hooks of rounds and clients: give what they set a first value"
+    " of the same kind in __init__"
 )
 
 
