@@ -35,17 +35,21 @@ class FrozenParameters:
         found = [self._module.get_parameter(name).detach() for name in self.names]
         return [_sample(value) if self._has_summed else (_sample(value), *_sums(value)) for value in found]
 
+    def changed(self, before: list[object]) -> str | None:
+        """Return the first parameter that has changed since :meth:`read`, or None."""
+        now = self.read() if before else []
+        return next((name for name, value, then in zip(self.names, now, before, strict=False) if value != then), None)
+
     def check(self, before: list[object]) -> None:
-        """Raise if a parameter has changed since :meth:`read`."""
-        now, self._has_summed = self.read(), True
-        for name, value, then in zip(self.names, now, before, strict=True):
-            if value != then:
-                raise FederatedError(
-                    f"{type(self._module).__name__} changes the parameter {name!r} while a client trains, though the"
-                    " optimizer does not train it: other clients would start from the changed one. Pass"
-                    f" as_buffers=[{_pattern_of(name, self._trained)!r}] to the trainer, with patterns for all such"
-                    " parameters: like buffers, they then start from the server's for every client, and are averaged."
-                )
+        """Raise if a client's work has changed a parameter since :meth:`read`."""
+        name, self._has_summed = self.changed(before), True
+        if name is not None:
+            raise FederatedError(
+                f"{type(self._module).__name__} changes the parameter {name!r} while a client trains, though the"
+                " optimizer does not train it: other clients would start from the changed one. Pass"
+                f" as_buffers=[{_pattern_of(name, self._trained)!r}] to the trainer, with patterns for all such"
+                " parameters: like buffers, they then start from the server's for every client, and are averaged."
+            )
 
 
 def _sums(value: Tensor) -> tuple[float, float]:

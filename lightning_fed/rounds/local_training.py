@@ -258,14 +258,20 @@ class LocalTraining:
         self.put_back_settings()
         held = SettingsSnapshot(self.engine.prepared, with_callbacks=False) if self._sets else None
         before = marks(module) if self._has_measured else None
+        frozen = self._frozen.read() if self._has_measured else []
         self._held = held  # so that a hook that raises is undone as well
         call_round_hook(self.trainer, "on_client_start", round, client_id)
         if held is not None:
             held.keep_changed("on_client_start")
-        if before is not None and (name := changed(before, marks(module))) is not None:
+        if before is None:
+            return
+        name, kind = changed(before, marks(module)), "attribute"
+        if name is None:
+            name, kind = self._frozen.changed(frozen), "parameter"
+        if name is not None:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
-                f"on_client_start changes the attribute {name!r} of {type(module).__name__} for client {client_id!r},"
+                f"on_client_start changes the {kind} {name!r} of {type(module).__name__} for client {client_id!r},"
                 f" after {method} has taken full-batch gradients or losses that do not have the change."
                 " Put what differs between clients into their data, set it for all clients in on_round_start, and keep"
                 " notes on clients in the callback."

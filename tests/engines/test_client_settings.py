@@ -258,9 +258,10 @@ def test_full_gradients_and_own_solves_see_what_the_hooks_set(algorithm: Any, ch
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_setting_that_full_gradients_were_taken_without_is_refused(engine: str) -> None:
-    start = setting(attribute, lambda _, round: 2.0, algorithm=Mime(SGDm()), max_rounds=1)
-    with pytest.raises(FederatedError, match="'factor' of Adjustable for client 0, after Mime has taken full-batch"):
+@pytest.mark.parametrize(("setter", "name"), [(attribute, "attribute 'factor'"), (frozen, "parameter 'frozen.weight'")])
+def test_a_setting_that_full_gradients_were_taken_without_is_refused(setter: Setter, name: str, engine: str) -> None:
+    start = setting(setter, lambda _, round: 2.0, algorithm=Mime(SGDm()), max_rounds=1)
+    with pytest.raises(FederatedError, match=f"{name} of Adjustable for client 0, after Mime has taken full-batch"):
         start(engine=engine)
 
 
