@@ -68,7 +68,8 @@ class FederatedCallback(NamesUnset, pl.Callback):
 
         Args:
             trainer: The trainer.
-            pl_module: The module. The client starts from the server model, whatever it holds.
+            pl_module: The module; it holds the model that the client starts from, the server's with the client's
+                personal parts. Changes to its weights and buffers are discarded, with a warning.
             round: The round, from 0.
             client_id: The client.
         """

@@ -166,6 +166,13 @@ class Engine(ABC):
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
         """Called once per round before any client runs; rechecks settings that callbacks may have changed."""
 
+    def show(self, x: Vector, personal: Vector, buffers: State) -> None:
+        """Let the module hold the model that a client starts from, for its hooks."""
+        self.flat.restore()
+        self.flat.y.copy_(x)
+        self.flat.personal.copy_(personal)
+        self.buffers.write(buffers)
+
     def client_started(self, client_id: ClientId) -> None:  # noqa: B027
         """Check the changes of ``on_client_start``, right after it ran for a client."""
 

@@ -142,6 +142,19 @@ def attribute_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[
                     yield (kind, f"{prefix}.{name}" if prefix else name), value
 
 
+def attribute_numbers(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, list[float]]:
+    """Return the numbers that attributes of modules of the user's classes hold, by name."""
+    found: dict[str, list[float]] = {}
+    for prefix, part in parts:
+        cls: Any = type(part)
+        for name, attribute in vars(part).items() if _is_own(cls) else ():
+            if name not in INTERNAL and name not in PASSING:
+                for value in values_in(attribute):
+                    if type(value) in (int, float):
+                        found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(value)
+    return found
+
+
 def generator_states(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, list[bytes]]:
     """Return the states of the generators in attributes of modules, by name."""
     found: dict[str, list[bytes]] = {}

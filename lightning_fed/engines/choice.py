@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 
-from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
+from lightning_fed.callbacks.base import any_uses_hook
+from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import is_overridden, rank_zero_info, rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.engines.base import Engine, WorkPlan
@@ -13,6 +15,12 @@ from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
 _TRIED = 10  # clients that may fail in a trial step before the module is blamed
+_MISSING = (AttributeError, KeyError, IndexError, TypeError)  # what a step raises that reads an attribute not yet set
+_LATER = ("on_train_start", "on_train_epoch_start")
+_REMEDY = (
+    ". A trial step comes before on_train_start and the hooks of rounds and clients: give what they set a first value"
+    " of the same kind in __init__"
+)
 
 
 def make_engine(
@@ -79,7 +87,15 @@ def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
                 raise
             failure = failure or error
     if failure is not None:
+        if isinstance(failure.__cause__, _MISSING) and _sets_later(engine):
+            raise ClientError(f"{failure}{_REMEDY}", failure.culprit) from failure.__cause__
         raise failure
+
+
+def _sets_later(engine: Engine) -> bool:
+    """Return whether hooks that a trial step comes before may set what it reads."""
+    of_module = any(is_overridden(hook, engine.prepared.module, pl.LightningModule) for hook in _LATER)
+    return of_module or any_uses_hook(engine.trainer, "on_round_start", "on_client_start", of_users=True)
 
 
 def reason_in(error: FederatedError) -> str:

@@ -38,7 +38,11 @@ _MEMORY_REMEDY = (
     " lower precision such as 'bf16-mixed'"
 )
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
-_VALUE_READ = "a tensor's value is read, by .item() or by data-dependent control flow"
+_VALUE_READ = "a tensor's value is read, by .item(), by one_hot() or by data-dependent control flow"
+_OWN_FUNCTION = (
+    "an autograd.Function takes one client at a time, as in torch.distributions.Beta and Dirichlet; yours needs"
+    " setup_context() and generate_vmap_rule = True"
+)
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
 SHARED_STATE = "doesn't match the broadcast shape"
 """Part of PyTorch's error for adding several clients' values in place to one client's tensor."""
@@ -54,6 +58,8 @@ _KINDS = {  # parts of PyTorch's most common errors, and their cause in the modu
         "random numbers are drawn into a tensor that all clients share, as torch.distributions does in rsample(); draw"
         " them with torch.randn_like(x) of a tensor x made from the input"
     ),
+    "must override the setup_context": _OWN_FUNCTION,
+    "does not have vmap support": _OWN_FUNCTION,
     "Tensor.requires_grad_()": "it calls requires_grad_() of a tensor, or torch.autograd.functional",
     SHARED_STATE: (
         "a tensor that all clients share is changed in place by the values of each, such as the first state of a"

@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 
 from lightning_fed.callbacks.base import any_uses_hook, call_round_hook
-from lightning_fed.core.devices import numbers_of
+from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.core.devices import are_equal, numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.changes import changed, marks
 from lightning_fed.engines.client_settings import SettingsSnapshot
+from lightning_fed.engines.frozen import FrozenParameters
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.rounds.failures import Isolation, stop_at
 from lightning_fed.rounds.local_plans import limited, num_examples
 from lightning_fed.rounds.messages import Reply, Task
 from lightning_fed.rounds.outgoing import Outgoing
-from lightning_fed.server.client_states.state import LOCAL_STEPS, ClientState, ClientStates
+from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ClientState, ClientStates
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
@@ -191,6 +193,8 @@ class LocalTraining:
         self.engines = [engine] if inner_solve is None else [engine, inner_solve.engine]
         self.trainer = engine.trainer
         self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
+        self._has_warned = False  # of changes that have no effect
+        self._frozen = FrozenParameters(engine.prepared)
         self._isolation = Isolation(engine, settings.drops_failed)
         self._outgoing = Outgoing(engine, settings, attackers)
         self.begin_round()
@@ -217,6 +221,34 @@ class LocalTraining:
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 
+    def _show(self, task: Task, index: int, states: ClientStates) -> None:
+        """Let the module hold the model that a client starts from, and not that of the client before."""
+        engine, own, buffers = self.engine, self.engine.flat.personal, dict[str, Tensor]()
+        if len(own) or engine.buffers.kept:
+            (kept,) = states.of_each([index])
+            own, buffers = kept.own.get(PERSONAL, own), kept.buffers
+        engine.show(task.x, own, {**task.buffers, **buffers})
+        self._shown = engine.flat.whole.clone(), engine.buffers.read()
+
+    def _warn_of_discarded(self, client_id: ClientId) -> None:
+        """Warn if ``on_client_start`` has changed what every client starts from, since that has no effect."""
+        flat, module = self.engine.flat, type(self.trainer.lightning_module).__name__
+        flat.gather()
+        whole, buffers = self._shown
+        now = self.engine.buffers.read()
+        pairs = {name: (value, buffers[name]) for name, value in now.items()}
+        pairs |= dict(zip(flat.names, zip(flat.cut(flat.whole), flat.cut(whole), strict=True), strict=True))
+        are_same = are_equal(pairs.values())
+        differing = [name for name, is_same in zip(pairs, are_same, strict=True) if not is_same]
+        name = next((n for n in differing if not torch.equal(*(t.nan_to_num() for t in pairs[n]))), None)
+        if name is not None:
+            self._has_warned = True
+            rank_zero_warn(
+                f"on_client_start changes {name!r} of {module} for client {client_id!r}, without effect: it starts"
+                " from the server's weights and buffers, and from its own personal ones. Keep a value for one client in"
+                " an attribute, in a parameter that is not trained (requires_grad=False), or in the client's data."
+            )
+
     def _start(self, round: int, client_id: ClientId) -> None:
         """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on.
 
@@ -226,14 +258,20 @@ class LocalTraining:
         self.put_back_settings()
         held = SettingsSnapshot(self.engine.prepared, with_callbacks=False) if self._sets else None
         before = marks(module) if self._has_measured else None
+        frozen = self._frozen.read() if self._has_measured else []
         self._held = held  # so that a hook that raises is undone as well
         call_round_hook(self.trainer, "on_client_start", round, client_id)
         if held is not None:
             held.keep_changed("on_client_start")
-        if before is not None and (name := changed(before, marks(module))) is not None:
+        if before is None:
+            return
+        name, kind = changed(before, marks(module)), "attribute"
+        if name is None:
+            name, kind = self._frozen.changed(frozen), "parameter"
+        if name is not None:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
-                f"on_client_start changes the attribute {name!r} of {type(module).__name__} for client {client_id!r},"
+                f"on_client_start changes the {kind} {name!r} of {type(module).__name__} for client {client_id!r},"
                 f" after {method} has taken full-batch gradients or losses that do not have the change."
                 " Put what differs between clients into their data, set it for all clients in on_round_start, and keep"
                 " notes on clients in the callback."
@@ -260,7 +298,11 @@ class LocalTraining:
         if self._uses_start_hook:
             for plan in plans:
                 client_id = plan.participant.client_id
+                if self._sets:
+                    self._show(task, plan.participant.index, states)
                 self._start(task.round, client_id)
+                if self._sets and not self._has_warned:
+                    self._warn_of_discarded(client_id)
                 for engine in self.engines:
                     engine.client_started(client_id)
         if self._uses_start_hook or self._uses_end_hook:
@@ -336,7 +378,10 @@ class LocalTraining:
                 for state, plan in zip(own, plans, strict=True):
                     if not plan.participant.steps:  # no later work would save it
                         states.stage(plan.participant.index, ClientState(state).joined())
+        frozen = self._frozen.read() if self._frozen.names else []
         result = engine.run(inputs, plans, own, solvers)
+        if self._frozen.names:
+            self._frozen.check(frozen)
         if not failed:
             return result
         faults = {row: failed[who.index] for row, who in enumerate(result.participants) if who.index in failed}

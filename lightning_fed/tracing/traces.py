@@ -184,6 +184,7 @@ class _Shapes(TorchFunctionMode):
     """Records the shape of every result for make_fx, whose own fake tensors make tracing 1.7 times slower."""
 
     shape_env = None  # sizes are numbers
+    in_kernel_invocation = False  # read by functions of torch.compile, which then say why they cannot be traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Create a tensor without data; a single number stays on its device, since a pass may use it."""

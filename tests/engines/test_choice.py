@@ -156,3 +156,24 @@ def test_two_processes_end_where_one_does(name: str, tmp_path: Path) -> None:
 
 def run_in_two(case: dict[str, Any]) -> Any:
     return results_of(run("auto", strategy="clients", devices=2, **case))["state"]
+
+
+class Misses(Ordinary):
+    """Reads an attribute that nobody has set before the trial step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0 * self.teacher[0].sum()
+
+
+class Distills(Misses):
+    """Keeps the server's model of the round, as FedNTD does, in an attribute that __init__ does not set."""
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher = [p.detach().clone() for p in self.parameters()]
+
+
+@pytest.mark.parametrize(("make", "is_named"), [(Distills, True), (Misses, False)])
+def test_an_attribute_that_a_hook_sets_after_the_trial_step_has_a_remedy(make: Any, is_named: bool) -> None:
+    with pytest.raises(FederatedError, match="trial step in round 0: AttributeError: .*'teacher'") as raised:
+        run("vectorized", make, max_rounds=1)
+    assert ("give what they set a first value of the same kind in __init__" in str(raised.value)) is is_named

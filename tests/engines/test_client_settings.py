@@ -258,9 +258,10 @@ def test_full_gradients_and_own_solves_see_what_the_hooks_set(algorithm: Any, ch
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_setting_that_full_gradients_were_taken_without_is_refused(engine: str) -> None:
-    start = setting(attribute, lambda _, round: 2.0, algorithm=Mime(SGDm()), max_rounds=1)
-    with pytest.raises(FederatedError, match="'factor' of Adjustable for client 0, after Mime has taken full-batch"):
+@pytest.mark.parametrize(("setter", "name"), [(attribute, "attribute 'factor'"), (frozen, "parameter 'frozen.weight'")])
+def test_a_setting_that_full_gradients_were_taken_without_is_refused(setter: Setter, name: str, engine: str) -> None:
+    start = setting(setter, lambda _, round: 2.0, algorithm=Mime(SGDm()), max_rounds=1)
+    with pytest.raises(FederatedError, match=f"{name} of Adjustable for client 0, after Mime has taken full-batch"):
         start(engine=engine)
 
 
@@ -609,6 +610,66 @@ def test_a_buffer_that_a_hook_replaces_is_read_anew() -> None:
         for engine in ("sequential", "vectorized")
     ]  # fmt: skip
     assert_close(*map(state_of, found))
+
+
+class Counting(Ordinary):
+    """Has a buffer that clients change, and a personal layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Seen(FederatedCallback):
+    """What the module holds when a client's work begins and ends."""
+
+    def __init__(self) -> None:
+        self.start: dict[Any, Any] = {}
+        self.end: dict[Any, Any] = {}
+        self.server: dict[int, Any] = {}
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        self.server[round] = copied(pl_module)
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        self.start[round, client_id] = copied(pl_module)
+        assert torch.equal(trainer.fit_loop.client_model[0], trainer.fit_loop.state.x)
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        self.end[trainer.current_epoch, client_report.client_id] = copied(pl_module)
+
+
+def copied(module: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("module", "engine"), [(Counting, "sequential"), (Ordinary, "vectorized")])
+def test_hooks_find_the_model_that_the_client_starts_from(module: Any, engine: str) -> None:
+    """Not that of the client before: a hook may keep the server's model as a teacher, say."""
+    seen = Seen()
+    options = {} if engine == "sequential" else {"chunk_size": 1}
+    run(engine, module, EVEN, callbacks=[seen], personal=["head.*"], max_rounds=2, **options)
+    assert len(seen.start) == 8
+    for (number, client), start in seen.start.items():
+        for name, value in start.items():
+            own = seen.end[0, client][name] if number and name.startswith("head.") else seen.server[number][name]
+            assert torch.equal(value, own), (number, client, name)
+
+
+def test_changes_of_weights_and_buffers_by_hooks_are_named_once() -> None:
+    """A client starts from the server's, so a hook that sets such a value has no effect."""
+
+    def edit(trainer: Any, module: Any, value: float) -> None:
+        if value == 5.0:
+            module.batches.fill_(value)
+
+    with pytest.warns(UserWarning, match="on_client_start changes 'batches' of Counting for client 1") as warned:
+        run("sequential", Counting, EVEN, callbacks=[Sets(edit, lambda client, _: UNALIKE[client])], max_rounds=2)
+    assert len([w for w in warned if "on_client_start" in str(w.message)]) == 1
 
 
 @pytest.mark.thorough

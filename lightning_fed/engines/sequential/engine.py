@@ -12,14 +12,19 @@ import torch
 
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
-from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Run, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
-from lightning_fed.engines.changes import attribute_tensors, generator_states, numbers_in, parts_of
+from lightning_fed.engines.changes import (
+    attribute_numbers,
+    attribute_tensors,
+    generator_states,
+    numbers_in,
+    parts_of,
+)
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
@@ -43,7 +48,7 @@ class SequentialEngine(Engine):
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
         self._delta = torch.empty_like(self.flat.y)  # the last client's; allocation costs more than the arithmetic
-        self._has_checked_frozen = False  # checked in one client's work
+        self._has_checked = False  # what one client's work leaves behind in attributes
         self._readings: list[Reading] = []  # clients whose numbers are still on the device
         self.epoch_loop.prepare()
         if self.algorithm.full_grad_at or self.algorithm.anchor_at or self.algorithm.looks_ahead:
@@ -72,10 +77,10 @@ class SequentialEngine(Engine):
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
-            frozen = {} if self._has_checked_frozen else self._sums_of_frozen()
-            attributes = {} if self._has_checked_frozen else self._tensors_of_attributes()
-            generators = {} if self._has_checked_frozen else generator_states(parts_of(self.trainer.lightning_module))
-            counts = {} if self._has_checked_frozen else self.optimizer.counts()
+            attributes = {} if self._has_checked else self._tensors_of_attributes()
+            numbers_before = {} if self._has_checked else attribute_numbers(parts_of(self.trainer.lightning_module))
+            generators = {} if self._has_checked else generator_states(parts_of(self.trainer.lightning_module))
+            counts = {} if self._has_checked else self.optimizer.counts()
             self.epoch_loop.begin_client()
             for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
                 p.grad = None
@@ -90,12 +95,13 @@ class SequentialEngine(Engine):
                 raise stepped_schedule(self.trainer.lightning_module, stepped)
             self.flat.gather()
             numbers = self.epoch_loop.close_client()
-            if not self._has_checked_frozen:
+            if not self._has_checked:
                 self.prepared.check_parameters()
                 self._check_attributes(attributes)
+                self._check_numbers(numbers_before)
                 self._check_generators(generators)
                 self._check_counts(counts)
-                self._check_frozen(frozen)
+                self._has_checked = True
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
                 self._check_buffers(before, buffers)
@@ -276,30 +282,6 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
-    def _sums_of_frozen(self) -> dict[str, tuple[float, float]]:
-        """Return sums over each frozen parameter, which change with its values; a copy may not fit in memory."""
-        trained, sums = {id(p) for p in self.flat.params}, {}
-        for name, p in self.trainer.lightning_module.named_parameters():
-            if id(p) not in trained and name not in self.buffers.owners:
-                value = widened(p.detach()).nan_to_num()
-                sums[name] = float(value.sum()), float(torch.linalg.vector_norm(value))
-        return sums
-
-    def _check_frozen(self, before: dict[str, tuple[float, float]]) -> None:
-        """Raise if local work changes frozen parameters, such as the teacher of self-supervised methods.
-
-        Unlike buffers, they are neither reset to the server's values for each client nor averaged.
-        """
-        self._has_checked_frozen = True
-        for name, sums in self._sums_of_frozen().items():
-            if sums != before.get(name, sums):
-                raise FederatedError(
-                    f"{type(self.trainer.lightning_module).__name__} changes the parameter {name!r} while a client"
-                    " trains, though the optimizer does not train it: other clients would start from the changed one."
-                    f" Pass as_buffers=[{self._pattern_of(name)!r}] to the trainer, with patterns for all such"
-                    " parameters: like buffers, they then start from the server's for every client, and are averaged."
-                )
-
     def _tensors_of_attributes(self) -> dict[str, list[Any]]:
         """Return shapes and numbers of the tensors that plain attributes of modules hold, by attribute."""
         found: dict[str, list[Any]] = {}
@@ -320,6 +302,18 @@ class SequentialEngine(Engine):
                     " client trains. It goes from one client to the next, and is not in checkpoints. Make it a buffer"
                     " with register_buffer(), unless it only collects numbers: buffers start from the server's for"
                     " every client, and are averaged."
+                )
+
+    def _check_numbers(self, before: dict[str, list[float]]) -> None:
+        """Warn if local work changes a number in an attribute, such as a count of classes, but not if it adds some."""
+        module = self.trainer.lightning_module
+        after = attribute_numbers(parts_of(module)) if before else {}
+        for name, held in before.items():
+            if (now := after.get(name, [])) != held and len(now) == len(held):
+                rank_zero_warn(
+                    f"{type(module).__name__} changes a number in its attribute {name!r} while a client trains. It goes"
+                    " from one client to the next, and is not in checkpoints. If a step reads it, make it a buffer with"
+                    " register_buffer(), which starts from the server's for every client."
                 )
 
     def _check_generators(self, before: dict[str, list[bytes]]) -> None:
@@ -344,9 +338,3 @@ class SequentialEngine(Engine):
                     " and this number would go from one to the next. Keep it in self.state[parameter], or in a"
                     " parameter group: both are reset."
                 )
-
-    def _pattern_of(self, name: str) -> str:
-        """Return the shortest pattern of a parameter and its neighbors that fits no trained parameter."""
-        parts = name.split(".")
-        roots = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
-        return next((f"{root}*" for root in roots if not any(own.startswith(root) for own in self.flat.names)), name)

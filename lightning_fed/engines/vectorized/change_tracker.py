@@ -64,17 +64,20 @@ class ChangeTracker:
             self._count_change(name)
 
     def begin_work(self) -> None:
-        """Record buffers, metrics and frozen parameters before the first clients of a round."""
-        if not self._worked:
-            self._tensors = tensor_marks(self.module, with_trained=False)
+        """Record buffers, metrics and frozen parameters before clients work."""
+        self._tensors = tensor_marks(self.module, with_trained=False)
 
     def check_work(self) -> None:
-        """Raise if ``training_step`` has begun to have side effects; after the first clients of a round."""
+        """Raise if ``training_step`` has begun to have side effects.
+
+        Attributes are compared after the first clients of a round, and by :meth:`end_round`. Tensors are compared after
+        all: what a client that is run alone changes would be overwritten before the next.
+        """
         self._worked += 1
-        if self._worked > 1:
-            return
         tensors, self._tensors = self._tensors, Marks()
-        kind, name = "attribute", changed(self._marks, marks(self.module, self.algorithm))
+        kind, name = "attribute", None
+        if self._worked == 1:
+            name = changed(self._marks, marks(self.module, self.algorithm))
         if name is None and (tensor := changed(tensors, tensor_marks(self.module, with_trained=False))) is not None:
             kind, _, name = tensor.partition(".")
         if name is not None:

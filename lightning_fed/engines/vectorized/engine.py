@@ -141,6 +141,11 @@ class VectorizedEngine(Engine):
         """The parameters [P] of the client whose hooks are running."""
         return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
+    def show(self, x: Vector, personal: Vector, buffers: State) -> None:
+        """Let the module hold the model that a client starts from, for its hooks."""
+        self._row = None
+        super().show(x, personal, buffers)
+
     def client_started(self, client_id: ClientId) -> None:
         """Raise if ``on_client_start`` set something for one client only."""
         self.settings.client_started(client_id)

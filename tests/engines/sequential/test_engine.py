@@ -41,28 +41,6 @@ class Watched(Teacher):
         assert all(not p.requires_grad for p in self.teacher.parameters())
 
 
-@pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_a_teacher_that_follows_is_refused_by_name(engine: str) -> None:
-    with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*as_buffers=\['teacher\.\*'\]"):
-        run(engine, Teacher)
-
-
-class Outside(Teacher):
-    """Has a teacher among trained layers, which would have a gradient if the optimizer trained it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nets = nn.ModuleDict({"teacher": self.teacher.requires_grad_(True), "head": self.head})
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.1)
-
-
-def test_the_pattern_that_is_offered_fits_no_trained_parameter() -> None:
-    with pytest.raises(FederatedError, match="as_buffers=\\['teacher\\.\\*'\\]"):
-        run("sequential", Outside)
-
-
 class Pulled(Teacher):
     """Is pulled towards its teacher."""
 
@@ -126,6 +104,28 @@ def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None
     with pytest.warns(UserWarning, match="Averages changes a tensor in its attribute") as told:
         run("sequential", Averages)
     assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
+
+
+class Counts(Ordinary):
+    """Counts labels in a dictionary, keeps a mean of its losses, and collects them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.mean, self.scale = {"batches": 0}, 1.0, 2.0
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen["batches"] += 1
+        self.mean = 0.9 * self.mean + 0.1 * float(loss.detach())
+        self.losses.append(self.mean)
+        return loss / self.mean
+
+
+def test_numbers_that_no_client_starts_from_are_told_once() -> None:
+    with pytest.warns(UserWarning, match="Counts changes a number in its attribute") as told:
+        run("sequential", Counts)
+    assert [str(one.message).split("'")[1] for one in told if "a number" in str(one.message)] == ["seen", "mean"]
 
 
 class OwnGenerator(Ordinary):

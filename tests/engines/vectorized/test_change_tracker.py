@@ -332,3 +332,22 @@ def test_metrics_of_evaluation_do_not_cost_the_traces(monkeypatch: pytest.Monkey
     made.clear()
     trainer(engine="vectorized", max_rounds=4, chunk_size=1).fit(WithMetric(), EVEN())
     assert len(made) == in_one_round > 0
+
+
+class CountsLater(Ordinary):
+    """Counts in a buffer from the third batch on, which only one client has, and reads the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            self.count += 1
+        return super().training_step(batch, batch_idx) * (1 + self.count)
+
+
+def test_a_buffer_that_a_later_client_changes_is_refused_too() -> None:
+    """With one client at a time, the next client's buffers would overwrite it."""
+    with pytest.raises(FederatedError, match="cannot continue with CountsLater.training_step.*the buffer 'count'"):
+        run("vectorized", CountsLater, partial(data, (8, 8, 24, 8)), chunk_size=1, max_rounds=1)

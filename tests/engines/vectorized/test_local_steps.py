@@ -220,3 +220,15 @@ def test_unused_parameters_stand_still_in_untraced_steps() -> None:
     spare = torch.cat([p.flatten() for p in at_once.lightning_module.spare.parameters()])
     torch.manual_seed(3)
     assert torch.equal(spare.float(), torch.cat([p.detach().flatten() for p in Spare().spare.parameters()]))
+
+
+@pytest.mark.thorough
+def test_a_compiled_layer_says_why_it_is_not_traced() -> None:
+    class Compiled(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.compile(backend="eager")
+
+    with pytest.warns(UserWarning, match=r"run untraced, which is slower: .*dynamo-optimized function"):
+        found = run("vectorized", Compiled)
+    assert_agree(run("sequential", Compiled), found)

@@ -21,7 +21,7 @@ from lightning_fed.engines.changes import marks, parts_of
 from lightning_fed.engines.vectorized.trial import StepState
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, refused, run, state_of
 from tests.helpers.selection import few
-from tests.helpers.training import data, trainer
+from tests.helpers.training import CLASSES, data, trainer
 
 OTHERS = {"count": 0, "calls": 0}
 
@@ -379,9 +379,56 @@ class Converts(Ordinary):
         return super().training_step(batch, batch_idx)
 
 
+class Reversed(torch.autograd.Function):
+    """Reverses the gradient, as domain-adversarial training does, in the older form of PyTorch."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class ReversedForAll(torch.autograd.Function):
+    """The same, in the form that takes several clients, but without a rule for them."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Reverses(Ordinary):
+    function: Any = Reversed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(super().forward(x))
+
+
+class ReversesForAll(Reverses):
+    function: Any = ReversedForAll
+
+
+class OneHot(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), F.one_hot(batch[1], CLASSES).to(batch[0].dtype))
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (Reverses, r"an autograd.Function .*setup_context\(\) and generate_vmap_rule"),
+        (ReversesForAll, r"an autograd.Function .*setup_context\(\) and generate_vmap_rule"),
+        (OneHot, r"a tensor's value is read, .*by one_hot\(\)"),
         (Samples, r"as torch.distributions does.*randn_like"),
         (Requires, r"it calls requires_grad_\(\)"),
         (Converts, r"a tensor's memory is read, as .numpy\(\)"),
