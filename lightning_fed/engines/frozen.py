@@ -1,6 +1,7 @@
 """Parameters that nobody trains, which must not change while clients train."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,7 +34,10 @@ class FrozenParameters:
     def read(self) -> list[object]:
         """Return what changes with the values, for :meth:`check`; a copy of all may not fit in memory."""
         found = [self._module.get_parameter(name).detach() for name in self.names]
-        return [_sample(value) if self._has_summed else (_sample(value), *_sums(value)) for value in found]
+        samples = _samples(found)
+        if self._has_summed:
+            return samples
+        return [(sample, *_sums(value)) for sample, value in zip(samples, found, strict=True)]
 
     def changed(self, before: list[object]) -> str | None:
         """Return the first parameter that has changed since :meth:`read`, or None."""
@@ -57,12 +61,21 @@ def _sums(value: Tensor) -> tuple[float, float]:
     return float(wide.sum()), float(torch.linalg.vector_norm(wide))
 
 
-def _sample(value: Tensor) -> bytes | None:
-    """Return the bytes of some numbers, or None for a tensor of another kind."""
+def _samples(values: Sequence[Tensor]) -> list[object]:
+    """Return the bytes of some numbers of each tensor, none of another kind; they leave the device together."""
+    if not values:
+        return []
+    parts = [_sample(value) for value in values]
+    content = torch.cat(parts).cpu().numpy().tobytes()
+    ends = list(accumulate(map(len, parts)))
+    return [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _sample(value: Tensor) -> Tensor:
     if value.layout != torch.strided or type(value) is not Tensor or not value.numel():
-        return None
+        return torch.empty(0, dtype=torch.uint8, device=value.device)
     flat = value.reshape(-1)[:: 1 if value.numel() <= _ALL else value.numel() // _SOME]
-    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return flat.contiguous().view(torch.uint8)
 
 
 def _pattern_of(name: str, trained: Collection[str]) -> str:
