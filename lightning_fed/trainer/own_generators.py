@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.random_states import RandomStates
@@ -25,27 +26,29 @@ class OwnGenerators:
     """
 
     def __init__(self, data: FederatedDataModule) -> None:
-        self._data = data if type(data).state_dict is FederatedDataModule.state_dict else None
+        self._data = data
         self._before: dict[str, bytes] | None = None
 
-    def look(self, client_id: ClientId) -> None:
-        """Compare the generators, after a completed round in which this client took part."""
+    def look(self, report: RoundReport) -> bool:
+        """Compare the generators after a completed round; return whether to do so again."""
         data, before = self._data, self._before
-        if data is None:
-            return
+        if type(data).state_dict is not FederatedDataModule.state_dict:
+            return False
+        if not report.cohort:
+            return True
         held = {name: value for name, value in vars(data).items() if isinstance(value, _GENERATORS)}
         self._before = now = {name: _state_of(value) for name, value in held.items()}
-        if before is None and now:
-            return
-        self._data = None
-        for name in [name for name in now if now[name] != (before or {}).get(name)]:
-            if not _is_seeded(data, client_id, held[name]):
+        if before is None:
+            return bool(now)
+        for name in [name for name in now if now[name] != before.get(name)]:
+            if not _is_seeded(data, report.cohort[0], held[name]):
                 rank_zero_warn(
                     f"{type(data).__name__} draws from the generator in its attribute {name!r}, which the run does not"
                     " seed: its numbers depend on what was drawn before, so a resumed run and other engines have"
                     " others. Draw from PyTorch's global generator, which the run seeds for every client, or keep it in"
                     " the data set, where it is seeded for every batch."
                 )
+        return False
 
 
 def _state_of(value: Any) -> bytes:

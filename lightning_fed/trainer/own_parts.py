@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.plain import as_plain
+from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.settings.settings import Settings
 
@@ -27,14 +28,12 @@ class OwnParts:
         self._parts = {name: part for name, part in parts.items() if part is not None and _is_watched(part)}
         self._before: dict[str, dict[str, Any]] | None = None
 
-    def look(self) -> None:
-        """Compare the attributes, after a completed round."""
-        if not self._parts:
-            return
+    def look(self, report: RoundReport) -> bool:
+        """Compare the attributes after a completed round; return whether to do so again."""
         now = {name: {key: _plain(value) for key, value in vars(part).items()} for name, part in self._parts.items()}
         if self._before is None:
             self._before = now
-            return
+            return bool(now)
         for name, part in self._parts.items():
             changed = [key for key, value in now[name].items() if value != self._before[name].get(key)]
             if changed:
@@ -43,7 +42,7 @@ class OwnParts:
                     " Attributes are not in checkpoints: a resumed run begins with the initial value, another trainer"
                     f" with the last one, and every process has its own. {_REMEDIES[name]}, unless no round reads it."
                 )
-        self._parts = {}
+        return False
 
 
 def _is_watched(part: Any) -> bool:

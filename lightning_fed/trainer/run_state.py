@@ -73,8 +73,7 @@ class RunState:
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
         self.round_start: RoundStart | None = None
         self.has_hooks = self.may_draw = False
-        self._own_parts = OwnParts(settings)
-        self._own_generators: OwnGenerators | None = None  # while clients are here
+        self._watches: list[OwnParts | OwnGenerators] = []  # of a fit's first rounds
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
     @property
@@ -315,7 +314,9 @@ class RunState:
             seed = secret_seed(trainer, settings.aggregator, population)
         sampling = CohortSampling(settings, population, seed)
         elsewhere, self._elsewhere = self._elsewhere, None
-        self._own_generators = OwnGenerators(trainer.datamodule) if elsewhere is None else None
+        self._watches = [OwnParts(settings)]
+        if elsewhere is None:
+            self._watches.append(OwnGenerators(trainer.datamodule))
         if elsewhere is None:
             engines, chunk = self._engines_before, self._chunk_before
             self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
@@ -374,9 +375,8 @@ class RunState:
             self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
-        self._own_parts.look()
-        if self._own_generators is not None and report.cohort:
-            self._own_generators.look(report.cohort[0])
+        if self._watches:
+            self._watches = [watch for watch in self._watches if watch.look(report)]
         self.rounds.leave()
         self.server_model.show()
 
