@@ -144,7 +144,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     """
 
     _clients: FederatedDataset | None = None
-    _made_from: tuple[Any, Any] | None = None  # train and partition when the clients were set
+    _made_from: tuple[Any, Any, str] | None = None  # train, partition and its options when the clients were set
     _is_split = False  # whether the clients were split from them here
     _source: tuple[FederatedDataset, TensorBatches | None] | None = None
     _num_clients: int | None = None  # class attributes, so that subclasses may set them before __init__
@@ -249,7 +249,8 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     def clients(self) -> FederatedDataset | None:
         """The clients' data sets, split from ``train`` on first access; None if clients are built on demand.
 
-        They are split again if ``train`` or ``partition`` has been replaced, as for another fold.
+        They are split again if ``train`` or ``partition`` has been replaced, as for another fold, and by the next fit
+        if an option of the partition has been set.
         """
         if self.train is None or self.partition is None:
             return self._clients
@@ -276,7 +277,8 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
         has_both = self.train is not None and self.partition is not None
-        self._made_from, self._is_split = (self.train, self.partition) if has_both else None, False
+        self._made_from = (self.train, self.partition, repr(self.partition)) if has_both else None
+        self._is_split = False
         if self.client_val:
             _check_client_val_ids(self.client_val, self._clients.ids)
 
@@ -561,7 +563,12 @@ def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[Clie
 
 
 def check_assigned(data: FederatedDataModule) -> None:
-    """Raise if an argument was assigned to an attribute that nothing reads; a subclass may have one of its own."""
+    """Heed options of the partition that were set after the split, and raise for assigned attributes without effect.
+
+    A subclass may have such attributes of its own.
+    """
+    if data._is_split and data._made_from is not None and data._made_from[2] != repr(data.partition):
+        data._clients = None
     for name in ("transform", "augment"):
         if type(data).__module__.partition(".")[0] == "lightning_fed" and name in vars(data):
             raise FederatedError(

@@ -19,7 +19,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ClientBatches, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
-from lightning_fed.data.datamodule import check_ids
+from lightning_fed.data.datamodule import check_assigned, check_ids
 from lightning_fed.models import MLPClassifier
 from tests.helpers.training import trainer as fit_trainer
 
@@ -263,6 +263,14 @@ def test_another_fold_or_partition_is_split_anew():
     assert data.client_batches(0).size == 5
     data.partition = Iid(5)
     assert data.num_clients == 5
+
+
+def test_an_option_of_the_partition_that_was_set_is_heeded_by_the_next_fit():
+    data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=Iid(2), batch_size=4)
+    assert data.num_clients == 2
+    data.partition.num_clients = 5
+    check_assigned(data)  # as a fit does before it reads the clients
+    assert [data.client_size(i) for i in data.client_ids] == [4] * 5
 
 
 def test_clients_that_were_set_are_not_split_from_another_partition():
