@@ -562,7 +562,7 @@ def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[Clie
         )
 
 
-def check_assigned(data: FederatedDataModule) -> None:
+def heed_assigned(data: FederatedDataModule) -> None:
     """Heed options of the partition that were set after the split, and raise for assigned attributes without effect.
 
     A subclass may have such attributes of its own.

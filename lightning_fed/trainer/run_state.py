@@ -12,7 +12,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.datamodule import FederatedDataModule, check_assigned, check_ids
+from lightning_fed.data.datamodule import FederatedDataModule, check_ids, heed_assigned
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_half import ClientHalf
@@ -231,7 +231,7 @@ class RunState:
             FederatedError: If ids or sizes are invalid, or samplers draw more clients than there are.
         """
         data: FederatedDataModule = self.trainer.datamodule
-        check_assigned(data)
+        heed_assigned(data)
         check_ids(data)
         if among is not None:
             population = Population(among, data.client_size)
@@ -317,7 +317,6 @@ class RunState:
         self._watches = [OwnParts(settings)]
         if elsewhere is None:
             self._watches.append(OwnGenerators(trainer.datamodule))
-        if elsewhere is None:
             engines, chunk = self._engines_before, self._chunk_before
             self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
             if self.ranks.size > 1:

@@ -19,7 +19,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ClientBatches, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
-from lightning_fed.data.datamodule import check_assigned, check_ids
+from lightning_fed.data.datamodule import check_ids, heed_assigned
 from lightning_fed.models import MLPClassifier
 from tests.helpers.training import trainer as fit_trainer
 
@@ -269,7 +269,7 @@ def test_an_option_of_the_partition_that_was_set_is_heeded_by_the_next_fit():
     data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=Iid(2), batch_size=4)
     assert data.num_clients == 2
     data.partition.num_clients = 5
-    check_assigned(data)  # as a fit does before it reads the clients
+    heed_assigned(data)  # as a fit does before it reads the clients
     assert [data.client_size(i) for i in data.client_ids] == [4] * 5
 
 

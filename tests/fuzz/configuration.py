@@ -190,7 +190,7 @@ def _refused_late(c: Configuration) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if 1 in c.sizes and (c.network == "batchnorm" or c.method == "FedBN"):
         changes["sizes"] = (6, 6, 6)  # BatchNorm takes no batch of one example
-    if (c.method in FULL_GRADIENTS or (c.method == "FedProx" and c.variant == 1)) and c.attribute in (
+    if (c.method in FULL_GRADIENTS or (c.method == "FedProx" and c.variant % 2)) and c.attribute in (
         "one",
         "distinct",
     ):
