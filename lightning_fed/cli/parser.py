@@ -5,6 +5,7 @@ import re
 import sys
 from argparse import SUPPRESS, HelpFormatter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from inspect import isabstract, signature
 from itertools import pairwise
@@ -100,14 +101,15 @@ class Parser(LightningArgumentParser):
 
     def parse_args(self, args: Any = None, *rest: Any, **options: Any) -> Any:
         """Parse a command line; end if a configuration has a key twice, of which YAML would take the last."""
-        for path in _configs(sys.argv[1:] if args is None else args):
+        words = sys.argv[1:] if args is None else args
+        for path in _configs(words):
             try:
                 yaml.compose(path.read_text(encoding="utf-8"), UniqueKeyLoader)
             except RepeatedKeyError as error:
                 self.error(f"{path}, line {error.line}: the key {error.key!r} comes twice. Remove one.")
             except (OSError, ValueError, yaml.YAMLError, RecursionError):
                 continue  # refused below
-        return super().parse_args(args, *rest, **options)
+        return super().parse_args(_replacing(words), *rest, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Add what was probably meant, and end."""
@@ -169,6 +171,32 @@ def _configs(words: Any) -> set[Path]:
     """Return the configurations of a command line."""
     pairs = pairwise(word for whole in words for word in whole.split("=", maxsplit=whole.startswith(_ASSIGNED)))
     return {Path(file) for word, file in pairs if word in ("--config", "-c")}
+
+
+def _replacing(words: Any) -> list[str]:
+    """Return the words with an empty list before each list of classes for the trainer, such as its callbacks.
+
+    jsonargparse gives the n-th entry of a list the arguments of the n-th entry of the list before it, also across
+    classes: an EarlyStopping would get the ``mode`` of the ModelCheckpoint that it replaces.
+    """
+    replacing = []
+    for word, following in pairwise([*words, ""]):
+        option, is_assigned, value = word.partition("=")
+        trainer: Any = None
+        with suppress(OSError, ValueError, TypeError, LookupError, yaml.YAMLError, RecursionError):  # refused later
+            value = value if is_assigned else following
+            if option in ("--config", "-c"):
+                trainer = yaml.safe_load(Path(value).read_text(encoding="utf-8"))["trainer"]
+            elif found := re.fullmatch(r"--trainer\.(\w+)", option):
+                trainer = {found[1]: yaml.safe_load(value)}
+        given = trainer.items() if isinstance(trainer, dict) else ()
+        replacing += [f"--trainer.{name}=[]" for name, parts in given if isinstance(parts, list) and _classes(parts)]
+        replacing.append(word)
+    return replacing
+
+
+def _classes(parts: list[Any]) -> bool:
+    return any(isinstance(part, str) or (isinstance(part, dict) and "class_path" in part) for part in parts)
 
 
 def _unreadable(words: list[str]) -> list[str]:

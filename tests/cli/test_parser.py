@@ -190,3 +190,17 @@ def test_help_of_a_class_shows_formulas_as_text(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         fit("--trainer.algorithm.help", "FedProx")
     assert "mu >= 0; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_list_of_callbacks_replaces_the_list_before_it(
+    in_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As jsonargparse has it, EarlyStopping would keep the quickstart's ``mode: max`` of ModelCheckpoint."""
+    parts = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}]
+    later = tmp_path / "later.yaml"
+    later.write_text(yaml.safe_dump({"trainer": {"callbacks": parts}}), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        fit(*(["--config", str(later)] if in_file else [f"--trainer.callbacks={parts}"]), "--print_config")
+    (stopping,) = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    assert (stopping["init_args"]["monitor"], stopping["init_args"]["mode"]) == ("val_loss", "min")
