@@ -169,13 +169,17 @@ class GradientPass:
             self._forward(batch, batch_idx)
 
     def full(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]) -> Vector:
-        """Return the full-batch gradient [P] at a point: the mean over batches, weighted by size."""
+        """Return the full-batch gradient [P] at a point: the mean over batches, weighted by size.
+
+        Each batch finds the buffers that the first one finds, so the size of a batch does not matter.
+        """
         views = self.flat.layout.views(point)
         out = torch.zeros_like(point)
-        with self.silent():
+        with self.silent() as forget:
             for i, (batch, own) in enumerate(self._parts(batches)):
                 if own:
                     self.add(views, prepare_batch(self.trainer, batch), i, out, own / size)
+                    forget()
         self.split.sum(out)
         for view, value, rate in zip(self.flat.layout.views(out), views, decay, strict=False):
             if rate:
@@ -187,10 +191,11 @@ class GradientPass:
     ) -> Vector:
         """Return a client's full-batch Hessian at a point times a vector [P]; otherwise like :meth:`full`."""
         parts, out = self.flat.layout.views(vector), torch.zeros_like(point)
-        with self.silent():
+        with self.silent() as forget:
             self.flat.bind(self.flat.layout.views(point))
             for i, (batch, own) in enumerate(self._parts(batches)):
                 products = self._second_backward(prepare_batch(self.trainer, batch), i, parts) if own else []
+                forget()
                 for view, product in zip(self.flat.layout.views(out) if own else [], products, strict=False):
                     if product is not None:
                         view.add_(product, alpha=own / size)

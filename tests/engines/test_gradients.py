@@ -1,6 +1,7 @@
 """Gradients beside the local steps leave nothing behind."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, MimeMVR, Scaffold, SGDm
 from lightning_fed.core.errors import FederatedError
-from tests.helpers.engines import Ordinary, run, state_of
+from tests.helpers.engines import SIZES, Ordinary, assert_close, data, run, state_of
 
 METHODS: dict[str, Callable[[], Algorithm]] = {
     "Mime": lambda: Mime(SGDm()),
@@ -41,6 +42,24 @@ def test_an_assigned_buffer_counts_local_steps_alone(method: str) -> None:
     ]
     assert torch.equal(*counted)
     assert float(counted[0]) > 0
+
+
+class Weighted(Counts):
+    """A loss that depends on a buffer which every step changes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / self.seen
+
+
+@pytest.mark.parametrize(
+    "method", ["SCAFFOLD, option i", *(pytest.param(m, marks=pytest.mark.thorough) for m in ["Mime", "FedDANE"])]
+)
+def test_a_full_gradient_does_not_depend_on_the_size_of_its_batches(method: str) -> None:
+    small, whole = (
+        run("sequential", Weighted, partial(data, SIZES, full_batch_size=size), algorithm=METHODS[method]())
+        for size in (2, 512)
+    )
+    assert_close(state_of(small), state_of(whole))
 
 
 class Scaled(Ordinary):
