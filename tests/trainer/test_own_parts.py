@@ -1,4 +1,4 @@
-"""Users' parts of the server that keep something from round to round are named."""
+"""Users' parts that keep something from round to round are named."""
 
 import random
 from collections.abc import Mapping
@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_fed import FederatedDataModule
 from lightning_fed.server import Compressor, CoordinateMedian, SystemsHeterogeneity
-from tests.helpers.training import fit
+from tests.helpers.training import clients, fit, seeded, trainer
 
 
 class Counting(CoordinateMedian):
@@ -26,7 +28,7 @@ class Counting(CoordinateMedian):
         return super().combine(*arguments, **named)
 
 
-class Saved(Counting):
+class SavedCounts(Counting):
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self.calls}
 
@@ -66,7 +68,76 @@ def test_an_attribute_that_changes_from_round_to_round_is_named(options: Any, fo
         fit(max_rounds=2, **options)
 
 
-@pytest.mark.parametrize("aggregator", [Saved(), CoordinateMedian()], ids=["saved", "shipped"])
+@pytest.mark.parametrize("aggregator", [SavedCounts(), CoordinateMedian()], ids=["saved", "shipped"])
 def test_what_checkpoints_hold_is_not_named(aggregator: Any, recwarn: pytest.WarningsRecorder) -> None:
     fit(max_rounds=2, aggregator=aggregator)
     assert not [warning for warning in recwarn if "changes its attribute" in str(warning.message)]
+
+
+PARTS = clients([8, 8, 8])
+
+
+class Noisy(Dataset[Any]):
+    """Examples with noise of a generator that it holds."""
+
+    def __init__(self, data: Any, generator: torch.Generator) -> None:
+        self.data, self.generator = data, generator
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + torch.randn(x.shape, generator=self.generator), y
+
+
+class Own(FederatedDataModule):
+    def __init__(self) -> None:
+        super().__init__(batch_size=4)
+        self.num_clients = 3
+        self.stream = torch.Generator().manual_seed(1)
+
+    def client_dataset(self, client_id: Any) -> Any:
+        return PARTS[client_id]
+
+
+class InHook(Own):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.randn(batch[0].shape, generator=self.stream), *batch[1:]]
+
+
+class InDataset(Own):
+    def client_dataset(self, client_id: Any) -> Any:
+        x, y = (PARTS[client_id][:][part] for part in (0, 1))
+        return TensorDataset(x + torch.randn(x.shape, generator=self.stream), y)
+
+
+class InOrder(Own):
+    def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
+        return DataLoader(PARTS[client_id], batch_size=4, shuffle=True, generator=self.stream)
+
+
+class Held(Own):
+    def client_dataset(self, client_id: Any) -> Any:
+        return Noisy(PARTS[client_id], self.stream)
+
+
+class Saved(InHook):
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.stream.set_state(state_dict["stream"])
+
+
+@pytest.mark.parametrize("data", [InHook, InDataset, InOrder])
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
+def test_a_generator_that_no_run_seeds_is_named(data: Any, engine: Any) -> None:
+    with pytest.warns(UserWarning, match=f"{data.__name__} draws from the generator in its attribute 'stream'"):
+        trainer(engine=engine, max_rounds=2, clients_per_round=2).fit(seeded(), data())
+
+
+@pytest.mark.parametrize("data", [Own, Held, Saved])
+def test_a_generator_that_is_seeded_or_saved_is_not(data: Any, recwarn: pytest.WarningsRecorder) -> None:
+    trainer(max_rounds=3, clients_per_round=2).fit(seeded(), data())
+    assert not [warning for warning in recwarn if "draws from the generator" in str(warning.message)]
