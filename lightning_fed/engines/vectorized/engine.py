@@ -1,9 +1,9 @@
 """The vectorized engine: several clients of a cohort at once, with ``torch.func``."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,10 +236,8 @@ class VectorizedEngine(Engine):
         ]
         asked = sorted(range(len(plans)), key=order.__getitem__)
         for row in asked:
-            if not math.isfinite(norms[row] + loss[row]):
-                fault = fault_of(reports[row], means.losses_of(row), inputs.round)
-                if fault is not None:
-                    faults[row] = fault
+            if (fault := fault_of(reports[row], partial(means.losses_of, row), inputs.round)) is not None:
+                faults[row] = fault
         means.add_to(self._logged, faults)
         return ChunkResult(
             participants=participants,
