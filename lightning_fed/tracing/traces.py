@@ -179,7 +179,6 @@ class Trace:
     Attributes:
         checked: By kinds of inputs compared with the function: the Python numbers that the function returned, which are
             not part of the trace; None if the trace is wrong.
-        fixed: A key of the part that runs once, equal for traces of one function in which it is the same.
         round: The round of its recording.
     """
 
@@ -187,8 +186,6 @@ class Trace:
         self.graph, self.notes, self.round = graph, notes, round
         self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
-        has_numbers = any(node.op == "get_attr" for node in graph.once.nodes)
-        self.fixed: Any = self if has_numbers else graph.once.python_code("self").src
         self._once = _under(dtype, _module_of(graph.owner, graph.once).forward)
         self._call = _under(dtype, _module_of(graph.owner, graph.call).forward)
 

@@ -312,20 +312,3 @@ def test_without_what_traces_are_made_with_steps_run_untraced(monkeypatch: pytes
         untraced = run("vectorized")
     assert len(traced.fit_loop.clients.engine.step.traces) > 0 == len(untraced.fit_loop.clients.engine.step.traces)
     assert_agree(traced, untraced)
-
-
-@pytest.mark.thorough
-def test_the_constants_of_a_client_are_worked_out_once_for_all_its_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    once, calls = Trace.once, list[Any]()
-
-    def noted(trace: Trace, constants: Any) -> Any:
-        calls.append(trace)
-        return once(trace, constants)
-
-    monkeypatch.setattr(Trace, "once", noted)
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    options = {"algorithm": Scaffold(), "local_epochs": 2, "max_rounds": 1}
-    traced = run("vectorized", partial(Ordinary, sgd), chunk_size=1, **options)
-    assert len(traces_of(traced)) > 1, "clients have a smaller last batch, which has another trace"
-    assert len(calls) == 4, "once a client"
-    assert_agree(run("sequential", partial(Ordinary, sgd), **options), traced)
