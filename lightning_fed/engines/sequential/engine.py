@@ -18,13 +18,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
-from lightning_fed.engines.changes import (
-    attribute_numbers,
-    attribute_tensors,
-    generator_states,
-    numbers_in,
-    parts_of,
-)
+from lightning_fed.engines.changes import kept_in_attributes, parts_of
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
@@ -268,18 +262,9 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
-    def _kept(self) -> tuple[dict[str, list[Any]], dict[str, list[float]], dict[str, list[bytes]], dict[str, float]]:
-        """Return what goes from one client's work to the next, by attribute.
-
-        These are the shapes and numbers of tensors in plain attributes of modules, such as an average of weights; other
-        numbers in them, such as a count of classes; the states of generators; and numbers of the optimizer.
-        """
-        parts, tensors = list(parts_of(self.trainer.lightning_module)), dict[str, list[Any]]()
-        for (kind, name), value in attribute_tensors(parts):
-            is_computed = isinstance(value, torch.nn.Parameter) or value.grad_fn is not None  # as by weight_norm
-            if kind == "attribute" and not is_computed:
-                tensors.setdefault(name, []).append((value.shape, numbers_in(value)))
-        return tensors, attribute_numbers(parts), generator_states(parts), self.optimizer.counts()
+    def _kept(self) -> tuple[Mapping[str, Any], ...]:
+        """Return by attribute what goes from one client's work to the next: see :func:`kept_in_attributes`."""
+        return *kept_in_attributes(parts_of(self.trainer.lightning_module)), self.optimizer.counts()
 
     def _check_kept(self, before: tuple[Mapping[str, Any], ...]) -> None:
         """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
