@@ -179,7 +179,7 @@ class RowLookup:
         self._trainer = trainer
         self._ahead = _AHEAD // max(1, num_bytes(clients[0].tensors) // max(1, len(clients[0].tensors[0])))
         sources = {id(batches.tensors): batches.tensors for batches in clients}
-        placed = dict(zip(sources, data.of_each(list(sources.values())), strict=True))
+        placed = dict(zip(sources, data.of_each(*sources.values()), strict=True))
         self._clients = [TensorBatches(placed[id(b.tensors)], b.indices, b.settings) for b in clients]
         self._whole: TensorBatches | None = None
         self._starts = [0] * len(clients)  # the start of each client's rows

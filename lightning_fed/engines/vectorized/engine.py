@@ -20,7 +20,7 @@ from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError,
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.client_settings import ClientSettings
 from lightning_fed.engines.device_data import is_rows
-from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.gradients import add_decay, prepare_batch
 from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
@@ -32,7 +32,7 @@ from lightning_fed.engines.vectorized.clients import (
     default_chunk_size,
     stack_states,
 )
-from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
+from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.schedule import Schedule
@@ -328,7 +328,7 @@ class VectorizedEngine(Engine):
                     found = self.full.of_many(point, leaves)
                     if found is None or not bool(torch.isfinite(found).all()):
                         return None  # the failing client is found one by one
-                    grads[name] = add_decay(found, point, self.optimizer)
+                    grads[name] = add_decay(found, point, self.flat.layout, self.optimizer.decay)
         except FederatedError:
             raise
         except Exception as error:
@@ -347,7 +347,7 @@ class VectorizedEngine(Engine):
             with self.gradients.silent(), self.step.recording():
                 found = self.full.of_one(point, prepared, batches.size)
             if found is not None:
-                return add_decay(found, point, self.optimizer)
+                return add_decay(found, point, self.flat.layout, self.optimizer.decay)
         return super().gradient_at(point, batches, round, index)
 
     def _traces_gradients(self, batches: ClientBatches) -> bool:

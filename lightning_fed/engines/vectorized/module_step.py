@@ -20,12 +20,12 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.gradients import check_loss
+from lightning_fed.engines.logged import MEANS
 from lightning_fed.engines.vectorized.batches import unflatten
 from lightning_fed.tracing.traces import Trace, Traces, kinds
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _NO_OPTIONS = ("self", "name", "value", "batch_size")
-_MEANS = (torch.mean, "mean", "avg")
 _TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-12),
     torch.float32: (1e-4, 1e-6),
@@ -343,8 +343,8 @@ def _parameter_positions(module: nn.Module, parameters: Sequence[Tensor]) -> lis
 def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
     reduce_fx = options.get("reduce_fx", "mean")
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    if reduce_fx not in _MEANS or not is_number:
-        found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in _MEANS else kind_of(value)
+    if reduce_fx not in MEANS or not is_number:
+        found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in MEANS else kind_of(value)
         raise OnlySequentialError(
             f"engine='vectorized' logs means of single numbers, found self.log({name!r}, ...) of {found} in"
             " training_step. Log a 0-dim tensor with reduce_fx='mean', or use engine='sequential'."
