@@ -178,7 +178,7 @@ ABLATIONS = {
     ),
     "lean": Ablation(
         "local steps of the sequential engine without hooks that nobody has",
-        {"engines.sequential.optimization:ClientOptimization.prepare": _then("has_fast_path", False)},
+        {"engines.sequential.local_loop:ClientOptimization.prepare": _then("has_fast_path", False)},
         engine="sequential",
     ),
 }

@@ -21,7 +21,7 @@ from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
 from lightning_fed.engines.changes import kept_in_attributes, parts_of
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
-from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
+from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher

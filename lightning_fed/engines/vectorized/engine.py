@@ -21,11 +21,11 @@ from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.client_settings import ClientSettings
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import add_decay, prepare_batch
-from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
+from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
 from lightning_fed.engines.vectorized.change_tracker import ChangeTracker
-from lightning_fed.engines.vectorized.chunk_work import ChunkWork
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork, Clipping
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
     ChunkMemory,
@@ -34,7 +34,6 @@ from lightning_fed.engines.vectorized.clients import (
 )
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import TrialStep, check_settings, hooked_parameter
 

@@ -32,10 +32,10 @@ from lightning_fed.engines.changes import (
     tensor_marks,
 )
 from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
-from lightning_fed.engines.local_options import LocalOptions
+from lightning_fed.engines.local_schedule import LocalOptions
 from lightning_fed.engines.vectorized.batches import BatchGroup
+from lightning_fed.engines.vectorized.chunk_work import ELEMENTWISE
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
-from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
