@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -258,14 +259,12 @@ class RoundTotals:
             buffers = {name: found[name] if name in self.moved_buffers else old for name, old in self._buffers.items()}
         return means, models, buffers, drift
 
-    def weights(self) -> list[float]:
-        """Return all members' weights for the mean change."""
-        return self._messages.weights(self.members, self._rule)
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether the weights need not sum to one; see :attr:`Aggregation.is_estimate`."""
-        return self._messages.is_estimate
+    def weights(self, done: Sequence[ClientId]) -> dict[ClientId, float]:
+        """Return weights for the mean change of the clients that count; they sum to one unless it is an estimate."""
+        found = self._messages.weights(self.members, self._rule)
+        weights = dict(zip(map(attrgetter("client_id"), self.members.values()), found, strict=True))
+        whole = 1.0 if self._messages.is_estimate else sum([weights[i] for i in done])
+        return {i: weights[i] / whole for i in done}
 
     def gradients_computed(self) -> int:
         """Return the number of per-example gradients computed, including full-batch and second gradients."""
@@ -418,7 +417,8 @@ class Drift:
         if self._reference is None or self._sum is None or self.weight == 0:
             return
         *norms, norm = torch.cat([*self._norms, torch.linalg.vector_norm(self._sum)[None]]).tolist()
-        self._squares = sum(weight * own**2 for weight, own in zip(self._weights, norms, strict=True))
+        for weight, own in zip(self._weights, norms, strict=True):
+            self._squares += weight * own**2
         self._squares -= norm**2 / self.weight
         self._reference.add_(self._sum, alpha=1 / self.weight)
 
