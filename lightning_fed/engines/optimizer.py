@@ -174,7 +174,8 @@ class FederatedOptimizer(Optimizer):
     @property
     def rates(self) -> list[float]:
         """The learning rate of every parameter, personal ones last."""
-        return [float(self.base.param_groups[g]["lr"]) for g in self._groups]
+        groups = self.base.param_groups
+        return [float(groups[g]["lr"]) for g in self._groups]
 
     def plan_of(self, algorithm: Algorithm) -> StepPlan:
         """Return the properties of local steps under a method, with the wrapped optimizer's current options."""

@@ -263,7 +263,7 @@ class RoundTotals:
         """Return weights for the mean change of the clients that count; they sum to one unless it is an estimate."""
         found = self._messages.weights(self.members, self._rule)
         weights = dict(zip(map(attrgetter("client_id"), self.members.values()), found, strict=True))
-        whole = 1.0 if self._messages.is_estimate else sum([weights[i] for i in done])
+        whole = 1.0 if self._messages.is_estimate else sum(map(weights.__getitem__, done))
         return {i: weights[i] / whole for i in done}
 
     def gradients_computed(self) -> int:
