@@ -42,10 +42,7 @@ def check_loss(loss: Tensor | None) -> None:
 class GradientPass:
     """Gradients of ``training_step`` at given points, without side effects.
 
-    Args:
-        trainer: The trainer.
-        flat: The trained parameters.
-        buffers: The owners of what a pass must not change, as :func:`buffer_owners` returns them by default.
+    ``buffers`` are the owners of what a pass must not change, as :func:`buffer_owners` returns them by default.
     """
 
     def __init__(
@@ -102,16 +99,9 @@ class GradientPass:
             trainer.loggers = loggers
 
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
-        """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P].
+        """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P], or [P + Q].
 
         A gradient scaler would not see an overflow here, so the pass is repeated at a lower scale.
-
-        Args:
-            point: The point, in the parameters' shapes.
-            batch: The batch, on the device.
-            batch_idx: The batch's index.
-            out: The sum; [P + Q] with the gradient of personal parameters.
-            scale: The factor.
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         factor = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0

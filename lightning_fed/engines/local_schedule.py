@@ -20,10 +20,7 @@ class LocalOptions:
 
     Every client has a new local optimizer, as if ``configure_optimizers`` were called for it. A rate that
     ``training_step`` or a hook of batches sets must therefore not reach the next client.
-
-    Args:
-        optimizer: The local optimizer.
-        schedules: The configurations of its schedules, as Lightning keeps them.
+    ``schedules`` are the configurations of its schedules, as Lightning keeps them.
     """
 
     def __init__(self, optimizer: Optimizer, schedules: Sequence[Any]) -> None:
@@ -83,12 +80,7 @@ class LocalSchedule:
     The options are thus a function of t alone, with the same bits for every client, engine and process. Schedules and
     optimizer states in checkpoints always have the state of the start, but ``get_last_lr`` returns the current rates; a
     run keeps the numbers of steps.
-
-    Args:
-        mode: The trainer's ``local_schedule``.
-        base: The user's optimizer.
-        schedules: Its schedules.
-        step: Steps the schedules after step t.
+    ``step`` steps the schedules after step t.
     """
 
     def __init__(
@@ -106,8 +98,7 @@ class LocalSchedule:
     def begin_round(self, step: int) -> None:
         """Show the options of the step at which a round begins, between clients.
 
-        Args:
-            step: The run's step for ``mode="total"``. Clients of the other modes begin at step 0 or at their own.
+        That is the run's for ``mode="total"``. Clients of the other modes begin at step 0 or at their own.
         """
         self._of_round = step if self.mode == "total" else 0
         self._show(self._of_round)

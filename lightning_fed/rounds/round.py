@@ -112,11 +112,7 @@ class Rounds:
     def run(self, status: Callable[[], Status]) -> tuple[ServerRound, list[Status]]:
         """Run the clients of the cohort; failed ones are left out if ``on_client_error`` is "drop".
 
-        Args:
-            status: Returns the status of this process; called when its clients are done.
-
-        Returns:
-            The server's half, ready to be closed, and the status of each process.
+        Return the server's half, ready to be closed, and the :class:`Status` of each process when its clients are done.
         """
         work, faults = self.work, self._faults
         undo = work.savepoint() if self.settings.drops_failed or work.may_restart else None

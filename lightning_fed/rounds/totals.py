@@ -79,13 +79,9 @@ class RoundTotals:
     # ------------------------------------------------------------------ update
 
     def update(self, reply: Reply, rows: Sequence[int], failed: Failed, state: State) -> list[ClientId]:
-        """Add a reply; return the clients that count.
+        """Add the rows of a reply, without failed clients and in the order of the sum; return the clients that count.
 
-        Args:
-            reply: The reply.
-            rows: The reply's rows without failed clients, in the order of the sum.
-            failed: Records the clients that the aggregation rejects.
-            state: The server state that clients read in the round.
+        ``failed`` records clients that the aggregation rejects, ``state`` is the server's that clients read.
         """
         self.traffic.server |= reply.server_read
         self.traffic.cohort_grad |= reply.cohort_grad_read
@@ -239,14 +235,10 @@ class RoundTotals:
         return {name.removeprefix(FULL_GRAD): value for name, value in means.items()}
 
     def compute(self, done: Sequence[ClientId]) -> tuple[State, Vector | None, State, float]:
-        """Return the inputs of the server's step, and the drift.
+        """Return the inputs of the server's step, and the drift, given the clients whose messages count.
 
-        Args:
-            done: The clients whose messages count.
-
-        Returns:
-            The averaged messages, empty without participants; the mean of the client models [P] if the message "delta"
-            is their change; the server's new buffers; and the drift, nan without clients or if a change is unknown.
+        These are the averaged messages, empty without participants; the mean of the client models [P] if the message
+        "delta" is their change; the server's new buffers; and the drift, nan without clients or if a change is unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:

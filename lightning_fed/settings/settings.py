@@ -143,12 +143,7 @@ class Settings:
         return bool(self.personal) or self.algorithm.overrides("personal_names")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
-        """Return a client's requested number of optimizer steps.
-
-        Args:
-            num_batches: Batches in a full local epoch.
-            accumulated: Batches per optimizer step; an epoch's last step may have fewer.
-        """
+        """Return a client's requested number of optimizer steps, given its batches in a local epoch and in a step."""
         if not self.algorithm.local_work or num_batches == 0:
             return 0
         if self.local_epochs is not None:
@@ -158,9 +153,7 @@ class Settings:
     def first_step(self, round: int, longest_steps: int | None) -> int:
         """Return the run's step at which the clients of a round begin, if their schedule counts steps of the run.
 
-        Args:
-            round: The round, from 0.
-            longest_steps: The sum over the earlier rounds of the most steps that a client took; None if unknown.
+        ``longest_steps`` is the sum over the earlier rounds of the most steps that a client took; None if unknown.
         """
         if self.local_schedule != "total":
             return 0

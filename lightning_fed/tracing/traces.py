@@ -32,19 +32,12 @@ class Traces:
     A trace repeats Python's decisions at its recording. The caller must therefore forbid traces if these decisions may
     change, drop them after changes, and check them regularly. The choice of traced functions must not depend on earlier
     runs: a trace rounds differently, and a resumed run must have the same bits.
-
-    Args:
-        dtype: PyTorch's default dtype within the functions.
-        warn: Shows the user a warning.
-
-    Attributes:
-        allowed: Whether traces may be recorded and used.
-        round: The caller's count of rounds, which each trace keeps from its recording.
     """
 
     def __init__(self, dtype: torch.dtype, warn: Callable[[str], None]) -> None:
-        self._dtype, self._warn = dtype, warn
-        self.allowed, self.round = not _MISSING, 0
+        self._dtype, self._warn = dtype, warn  # PyTorch's default within the functions; shows a warning
+        self.allowed = not _MISSING  # to record and use traces
+        self.round = 0  # the caller's count, which each trace keeps from its recording
         self._traces: dict[Any, Trace | None] = {}
         if _MISSING:
             warn(

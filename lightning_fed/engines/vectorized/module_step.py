@@ -203,14 +203,8 @@ class ModuleStep:
     ) -> str | None:
         """Return how a trace's loss or gradients differ from the module's by more than rounding; None if neither does.
 
-        Args:
-            loss: The trace's loss [].
-            grads: The trace's gradients, one per parameter.
-            own_loss: The module's own loss [].
-            own_grads: The module's own; None if the loss does not depend on a parameter.
-            point: The parameters: a gradient that was taken from a move along it has their rounding.
-            again: Computes the module's in another way: near an optimum they consist of rounding, and differ as much.
-            rate: The length of the move by which it was divided.
+        Gradients that were taken from a move of the parameters, ``point``, and divided by its ``rate``, have their
+        rounding. ``again`` computes the module's in another way: near an optimum they are rounding, and differ as much.
         """
         theirs = list[Tensor]()
         for own_grad, like in zip(own_grads, grads, strict=True):
