@@ -95,21 +95,13 @@ def fault_of(report: ClientReport, losses: Callable[[], Sequence[float]] | None,
 
 @dataclass(frozen=True, slots=True)
 class NamesClient:
-    """Context manager that adds the client, the round and the local step to any error inside.
-
-    Attributes:
-        client_id: The client.
-        round: The round.
-        what: The name of the work inside, for the message.
-        steps: Returns the client's number of local steps, None before the first; called after an error.
-        less_memory: A further remedy that saves memory, to continue a sentence.
-    """
+    """Context manager that adds the client, the round and the local step to any error inside."""
 
     client_id: ClientId
     round: int
-    what: str
-    steps: Callable[[], int | None]
-    less_memory: str = ""
+    what: str  # the name of the work inside, for the message
+    steps: Callable[[], int | None]  # called after an error; returns the local steps, None before the first
+    less_memory: str = ""  # a further remedy that saves memory, to continue a sentence
 
     def __enter__(self) -> None:
         """Enter the context."""

@@ -34,14 +34,6 @@ class RoundTotals:
 
     ``update`` adds a reply. With several processes, each sends its ``partial`` to the others at the end of a phase, and
     ``merge`` combines them. Sums of vectors use the :class:`Collectives`. ``compute`` returns the results.
-
-    Attributes:
-        traffic: The bytes sent.
-        products: The sums of products of adapters' changes, if a residual corrects their mean.
-        norms: Norms of full-batch gradients in this phase, by point and client.
-        reports: The clients' reports, by stored index.
-        moved_buffers: The names of buffers that a client changed; no others are sent.
-        is_invalid: Whether a rejected client's work is in other sums, such as logged values.
     """
 
     def __init__(
@@ -67,14 +59,15 @@ class RoundTotals:
         self._readers = algorithm.full_grad_readers(server.round) if algorithm.full_grad_at else "nobody"
         self._loss, self._loss_examples = 0.0, 0  # of the population
         self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged ones
-        self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
+        self._mean_buffers = BufferMean()
+        self.moved_buffers = set[str]()  # the names of those that a client changed; no others are sent
         self._drift, self.traffic = Drift(), Traffic(algorithm, server.x)
         self.products = None if server.lora is None else ProductSums(server.lora.pairs)
         self._lacks_changes = False  # of some clients: the drift would be that of the others
         self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
-        self.norms: dict[str, dict[ClientId, float | Tensor]] = {}
-        self.reports: dict[int, ClientReport] = {}
-        self.is_invalid = False
+        self.norms: dict[str, dict[ClientId, float | Tensor]] = {}  # of full-batch gradients in this phase, by point
+        self.reports: dict[int, ClientReport] = {}  # by stored index
+        self.is_invalid = False  # whether a rejected client's work is in other sums, such as logged values
 
     # ------------------------------------------------------------------ update
 
@@ -287,22 +280,17 @@ def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
 class Traffic:
     """The bytes of a round: the entries of the server state that clients read, and the messages used.
 
-    Attributes:
-        server: The entries of the server state that clients read.
-        cohort_grad: The mean gradients that clients read.
-        gradients: The mean gradients that the server reads.
-        clients: The clients requested to train, by stored index.
-        gradient_clients: The clients that send gradients.
-        senders: The clients that send their messages; None for all that train. The others send the norm of their
-            update, and each receives the probability of sending.
+    ``senders`` are the clients that send their messages; None for all that train. The others send the norm of their
+    update, and each receives the probability of sending.
     """
 
     def __init__(self, algorithm: Algorithm, x: Tensor) -> None:
         self._vector = x.nbytes
         self._points = set(algorithm.full_grad_at) - {"x"}
         self._messages = dict[int, int]()  # bytes by client
-        self.server, self.cohort_grad, self.gradients = set[str](), set[str](), set[str]()
-        self.clients, self.gradient_clients = set[int](), set[int]()
+        self.server, self.cohort_grad = set[str](), set[str]()  # the entries and mean gradients that clients read
+        self.gradients = set[str]()  # the mean gradients that the server reads
+        self.clients, self.gradient_clients = set[int](), set[int]()  # requested to train, and to send gradients
         self.senders: Collection[int] | None = None
 
     @property

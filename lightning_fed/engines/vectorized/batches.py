@@ -34,23 +34,14 @@ class StepGroup(NamedTuple):
 
 
 class BatchGroup(NamedTuple):
-    """Clients whose batches have one shape.
+    """Clients whose batches have one shape."""
 
-    Attributes:
-        clients: The clients' rows in the chunk.
-        leaves: The tensors of their batches, stacked to [n, B, ...]; [B, ...] for a single client.
-        spec: The structure of a batch.
-        examples: The examples in each batch.
-        batch_idx: The index of the batch in the local epoch.
-        kind: A key of the shapes, to distinguish groups of the chunk.
-    """
-
-    clients: Sequence[int]
-    leaves: Sequence[Tensor]
-    spec: Any
-    examples: int
-    batch_idx: int
-    kind: Any
+    clients: Sequence[int]  # rows in the chunk
+    leaves: Sequence[Tensor]  # the tensors of their batches, stacked to [n, B, ...]; [B, ...] for a single client
+    spec: Any  # the structure of a batch
+    examples: int  # in each batch
+    batch_idx: int  # the index of the batch in the local epoch
+    kind: Any  # a key of the shapes, to distinguish groups of the chunk
 
     @property
     def first(self) -> Sequence[Tensor]:

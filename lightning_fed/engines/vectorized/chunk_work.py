@@ -140,20 +140,7 @@ def _spread(name: str, value: Tensor, shape: torch.Size, view: Tensor) -> Tensor
 
 
 class ChunkWork:
-    """Parameters, states and optimizer of the S clients of a chunk; states are stacked: vectors [S, P], numbers [S].
-
-    Attributes:
-        y: The clients' parameters [S, P + Q], personal ones last.
-        shared: The exchanged part of ``y`` [S, P].
-        local: The clients' states of this round.
-        full_grad: The clients' full-batch gradients by point.
-        rates: The rate of each parameter at the current step.
-        read: The names of the server's state and of mean gradients that were read.
-        is_bare: Whether a step is one rate times a direction, and only changes parameters.
-        sends_delta: Whether the message "delta" is the tensor of changes, after :meth:`finish`.
-        implied: The names of messages that are not sent, after :meth:`finish`.
-        skips: Whether a parameter that the loss does not depend on stays fixed, while a zero gradient would move it.
-    """
+    """Parameters, states and optimizer of the S clients of a chunk; states are stacked: vectors [S, P], numbers [S]."""
 
     def __init__(
         self,
@@ -169,22 +156,22 @@ class ChunkWork:
         self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
         flat, x = optimizer.flat, inputs.x
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
-        self.decay, self.rates = optimizer.decay, plan.rates
+        self.decay, self.rates = optimizer.decay, plan.rates  # of each parameter, the rates at the current step
         self._counts = [who.steps for who in participants]
         self._starts = [0] * len(participants)  # the step of its schedule at which each client has begun
         self._rate_sums = dict[int, list[list[float]]]()  # by such a step: the sums of each parameter after each step
         self._sums = list[list[float]]()  # those of the clients that have begun last
-        self.y = memory.y[: len(participants)]
+        self.y = memory.y[: len(participants)]  # [S, P + Q]
         self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
         self.shared.copy_(x)
         if PERSONAL in clients:
             self._personal.copy_(clients[PERSONAL])
         self.clients = method_part(clients) if clients else clients
         full_grad = [inputs.full_grad.get(who.index, {}) for who in participants] if inputs.full_grad else [{}]
-        self.full_grad = stack_states(full_grad, range(len(full_grad)))
+        self.full_grad = stack_states(full_grad, range(len(full_grad)))  # by point
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor(self._counts, dtype=x.dtype, device=x.device)
-        self.local: State = {}
+        self.local: State = {}  # of this round
         if algorithm.overrides("init_local"):
             local = of_each(
                 lambda client, _: dict(algorithm.init_local(x, inputs.server, client).items()),
@@ -192,8 +179,8 @@ class ChunkWork:
                 len(self.y),
             )
             self.local = {name: value.clone() for name, value in local.items()}
-        self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
-        self.sends_delta, self.implied = False, tuple[str, ...]()
+        self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}  # the names that were read
+        self.sends_delta, self.implied = False, tuple[str, ...]()  # see ChunkResult
         self._follows = False  # see Run.path_follows
         self.is_bare = plan.is_bare and clip is None
         self._path = torch.zeros_like(self.y) if plan.tracks else None
@@ -207,7 +194,10 @@ class ChunkWork:
         self._base = None if is_uniform else StackedOptimizer(optimizer)
 
     def _use_plan(self, plan: StepPlan) -> None:
-        """Use what the rates of clients' first steps decide."""
+        """Use what the rates of clients' first steps decide.
+
+        If :attr:`skips`, a parameter that the loss does not depend on stays fixed; a zero gradient would move it.
+        """
         self.plan, self.rates = plan, plan.rates
         self.skips = not plan.injects and (any(self.decay) or not plan.is_plain)
         if self.algorithm.reads_path_gradient and 0 in self._shared_rates and self._still is None:

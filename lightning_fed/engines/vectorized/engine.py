@@ -43,9 +43,6 @@ class VectorizedEngine(Engine):
 
     ``chunk_size=None`` chooses by the size of the model, and on an accelerator by the memory that :meth:`try_out` uses.
     The sequential engine, from ``make_sequential``, finds the client that causes an error.
-
-    Attributes:
-        chunk_size: The number of clients that run at once.
     """
 
     name = "vectorized"

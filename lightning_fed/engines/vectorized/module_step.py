@@ -67,34 +67,25 @@ class _Step(nn.Module):
 
 
 class ModuleStep:
-    """Gradients of one client's ``training_step``: as a pure function to map and trace, and by the module itself.
-
-    Attributes:
-        traces: The traces of functions that call it.
-        is_random: Whether the step draws random numbers.
-        compared: The traces already compared with the module in this round.
-        options: The other arguments of ``self.log`` by value name.
-        context: Returns the context of ``training_step``: the trainer's precision.
-        sizes: The batch sizes of values logged in the last call.
-    """
+    """Gradients of one client's ``training_step``: as a pure function to map and trace, and by the module itself."""
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer, self.flat = trainer, flat
-        self.is_random = False
-        self.compared: set[Trace] = set()
+        self.is_random = False  # whether the step draws random numbers
+        self.compared: set[Trace] = set()  # with the module in this round
         module = self.module = trainer.lightning_module
         self.reads_index = _reads_index(module.training_step)
         with trainer.precision_plugin.train_step_context():
-            self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)
+            self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)  # of functions that call it
         self._call = _Step(module)
         self._parameter_positions = _parameter_positions(self._call, flat.params)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
         self._tolerances = _MIXED_TOLERANCES if is_mixed else _TOLERANCES
-        self.options: dict[str, dict[str, Any]] = {}
+        self.options: dict[str, dict[str, Any]] = {}  # the other arguments of `self.log` by value name
         self.context: Callable[[], AbstractContextManager[Any]] = trainer.precision_plugin.train_step_context
-        self.sizes: Sizes = {}
-        self._values: dict[str, Tensor] = {}  # logged in the current call
+        self.sizes: Sizes = {}  # of values logged in the last call
+        self._values: dict[str, Tensor] = {}  # logged in it
         self._unused: dict[Any, frozenset[int]] = {}  # parameters, by the shapes of a step
         self._times_outdated = 0
         self._has_looked = False  # at the generators of Python and NumPy, in this round
