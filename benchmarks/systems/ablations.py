@@ -102,6 +102,7 @@ def _then(name: str, value: Any) -> Replace:
     def replace(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
+            getattr(self, name)  # raises where it has another name by now, and nothing would be switched off
             setattr(self, name, value)
 
         return method
@@ -167,10 +168,6 @@ ABLATIONS = {
         "that, worked out once for all clients of a chunk",
         {f"{_VECTORIZED}.local_steps:LocalSteps._once": _once_for_each},
     ),
-    "bindings": Ablation(
-        "operators called by PyTorch's bindings, and sums that do not keep dimensions which a view drops",
-        {"tracing.traces:_BINDINGS": _by({}), "tracing.passes:_drops_summed": _always(False)},
-    ),
     "lookups": Ablation(
         "lookups of the batches of several steps at once",
         {f"{_VECTORIZED}.batches:_AHEAD": _by(0)},
@@ -181,7 +178,7 @@ ABLATIONS = {
     ),
     "lean": Ablation(
         "local steps of the sequential engine without hooks that nobody has",
-        {"engines.sequential.optimization:ClientOptimization.prepare": _then("_has_fast_path", False)},
+        {"engines.sequential.local_loop:ClientOptimization.prepare": _then("has_fast_path", False)},
         engine="sequential",
     ),
 }

@@ -14,7 +14,7 @@ from lightning_fed.cli.parser import LightningArgumentParser, LightningCLI, Pars
 from lightning_fed.compat.package import NAMES, USED, pl
 from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.settings.environment import arguments_of_environment
+from lightning_fed.settings.lightning_arguments import arguments_of_environment
 from lightning_fed.trainer.trainer import FederatedTrainer
 
 _INITIAL = "initial"  # as a checkpoint: none, by intention

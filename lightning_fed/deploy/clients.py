@@ -17,7 +17,6 @@ from lightning_fed.rounds.local_plans import check_separate_examples
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore
-from lightning_fed.settings.client_privacy_checks import check_private_module
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.trainer_checks import check_trainer
 from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
@@ -79,8 +78,6 @@ class ClientsOutsideFit:
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
         trainer._data_connector.attach_data(module, datamodule=datamodule)
         check_module(trainer)
-        if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
-            check_private_module(trainer, privacy)
         time_by_rounds(trainer)
         trainer.strategy.connect(module)
         trainer._callback_connector._attach_model_callbacks()

@@ -130,40 +130,42 @@ def own_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[tuple[
                     yield (kind, f"{prefix}.{name}" if prefix else name), value
 
 
-def attribute_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield the tensors in other attributes of modules by kind ("attribute" or "metric") and name."""
+def attribute_values(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the values in other attributes of modules, with the module and the attribute's name."""
     for prefix, part in parts:
         for name, attribute in vars(part).items():
-            if name in INTERNAL or name in PASSING:
-                continue
-            kind = "metric" if isinstance(part, METRICS) else "attribute"
-            for value in values_in(attribute):
-                if isinstance(value, Tensor):
-                    yield (kind, f"{prefix}.{name}" if prefix else name), value
-
-
-def attribute_numbers(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, list[float]]:
-    """Return the numbers that attributes of modules of the user's classes hold, by name."""
-    found: dict[str, list[float]] = {}
-    for prefix, part in parts:
-        cls: Any = type(part)
-        for name, attribute in vars(part).items() if _is_own(cls) else ():
             if name not in INTERNAL and name not in PASSING:
                 for value in values_in(attribute):
-                    if type(value) in (int, float):
-                        found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(value)
-    return found
+                    yield part, f"{prefix}.{name}" if prefix else name, value
 
 
-def generator_states(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, list[bytes]]:
-    """Return the states of the generators in attributes of modules, by name."""
-    found: dict[str, list[bytes]] = {}
-    for prefix, part in parts:
-        for name, attribute in vars(part).items():
-            for value in values_in(attribute) if name not in INTERNAL and name not in PASSING else ():
-                if isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
-                    found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(pickle.dumps(state[0]))
-    return found
+def attribute_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield the tensors in other attributes of modules by kind ("attribute" or "metric") and name."""
+    for part, name, value in attribute_values(parts):
+        if isinstance(value, Tensor):
+            yield ("metric" if isinstance(part, METRICS) else "attribute", name), value
+
+
+def kept_in_attributes(
+    parts: Iterable[tuple[str, nn.Module]],
+) -> tuple[dict[str, list[Any]], dict[str, list[float]], dict[str, list[bytes]]]:
+    """Return by name what goes in attributes from one client's work to the next.
+
+    These are the shapes and numbers of tensors, such as an average of weights; other numbers in modules of the user's
+    classes, such as a count of labels; and the states of generators.
+    """
+    tensors, numbers, generators = dict[str, list[Any]](), dict[str, list[float]](), dict[str, list[bytes]]()
+    for part, name, value in attribute_values(parts):
+        cls: Any = type(part)
+        if isinstance(value, Tensor):
+            is_computed = isinstance(value, nn.Parameter) or value.grad_fn is not None  # as by weight_norm
+            if not is_computed and not isinstance(part, METRICS):
+                tensors.setdefault(name, []).append((value.shape, numbers_in(value)))
+        elif type(value) in (int, float) and _is_own(cls):
+            numbers.setdefault(name, []).append(value)
+        elif isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
+            generators.setdefault(name, []).append(pickle.dumps(state[0]))
+    return tensors, numbers, generators
 
 
 def own_classes(parts: Iterable[nn.Module]) -> list[type]:
@@ -316,18 +318,22 @@ class Snapshot:
 
     def __init__(self, owners: Iterable[Any]) -> None:
         # the names of the attributes to restore; None for all
-        self._attributes: list[tuple[Any, dict[str, Any], set[str] | None]]
-        self._attributes = [(owner, dict(vars(owner)), None) for owner in owners]
+        self._attributes: list[tuple[Any, dict[str, Any], set[str] | None]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._slots: list[tuple[Any, dict[str, Any], set[str] | None]] = []  # like the attributes
         self._generators: list[tuple[Any, Callable[[Any], Any]]] = []
-        for owner, attributes, _ in self._attributes:
-            for name, value in attributes.items():
+        for owner in owners:
+            self.add_attributes(owner)
+            for name, value in vars(owner).items():
                 if name in INTERNAL and isinstance(owner, nn.Module):
                     if isinstance(value, (dict, set)):
                         self._contents.append((value, copy.copy(value)))
                 elif name not in PASSING:
                     self.add(value)
+
+    def add_attributes(self, owner: Any, *names: str) -> None:
+        """Save attributes of an object without their contents, by default all."""
+        self._attributes.append((owner, dict(vars(owner)), set(names) if names else None))
 
     def add(self, value: Any) -> None:
         """Save a value's contents."""
@@ -359,11 +365,11 @@ class Snapshot:
 
     def keep_changed(self) -> None:
         """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state."""
-        self._attributes = [
-            (owner, alive, names)
-            for owner, alive, _ in self._attributes
-            if (names := changed_names(alive, vars(owner)) - set(PASSING))
-        ]
+        attributes, self._attributes = self._attributes, []
+        for owner, alive, own in attributes:
+            names = changed_names(alive, vars(owner)) - set(PASSING)
+            if names := names if own is None else names & own:
+                self._attributes.append((owner, alive, names))
         self._contents = [(inner, content) for inner, content in self._contents if not _is_same(inner, content)]
         self._slots = [
             (part, alive, names) for part, alive, _ in self._slots if (names := changed_names(alive, slots_in(part)))

@@ -32,12 +32,8 @@ def make_engine(
 ) -> Engine:
     """Return an engine by name; "auto" uses the vectorized one if it can run the module, and logs the choice.
 
-    Args:
-        name: "sequential", "vectorized" or "auto".
-        chunk_size: The number of clients that the vectorized engine runs at once.
-        prepared: The module.
-        some: Yields clients' work for the vectorized engine's trial step.
-        before: The engine that "auto" chose before this run resumed, which is used again for identical bits.
+    ``some`` yields clients' work for the vectorized engine's trial step. The engine that "auto" chose ``before`` this
+    run resumed is used again, for identical bits.
     """
     if name == "sequential":
         return SequentialEngine(prepared)

@@ -74,14 +74,18 @@ _SPARSE = (
 _NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.AcceleratorError)
 
 
-def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> ClientError | None:
-    """Return the error of a client with a non-finite loss or update, else None."""
+def fault_of(report: ClientReport, losses: Callable[[], Sequence[float]] | None, round: int) -> ClientError | None:
+    """Return the error of a client with a non-finite loss or update, else None.
+
+    ``losses`` returns those of its local steps; None if losses are not shown.
+    """
     is_moved = math.isfinite(report.update_norm)
-    if is_moved and (report.steps == 0 or math.isfinite(report.loss)):
+    if is_moved and (report.steps == 0 or losses is None or math.isfinite(report.loss)):
         return None
     what = "a loss that is not finite" if is_moved else "parameters that are not finite"
-    first = next((k for k, loss in enumerate(losses) if not math.isfinite(loss)), None)
-    where = "" if first is None else f"; its loss was first {losses[first]:g} at local step {first + 1}"
+    steps = enumerate([] if losses is None else losses())
+    first, found = next(((k, loss) for k, loss in steps if not math.isfinite(loss)), (None, 0.0))
+    where = "" if first is None else f"; its loss was first {found:g} at local step {first + 1}"
     return ClientError(
         f"Client {report.client_id!r} returned {what} in round {round}, after {report.steps} local"
         f" steps{where}. Lower the learning rate, clip gradients, or look at its data.",
@@ -91,21 +95,13 @@ def fault_of(report: ClientReport, losses: Sequence[float], round: int) -> Clien
 
 @dataclass(frozen=True, slots=True)
 class NamesClient:
-    """Context manager that adds the client, the round and the local step to any error inside.
-
-    Attributes:
-        client_id: The client.
-        round: The round.
-        what: The name of the work inside, for the message.
-        steps: Returns the client's number of local steps, None before the first; called after an error.
-        less_memory: A further remedy that saves memory, to continue a sentence.
-    """
+    """Context manager that adds the client, the round and the local step to any error inside."""
 
     client_id: ClientId
     round: int
-    what: str
-    steps: Callable[[], int | None]
-    less_memory: str = ""
+    what: str  # the name of the work inside, for the message
+    steps: Callable[[], int | None]  # called after an error; returns the local steps, None before the first
+    less_memory: str = ""  # a further remedy that saves memory, to continue a sentence
 
     def __enter__(self) -> None:
         """Enter the context."""

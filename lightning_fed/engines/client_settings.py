@@ -17,7 +17,6 @@ from lightning_fed.engines.changes import (
     PASSING,
     Snapshot,
     attribute_tensors,
-    changed_names,
     describe,
     numbers_in,
     parts_of,
@@ -190,7 +189,7 @@ class SettingsSnapshot:
 
     def __init__(self, prepared: PreparedModule, with_callbacks: bool = True) -> None:
         trainer: Any = prepared.trainer
-        self._prepared, self._trainer = prepared, trainer
+        self._prepared = prepared
         callbacks = [
             callback
             for callback in trainer.callbacks
@@ -203,11 +202,10 @@ class SettingsSnapshot:
         self._snapshot = Snapshot([*(part for _, part in parts), *methods, *callbacks])
         for group in prepared.optimizer.param_groups:  # each separately, for any number of parameters
             self._snapshot.add(group)
-        datamodule = trainer.datamodule
-        self._data = {} if datamodule is None else dict(vars(datamodule))  # its new objects may stay
-        self._data_names: set[str] | None = None  # the attributes to restore; None for all
-        self._of_trainer = {name: getattr(trainer, name) for name in _TRAINER}
-        self._clips = [trainer.fit_loop.corrected_clip]  # the value to restore, if any
+        if trainer.datamodule is not None:
+            self._snapshot.add_attributes(trainer.datamodule)
+        self._snapshot.add_attributes(trainer, *_TRAINER)
+        self._snapshot.add_attributes(trainer.fit_loop, "corrected_clip")
         self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
         trained = set(map(id, prepared.flat.params))
         parameters: Any = prepared.module.named_parameters()
@@ -219,11 +217,6 @@ class SettingsSnapshot:
     def keep_changed(self, hook: str) -> None:
         """Forget what a hook has not changed, so that only its changes are restored; raise for a large tensor."""
         self._snapshot.keep_changed()
-        trainer = self._trainer
-        now = {} if trainer.datamodule is None else vars(trainer.datamodule)
-        self._data_names = changed_names(self._data, now)
-        self._of_trainer = {k: value for k, value in self._of_trainer.items() if getattr(trainer, k) != value}
-        self._clips = [] if trainer.fit_loop.corrected_clip == self._clips[0] else self._clips
         self._requires_grad = [(p, value) for p, value in self._requires_grad if p.requires_grad != value]
         self._small = [(tensor, held) for tensor, held in self._small if numbers_in(tensor) != numbers_in(held)]
         for name, tensor, numbers in self._large:
@@ -241,18 +234,6 @@ class SettingsSnapshot:
         Raise for a changed large tensor, since it has no copy.
         """
         self._snapshot.restore()
-        if self._data and self._data_names is None:
-            vars(self._trainer.datamodule).clear()
-            vars(self._trainer.datamodule).update(self._data)
-        for name in self._data_names or ():
-            if name in self._data:
-                vars(self._trainer.datamodule)[name] = self._data[name]
-            else:
-                vars(self._trainer.datamodule).pop(name, None)
-        for name, value in self._of_trainer.items():
-            setattr(self._trainer, name, value)
-        for clip in self._clips:
-            self._trainer.fit_loop.corrected_clip = clip
         for p, value in self._requires_grad:
             p.requires_grad_(value)
         with torch.no_grad():

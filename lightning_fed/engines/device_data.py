@@ -1,6 +1,6 @@
 """Copies of data sets on an accelerator, so that batches are not transferred again."""
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -26,13 +26,8 @@ class DeviceData:
         self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
         self._is_full = False
 
-    def of(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return equal tensors, on the device if they fit; changed tensors are copied again."""
-        (found,) = self.of_each([tensors])
-        return found
-
-    def of_each(self, sources: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        """Return the tensors of several data sets, which are either all copied or all unchanged."""
+    def of_each(self, *sources: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        """Return the equal tensors of data sets, all on the device if they fit; changed tensors are copied again."""
         if self.device.type == "cpu":
             return list(sources)
         copies = self._copies
@@ -81,7 +76,7 @@ class DeviceData:
             return RepeatedBatches(self.to_device(batches.batches), batches.times)
         if not is_rows(batches):
             return batches
-        tensors = self.of(batches.tensors)
+        (tensors,) = self.of_each(batches.tensors)
         on_device = all(t.device == self.device for t in tensors)
         return TensorBatches(tensors, batches.indices, batches.settings) if on_device else batches
 

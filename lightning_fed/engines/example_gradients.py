@@ -17,6 +17,7 @@ from lightning_fed.core.seeds import KeyedStream, Purpose, preserved_random_stat
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
 from lightning_fed.engines.changes import changed, marks, tensor_marks
+from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.trial import hooked_parameter
@@ -70,12 +71,15 @@ class ExampleGradients:
             leaves, spec = flatten(batch)
             size = self._size_of(leaves, examples)
             losses = []
-            with self._checked(), self._unlogged(), torch.no_grad():
-                if self._batches == 1:
-                    self._check_loss([leaf[:1] for leaf in leaves], spec, batch_idx)
-                for grads, own in self._each(leaves, spec, batch_idx, size):
-                    self._add_clipped(sums, grads)
-                    losses.append(own)
+            try:
+                with self._checked(), unlogged(self._module), torch.no_grad():  # logged values would have no noise
+                    if self._batches == 1:
+                        self._check_loss([leaf[:1] for leaf in leaves], spec, batch_idx)
+                    for grads, own in self._each(leaves, spec, batch_idx, size):
+                        self._add_clipped(sums, grads)
+                        losses.append(own)
+            finally:
+                self.flat.restore()
             loss = torch.cat(losses).mean()
         count = float(size) if self._expected is None else self._expected
         std = self.privacy.noise_multiplier * self.privacy.max_grad_norm
@@ -194,20 +198,3 @@ class ExampleGradients:
                 " cover: it remembers clients' examples without noise, and is changed for every example or for several"
                 " at once. Leave it unchanged in training_step."
             )
-
-    @contextmanager
-    def _unlogged(self) -> Iterator[None]:
-        """Drop what the module logs inside, which would leave the client without noise."""
-        attributes: dict[str, Any] = self._module.__dict__
-        own: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
-        attributes["log"] = attributes["log_dict"] = _no_log
-        try:
-            yield
-        finally:
-            del attributes["log"], attributes["log_dict"]
-            attributes.update(own)
-            self.flat.restore()
-
-
-def _no_log(*_: Any, **__: Any) -> None:
-    """Stand in for ``self.log`` and ``self.log_dict``."""

@@ -18,10 +18,7 @@ class FrozenParameters:
     """Ensures that what nobody trains, such as the teacher of self-supervised methods, does not change in local work.
 
     Unlike buffers, these parameters are neither reset to the server's values for each client nor averaged, so that a
-    change would reach the next clients.
-
-    Attributes:
-        names: Their names; those that are treated as buffers are not among them.
+    change would reach the next clients. Those that are treated as buffers are not among their ``names``.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:

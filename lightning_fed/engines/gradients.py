@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import DummyLogger, call, is_param_in_hook_signature
 from lightning_fed.core.buffers import held_by, overwrite
 from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.flat import FlatParameters
+from lightning_fed.core.flat import FlatParameters, Layout
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global
 from lightning_fed.core.types import Vector
+from lightning_fed.engines.changes import METRICS
 from lightning_fed.strategies.ddp import split_of
-
-_METRICS = (Metric, MetricCollection)
 
 
 def prepare_batch(trainer: pl.Trainer, batch: Any) -> Any:
@@ -41,17 +39,10 @@ def check_loss(loss: Tensor | None) -> None:
         )
 
 
-def _no_log(*_: Any, **__: Any) -> None:
-    """Stand in for ``self.log`` and ``self.log_dict`` during a silent pass."""
-
-
 class GradientPass:
     """Gradients of ``training_step`` at given points, without side effects.
 
-    Args:
-        trainer: The trainer.
-        flat: The trained parameters.
-        buffers: The owners of what a pass must not change, as :func:`buffer_owners` returns them by default.
+    ``buffers`` are the owners of what a pass must not change, as :func:`buffer_owners` returns them by default.
     """
 
     def __init__(
@@ -66,7 +57,7 @@ class GradientPass:
             (parent, name, child, copy.deepcopy(child))
             for parent in parents
             for name, child in parent.named_children()
-            if isinstance(child, _METRICS)
+            if isinstance(child, METRICS)
         ]
         self._buffers = list((buffer_owners(module) if buffers is None else buffers).values())
         self._logger: list[pl.loggers.Logger] = [DummyLogger()] if trainer.loggers else []
@@ -83,9 +74,6 @@ class GradientPass:
         # a step may have assigned another tensor since the fit began
         buffers = [(owner, name, held_by(owner, name)) for owner, name in self._buffers]
         values = [buffer.clone() for _, _, buffer in buffers]
-        attributes: dict[str, Any] = module.__dict__
-        logs: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
-        attributes["log"] = attributes["log_dict"] = _no_log
         for parent, name, _, scratch in self._metrics:
             parent._modules[name] = scratch
 
@@ -99,29 +87,21 @@ class GradientPass:
                     overwrite(owner, name, value)
 
         try:
-            yield forget
+            with unlogged(module):
+                yield forget
         finally:
             for parent, name, metric, _ in self._metrics:
                 parent._modules[name] = metric
             forget()
-            del attributes["log"], attributes["log_dict"]
-            attributes.update(logs)
             for p, grad in zip(self.flat.params, grads, strict=True):
                 p.grad = grad
             self.flat.restore()
             trainer.loggers = loggers
 
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
-        """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P].
+        """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P], or [P + Q].
 
         A gradient scaler would not see an overflow here, so the pass is repeated at a lower scale.
-
-        Args:
-            point: The point, in the parameters' shapes.
-            batch: The batch, on the device.
-            batch_idx: The batch's index.
-            out: The sum; [P + Q] with the gradient of personal parameters.
-            scale: The factor.
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         factor = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
@@ -181,10 +161,7 @@ class GradientPass:
                     self.add(views, prepare_batch(self.trainer, batch), i, out, own / size)
                     forget()
         self.split.sum(out)
-        for view, value, rate in zip(self.flat.layout.views(out), views, decay, strict=False):
-            if rate:
-                view.add_(value, alpha=rate)
-        return out
+        return add_decay(out, point, self.flat.layout, decay)
 
     def hessian_vector(
         self, point: Vector, vector: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]
@@ -200,10 +177,7 @@ class GradientPass:
                     if product is not None:
                         view.add_(product, alpha=own / size)
         self.split.sum(out)
-        for view, part, rate in zip(self.flat.layout.views(out), parts, decay, strict=False):
-            if rate:
-                view.add_(part, alpha=rate)
-        return out
+        return add_decay(out, vector, self.flat.layout, decay)
 
     def _parts(self, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
         return (self.split.cut(batch, examples) for batch, examples in batches)
@@ -256,6 +230,28 @@ class GradientPass:
             yield loss_of
 
 
+def add_decay(grads: Tensor, point: Vector, layout: Layout, decay: Sequence[float]) -> Tensor:
+    """Add the gradient of coupled weight decay at a point [P] to gradients [..., P], in place; return them."""
+    parts = zip(grads.split(layout.sizes, dim=-1), point.split(layout.sizes), decay, strict=False)
+    for part, at, rate in parts:
+        if rate:
+            part.add_(at, alpha=rate)
+    return grads
+
+
+@contextmanager
+def unlogged(module: pl.LightningModule) -> Iterator[None]:
+    """Drop what a module logs inside."""
+    attributes: dict[str, Any] = module.__dict__
+    own: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
+    attributes["log"] = attributes["log_dict"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del attributes["log"], attributes["log_dict"]
+        attributes.update(own)
+
+
 @contextmanager
 def preserved_modes(module: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of all parts of a module on exit."""
@@ -271,7 +267,7 @@ def _outside_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     """Walk the submodules by qualified name without entering metrics."""
     yield prefix, module
     for name, child in module.named_children():
-        if not isinstance(child, _METRICS):
+        if not isinstance(child, METRICS):
             yield from _outside_metrics(child, f"{prefix}{name}.")
 
 

@@ -1,4 +1,4 @@
-"""Schedules by local step: the options that they give the local optimizer at each step."""
+"""The options of the local optimizer: those that every client starts with, and those of each step of schedules."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +8,64 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import LocalScheduleMode, State
 from lightning_fed.server.client_states.state import LOCAL_STEPS
 from lightning_fed.server.step import steps_not_counted
+
+
+class LocalOptions:
+    """The options of the local optimizer and the steps of its schedules before some local work.
+
+    Every client has a new local optimizer, as if ``configure_optimizers`` were called for it. A rate that
+    ``training_step`` or a hook of batches sets must therefore not reach the next client.
+    ``schedules`` are the configurations of its schedules, as Lightning keeps them.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedules: Sequence[Any]) -> None:
+        self._groups, self._schedules = optimizer.param_groups, schedules
+        self._options, self._steps = list[dict[str, Any]](), list[Any]()
+        for group in self._groups:
+            options = group.copy()
+            del options["params"]
+            for name, value in options.items():
+                if isinstance(value, Tensor):
+                    options[name] = value.clone()
+            self._options.append(options)
+        for config in schedules:
+            self._steps.append(getattr(config.scheduler, "last_epoch", None))
+
+    def take_back(self) -> tuple[str | None, str | None]:
+        """Give the optimizer its options back; return the name of a changed one, and of a schedule that has stepped."""
+        option, schedule = None, None
+        for group, before in zip(self._groups, self._options, strict=True):
+            for name in [*group] if len(group) > len(before) + 1 else ():
+                if name != "params" and name not in before:
+                    option = name
+                    del group[name]  # such as a count of steps
+            for name, was in before.items():
+                value = group[name]
+                if isinstance(was, Tensor) and isinstance(value, Tensor):
+                    if not was.equal(value):
+                        option = name
+                        value.copy_(was)
+                elif value is not was and value != was:
+                    option, group[name] = name, was
+        for config, step in zip(self._schedules, self._steps, strict=True):
+            if getattr(config.scheduler, "last_epoch", None) != step:
+                schedule = type(config.scheduler).__name__
+        return option, schedule
+
+
+def stepped_schedule(module: pl.LightningModule, schedule: str) -> FederatedError:
+    """Return the error for a module that steps a schedule while clients train."""
+    return FederatedError(
+        f"{type(module).__name__} steps its schedule {schedule} while a client trains: the next client would"
+        " start with the changed rate. Remove the call of step(), return {'scheduler': ..., 'interval': 'step'}"
+        " from configure_optimizers(), and choose what it counts: local_schedule='restart', 'continue' or 'total'."
+    )
+
 
 MOVED = ("lr", "momentum", "betas")
 """The options of optimizers that schedules move."""
@@ -26,12 +80,7 @@ class LocalSchedule:
     The options are thus a function of t alone, with the same bits for every client, engine and process. Schedules and
     optimizer states in checkpoints always have the state of the start, but ``get_last_lr`` returns the current rates; a
     run keeps the numbers of steps.
-
-    Args:
-        mode: The trainer's ``local_schedule``.
-        base: The user's optimizer.
-        schedules: Its schedules.
-        step: Steps the schedules after step t.
+    ``step`` steps the schedules after step t.
     """
 
     def __init__(
@@ -49,8 +98,7 @@ class LocalSchedule:
     def begin_round(self, step: int) -> None:
         """Show the options of the step at which a round begins, between clients.
 
-        Args:
-            step: The run's step for ``mode="total"``. Clients of the other modes begin at step 0 or at their own.
+        That is the run's for ``mode="total"``. Clients of the other modes begin at step 0 or at their own.
         """
         self._of_round = step if self.mode == "total" else 0
         self._show(self._of_round)

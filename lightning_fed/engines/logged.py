@@ -15,7 +15,7 @@ from lightning_fed.core.devices import accumulation
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.processes import Ranks
 
-_MEANS = (torch.mean, "mean", "avg")
+MEANS = (torch.mean, "mean", "avg")
 _EXTREMES = {"max": np.max, "min": np.min}  # NaN if any value is, unlike Python's
 _SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")
 _PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged alike by every process
@@ -210,7 +210,7 @@ class RoundResults(SharedResults):
         size = self._client_size(batch_size)
         mean = self._means.get(key)
         if mean is None or mean.flags != flags or not isinstance(value, Tensor):
-            averaged = isinstance(value, Tensor) and reduce_fx in _MEANS and not kwargs.get("enable_graph")
+            averaged = isinstance(value, Tensor) and reduce_fx in MEANS and not kwargs.get("enable_graph")
             self._registering = averaged
             try:
                 super().log(fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size=size, **kwargs)

@@ -73,30 +73,23 @@ class FederatedOptimizer(Optimizer):
 
     ``param_groups``, ``state``, ``defaults`` and ``state_dict`` are the wrapped optimizer's, so schedulers, monitors
     and checkpoints see one optimizer. The wrapper has the wrapped class's name, which ``LearningRateMonitor`` prints.
-
-    Args:
-        base: The optimizer that ``configure_optimizers`` returned.
-        flat: The parameters that it trains, as one vector.
-
-    Attributes:
-        work: The work of the current client.
-        plan: The properties of its local steps.
-        clip: Clips the corrected gradients, if requested.
-        schedule: Sets the options of each local step, if the user's schedules step within rounds.
     """
+
+    plan: StepPlan
+    """The properties of the current client's local steps."""
 
     def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
         self._base: Optimizer | None = None  # until set, assignments in Optimizer.__init__ have no effect
         super().__init__([torch.zeros(0)], base.defaults)
         self._base = base
         self.flat = flat
-        self.work: LocalWork | None = None
+        self.work: LocalWork | None = None  # of the current client
         index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
         self._groups = [index[id(p)] for p in flat.params]
         is_torchs = type(base).__module__.startswith("torch.optim.")
         self._inner = [] if is_torchs else inner_optimizers(base)
-        self.clip: Callable[[], None] | None = None
-        self.schedule: LocalSchedule | None = None
+        self.clip: Callable[[], None] | None = None  # of corrected gradients
+        self.schedule: LocalSchedule | None = None  # of each local step's options
         self.__class__ = type(type(base).__name__, (type(self),), {})
 
     @property
@@ -174,7 +167,8 @@ class FederatedOptimizer(Optimizer):
     @property
     def rates(self) -> list[float]:
         """The learning rate of every parameter, personal ones last."""
-        return [float(self.base.param_groups[g]["lr"]) for g in self._groups]
+        groups = self.base.param_groups
+        return [float(groups[g]["lr"]) for g in self._groups]
 
     def plan_of(self, algorithm: Algorithm) -> StepPlan:
         """Return the properties of local steps under a method, with the wrapped optimizer's current options."""
@@ -384,12 +378,9 @@ class FederatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def advance_solver(self, state: State, g: Vector, x: Vector) -> State:
-        """Return the wrapped optimizer's statistics after one gradient, without changing parameters.
+        """Return the wrapped optimizer's statistics after one gradient [P] at a point x [P], without moving parameters.
 
-        Args:
-            state: The statistics, as :meth:`solver_state` returns them; empty before the first gradient.
-            g: The gradient [P], coupled decay included.
-            x: The point [P] of the gradient.
+        ``state`` is as :meth:`solver_state` returns it, empty before the first gradient; ``g`` includes coupled decay.
         """
         flat = self.flat
         kept = flat.y.clone()

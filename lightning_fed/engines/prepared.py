@@ -22,8 +22,7 @@ from lightning_fed.engines.lora import lora_a, lora_pairs
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.aggregation.lora import ExactLora
 from lightning_fed.server.step import steps_not_counted
-from lightning_fed.settings.method_checks import check_method
-from lightning_fed.settings.method_rehearsal import has_parts_of_users, rehearse
+from lightning_fed.settings.method_checks import check_method, has_parts_of_users, rehearse
 from lightning_fed.settings.module_checks import check_buffers, check_optimization, check_schedules
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
@@ -33,17 +32,6 @@ class PreparedModule:
     """A module ready for an engine: one vector of trained parameters, and an optimizer that corrects gradients.
 
     The trainer's strategy has set up module, precision and optimizer; the wrapped optimizer replaces the user's there.
-
-    Attributes:
-        flat: The trained parameters.
-        optimizer: The wrapped optimizer.
-        buffers: The module's buffers.
-        data: Copies of data sets on the device.
-        lora: What keeps the mean of adapters exact, with lora="exact".
-        split: The processes that share every batch.
-        seed: The run's seed.
-        shuffle: Whether local epochs visit batches in random order.
-        round: The round of the schedules, if set by :meth:`set_round`.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -73,7 +61,7 @@ class PreparedModule:
         if settings.as_buffers:
             owners |= parameters_as_buffers(settings, self.module, dict(named))
         personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
-        self.flat = FlatParameters(named, personal)
+        self.flat = FlatParameters(named, personal)  # the trained parameters
         if has_parts_of_users(self.algorithm):
             rehearse(self.algorithm, self.flat.numel)
         places = (name.rpartition(".") for name in self.flat.names)
@@ -97,7 +85,7 @@ class PreparedModule:
         self.split = split_of(trainer)
         self.shuffle = not trainer.overfit_batches  # in addition to the data module's setting
         self.keeps_solver = settings.keeps_solver
-        self.round = 0
+        self.round = 0  # that of the schedules, if set by :meth:`set_round`
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
         self._made_dense = self._make_dense()
 

@@ -30,16 +30,11 @@ _TRIP = (25, 2, 1)  # transferring anything at all
 def assign(
     cohort: Iterable[Participant], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = _MODELS[0]
 ) -> Mapping[int, int]:
-    """Return the rank that trains each client, by stored index.
+    """Return the rank that trains each client of a cohort with its planned steps, by stored index.
 
-    Args:
-        cohort: The clients, with the steps planned for them.
-        ranks: The processes.
-        keeps_state: Whether clients keep state from round to round. If so, a client trains in the process that owns its
-            state, unless moving it makes the round shorter. If not, clients are assigned in descending order of size,
-            each to the process with the fewest local steps so far.
-        most_moves: The largest number of clients trained outside the process that owns their state.
-        numel: The number of parameters.
+    A client that keeps state trains in the process that owns it, unless moving it makes the round shorter; at most
+    ``most_moves`` clients move. If clients keep none, they are assigned in descending order of size, each to the
+    process with the fewest local steps so far.
     """
     members = {member.index: member for member in cohort}
     if ranks.size == 1:
@@ -95,14 +90,8 @@ def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[in
 class StateTransfer(ClientStates):
     """The client states of a round in several processes; some clients train outside their state's owner.
 
-    Args:
-        server: The server's side, with this process's store.
-        ranks: The processes.
-        workers: The rank that trains each client of the round, by stored index; None if clients are not known to keep
-            state.
-
-    Attributes:
-        moves: The same for clients whose state is transferred.
+    ``workers`` is the rank that trains each client of the round, by stored index, or None if clients are not known to
+    keep state; ``moves`` is the same for clients whose state is transferred.
     """
 
     def __init__(self, server: Server, ranks: Ranks, workers: Mapping[int, int] | None) -> None:

@@ -48,10 +48,7 @@ class ClientWork(ClientHalf):
     clients although its trial step passed. The round then restarts with the same x and random streams. If the
     vectorized engine runs out of memory, the round restarts with half as many clients at once.
 
-    Args:
-        engines: The engine that runs clients, and a second one for the method's inner solve, if any.
-        plans: Plans the clients' work from their data.
-        settings: The settings of the run.
+    ``engines`` are the one that runs clients, and a second one for the method's inner solve, if any.
     """
 
     def __init__(self, engines: Sequence[Engine], plans: LocalPlans, settings: Settings) -> None:
@@ -342,13 +339,8 @@ def prepare_clients(
 ) -> ClientWork:
     """Return the clients' half with an engine by name; see :func:`make_engine`.
 
-    Args:
-        prepared: The module.
-        population: All clients.
-        engine: The engine's name.
-        clients: The clients with local data; all of them by default.
-        before: The :attr:`ClientWork.engine_names` before this run resumed.
-        chunk_before: The :attr:`ClientWork.chunk_size` before this run resumed.
+    ``clients`` are those with local data, by default all; ``before`` and ``chunk_before`` are the
+    :attr:`ClientWork.engine_names` and :attr:`ClientWork.chunk_size` before this run resumed.
     """
     settings, chunk_size = prepared.settings, chunk_before or prepared.settings.chunk_size
     plans = LocalPlans(prepared.trainer, settings, population, clients, prepared.seed)

@@ -44,11 +44,8 @@ class CohortSampling:
     ) -> DrawnCohort:
         """Return a round's cohort.
 
-        Args:
-            round: The round.
-            ask: Given how often each client was drawn, returns those that can participate, in this order, with their
-                sizes and steps.
-            losses_of: Measures clients for samplers that need losses.
+        ``ask``, given how often each client was drawn, returns those that can participate, in this order, with their
+        sizes and steps. ``losses_of`` measures clients for samplers that need losses.
         """
         settings, algorithm = self.settings, self.settings.algorithm
         measured = dict[ClientId, float]()

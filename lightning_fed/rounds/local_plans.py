@@ -40,11 +40,7 @@ _TRIED = 10  # clients whose data may fail to build before the first round
 
 
 class LocalPlans:
-    """Plans clients' work from their data.
-
-    Attributes:
-        attackers: The stored indices of the bad clients that the run simulates.
-    """
+    """Plans clients' work from their data; ``attackers`` are the stored indices of simulated bad clients."""
 
     def __init__(
         self,

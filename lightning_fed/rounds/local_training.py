@@ -36,9 +36,8 @@ _CACHE_BYTES = 2**30  # limit of full-batch gradients that are kept from their a
 class ClientGradients:
     """The clients' full-batch gradients of one round, by stored index and point.
 
-    Attributes:
-        keeps: Whether they are kept from their average to the local work. Beyond a gigabyte they are recomputed
-            instead, which doubles their time but bounds the memory.
+    If it ``caches``, they are kept from their average to the local work. Beyond a gigabyte they are recomputed instead,
+    which doubles their time but bounds the memory.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -175,11 +174,7 @@ class InnerSolve:
 
 
 class LocalTraining:
-    """Trains clients, several at once if the engine does, and builds their replies.
-
-    Attributes:
-        result: The engine's result for the clients of the last reply.
-    """
+    """Trains clients, several at once if the engine does, and builds their replies."""
 
     def __init__(
         self,
@@ -206,7 +201,7 @@ class LocalTraining:
         nothing reads them earlier and no client may be dropped.
         """
         self.put_back_settings()
-        self.result: ChunkResult | None = None
+        self.result: ChunkResult | None = None  # for the clients of the last reply
         self._ended = 0  # clients of the result whose hook has run
         self._before: Sequence[State] = []  # its clients' states before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")

@@ -35,15 +35,12 @@ class Rounds:
 
     Both halves are in every process, and pass objects by reference. Several processes draw the same cohort, and each
     answers for its part of it. No task is sent; sums of replies are exchanged.
-
-    Attributes:
-        current_round: The server's half of the current round; None between rounds.
     """
 
     def __init__(self, server: Server, sampling: CohortSampling, work: ClientHalf, ranks: Ranks) -> None:
         self.server, self.sampling, self.work, self.ranks = server, sampling, work, ranks
         self.settings, self.trainer = sampling.settings, work.trainer
-        self.current_round: ServerRound | None = None
+        self.current_round: ServerRound | None = None  # None between rounds
         self._faults, self._cohort = Faults(), DrawnCohort()
         self._restart: Restart | None = None  # of the current round, which an engine could not run
 
@@ -112,11 +109,7 @@ class Rounds:
     def run(self, status: Callable[[], Status]) -> tuple[ServerRound, list[Status]]:
         """Run the clients of the cohort; failed ones are left out if ``on_client_error`` is "drop".
 
-        Args:
-            status: Returns the status of this process; called when its clients are done.
-
-        Returns:
-            The server's half, ready to be closed, and the status of each process.
+        Return the server's half, ready to be closed, and the :class:`Status` of each process when its clients are done.
         """
         work, faults = self.work, self._faults
         undo = work.savepoint() if self.settings.drops_failed or work.may_restart else None

@@ -254,19 +254,16 @@ class ServerRound:
         reports, causes, failed = self._reports, self.faults.causes, dict[ClientId, str]()
         longest_steps = max([report.steps for report in reports.values()], default=0)
         server.count(list(totals.reports), bytes_up, bytes_down, longest_steps)
-        weights = dict(zip([member.client_id for member in self.members.values()], totals.weights(), strict=True))
         if causes:
             failed = {i: causes[i] for i in sorted(causes, key=self.population.index_of)}
-        whole = 1.0 if totals.is_estimate else sum([weights[i] for i in done])
         examples = sum([reports[i].size for i in done])
-        counted = set(done)
         return RoundReport(
             round=self._cohort.round,
             cohort=tuple(reports),
             dropped=(*self._dropped, *[i for i in failed if i in self.faults.asked and i not in self._dropped]),
             sizes=MappingProxyType({i: r.size for i, r in reports.items()}),
             steps=MappingProxyType({i: r.steps for i, r in reports.items()}),
-            weights=MappingProxyType({i: weights[i] / whole if i in counted else 0.0 for i in reports}),
+            weights=MappingProxyType({**dict.fromkeys(reports, 0.0), **totals.weights(done)}),
             metrics=MappingProxyType(dict(metrics)),
             clients=MappingProxyType(reports),
             loss=sum([reports[i].loss * reports[i].size for i in done]) / examples if examples else math.nan,

@@ -1,7 +1,8 @@
 """The sums of a round over clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` has all."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 
-_BLOCK = 2**16  # numbers converted to float64 in one block
+_BLOCK = 2**16  # numbers in the differences of clients that fit a CPU's cache
 
 Failed: TypeAlias = Callable[[ClientError], None]
 """Records a client that failed, or raises its error."""
@@ -33,14 +34,6 @@ class RoundTotals:
 
     ``update`` adds a reply. With several processes, each sends its ``partial`` to the others at the end of a phase, and
     ``merge`` combines them. Sums of vectors use the :class:`Collectives`. ``compute`` returns the results.
-
-    Attributes:
-        traffic: The bytes sent.
-        products: The sums of products of adapters' changes, if a residual corrects their mean.
-        norms: Norms of full-batch gradients in this phase, by point and client.
-        reports: The clients' reports, by stored index.
-        moved_buffers: The names of buffers that a client changed; no others are sent.
-        is_invalid: Whether a rejected client's work is in other sums, such as logged values.
     """
 
     def __init__(
@@ -66,25 +59,22 @@ class RoundTotals:
         self._readers = algorithm.full_grad_readers(server.round) if algorithm.full_grad_at else "nobody"
         self._loss, self._loss_examples = 0.0, 0  # of the population
         self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged ones
-        self._mean_buffers, self.moved_buffers = BufferMean(), set[str]()
-        self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
+        self._mean_buffers = BufferMean()
+        self.moved_buffers = set[str]()  # the names of those that a client changed; no others are sent
+        self._drift, self.traffic = Drift(), Traffic(algorithm, server.x)
         self.products = None if server.lora is None else ProductSums(server.lora.pairs)
         self._lacks_changes = False  # of some clients: the drift would be that of the others
         self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
-        self.norms: dict[str, dict[ClientId, float | Tensor]] = {}
-        self.reports: dict[int, ClientReport] = {}
-        self.is_invalid = False
+        self.norms: dict[str, dict[ClientId, float | Tensor]] = {}  # of full-batch gradients in this phase, by point
+        self.reports: dict[int, ClientReport] = {}  # by stored index
+        self.is_invalid = False  # whether a rejected client's work is in other sums, such as logged values
 
     # ------------------------------------------------------------------ update
 
     def update(self, reply: Reply, rows: Sequence[int], failed: Failed, state: State) -> list[ClientId]:
-        """Add a reply; return the clients that count.
+        """Add the rows of a reply, without failed clients and in the order of the sum; return the clients that count.
 
-        Args:
-            reply: The reply.
-            rows: The reply's rows without failed clients, in the order of the sum.
-            failed: Records the clients that the aggregation rejects.
-            state: The server state that clients read in the round.
+        ``failed`` records clients that the aggregation rejects, ``state`` is the server's that clients read.
         """
         self.traffic.server |= reply.server_read
         self.traffic.cohort_grad |= reply.cohort_grad_read
@@ -165,9 +155,8 @@ class RoundTotals:
             pairs = [(own[name].to(self._buffers[name].device), self._buffers[name]) for name in names]
             self.moved_buffers |= {name for name, same in zip(names, are_equal(pairs), strict=True) if not same}
         if reply.changes is not None:
-            is_summed = models is not None and self._rule != "population"
             changes, weights = _rows(rows, reply.changes), self._messages.weights(steps, self._rule)
-            self._drift.update(changes, weights, is_summed)
+            self._drift.update(changes, weights)
             if self.products is not None:
                 self.products.update(changes, weights)
         else:
@@ -209,7 +198,7 @@ class RoundTotals:
         elif phase == GRADIENTS:
             self._gradients.merge(parts["gradients"], ranks, x)
         else:
-            self._drift.merge(parts["drift"], ranks, x)  # first: it reads the models that this process has summed
+            self._drift.merge(parts["drift"], ranks, x)
             self._messages.merge(parts["messages"], ranks, x)
             if self.products is not None:
                 self.products.merge(parts["products"], ranks)
@@ -239,14 +228,10 @@ class RoundTotals:
         return {name.removeprefix(FULL_GRAD): value for name, value in means.items()}
 
     def compute(self, done: Sequence[ClientId]) -> tuple[State, Vector | None, State, float]:
-        """Return the inputs of the server's step, and the drift.
+        """Return the inputs of the server's step, and the drift, given the clients whose messages count.
 
-        Args:
-            done: The clients whose messages count.
-
-        Returns:
-            The averaged messages, empty without participants; the mean of the client models [P] if the message "delta"
-            is their change; the server's new buffers; and the drift, nan without clients or if a change is unknown.
+        These are the averaged messages, empty without participants; the mean of the client models [P] if the message
+        "delta" is their change; the server's new buffers; and the drift, nan without clients or if a change is unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
@@ -259,14 +244,12 @@ class RoundTotals:
             buffers = {name: found[name] if name in self.moved_buffers else old for name, old in self._buffers.items()}
         return means, models, buffers, drift
 
-    def weights(self) -> list[float]:
-        """Return all members' weights for the mean change."""
-        return self._messages.weights(self.members, self._rule)
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether the weights need not sum to one; see :attr:`Aggregation.is_estimate`."""
-        return self._messages.is_estimate
+    def weights(self, done: Sequence[ClientId]) -> dict[ClientId, float]:
+        """Return weights for the mean change of the clients that count; they sum to one unless it is an estimate."""
+        found = self._messages.weights(self.members, self._rule)
+        weights = dict(zip(map(attrgetter("client_id"), self.members.values()), found, strict=True))
+        whole = 1.0 if self._messages.is_estimate else sum(map(weights.__getitem__, done))
+        return {i: weights[i] / whole for i in done}
 
     def gradients_computed(self) -> int:
         """Return the number of per-example gradients computed, including full-batch and second gradients."""
@@ -294,30 +277,20 @@ def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
     return stacked[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else stacked[rows]
 
 
-def _blocks(vector: Tensor) -> Sequence[Tensor]:
-    """Return blocks of a vector [P], so that intermediate results of each fit a CPU's cache."""
-    return vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
-
-
 class Traffic:
     """The bytes of a round: the entries of the server state that clients read, and the messages used.
 
-    Attributes:
-        server: The entries of the server state that clients read.
-        cohort_grad: The mean gradients that clients read.
-        gradients: The mean gradients that the server reads.
-        clients: The clients requested to train, by stored index.
-        gradient_clients: The clients that send gradients.
-        senders: The clients that send their messages; None for all that train. The others send the norm of their
-            update, and each receives the probability of sending.
+    ``senders`` are the clients that send their messages; None for all that train. The others send the norm of their
+    update, and each receives the probability of sending.
     """
 
     def __init__(self, algorithm: Algorithm, x: Tensor) -> None:
         self._vector = x.nbytes
         self._points = set(algorithm.full_grad_at) - {"x"}
         self._messages = dict[int, int]()  # bytes by client
-        self.server, self.cohort_grad, self.gradients = set[str](), set[str](), set[str]()
-        self.clients, self.gradient_clients = set[int](), set[int]()
+        self.server, self.cohort_grad = set[str](), set[str]()  # the entries and mean gradients that clients read
+        self.gradients = set[str]()  # the mean gradients that the server reads
+        self.clients, self.gradient_clients = set[int](), set[int]()  # requested to train, and to send gradients
         self.senders: Collection[int] | None = None
 
     @property
@@ -390,76 +363,48 @@ class Drift:
     It sums squared differences to a reference, the first client's change. Squares of the changes would cancel for
     similar clients: in float32, below a thousandth of the changes, only rounding would remain.
 
-    Args:
-        messages: The aggregation, whose sum of models, if any, saves a second sum.
-
     Attributes:
         weight: The sum of the weights of this process's clients; after :meth:`merge`, of all clients.
     """
 
-    def __init__(self, messages: Aggregation) -> None:
-        self._messages = messages
+    def __init__(self) -> None:
         self._reference: Tensor | None = None  # [P]; this process's mean after centering
-        self._own: Tensor | None = None  # the weighted sum [P] of differences that the aggregation does not have
+        self._sum: Tensor | None = None  # the weighted sum [P] of differences
         self._memory: Tensor | None = None  # of differences: for large models, allocation is slower than the arithmetic
         self._norms: list[Tensor] = []  # of differences
-        self._weights: list[Sequence[float]] = []  # of their clients
+        self._weights: list[float] = []  # of their clients
         self._squares = self.weight = 0.0
         self._is_merged = False
 
-    def update(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
-        """Add several clients' changes [S, P]; ``is_summed``: the aggregation sums models with these weights."""
-        if self._reference is None:
-            self._reference = deltas[0].clone()
+    def update(self, deltas: Tensor, weights: Sequence[float]) -> None:
+        """Add several clients' changes [S, P]."""
+        wide = torch.promote_types(deltas.dtype, torch.float32)  # half precision would lose small weights in the sum
+        if self._reference is None or self._sum is None:
+            self._reference, self._sum = deltas[0].clone(), torch.zeros_like(deltas[0], dtype=wide)
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
         for start in range(0, len(deltas), several):
             some = deltas[start : start + several]
             if self._memory is None or len(self._memory) < len(some):
-                self._memory = torch.empty_like(some)
+                self._memory = torch.empty_like(some, dtype=wide)
             differences = torch.sub(some, self._reference, out=self._memory[: len(some)])
             self._norms.append(torch.linalg.vector_norm(differences, dim=1))
-            if not is_summed:
-                own = differences.new_tensor(weights[start : start + several]) @ differences
-                self._own = own if self._own is None else self._own.add_(own)
-        self._weights.append(weights)
+            self._sum.addmv_(differences.t(), differences.new_tensor(weights[start : start + several]))
+        self._weights += weights
         self.weight += sum(weights)
 
-    def _center(self, changes: Iterable[Tensor] | None, moves: bool) -> None:
-        """Convert the squares to those of differences to this process's mean.
-
-        Args:
-            changes: The blocks of the aggregation's sum [P] of changes; None if it has none.
-            moves: Whether that mean becomes the reference, which several processes need.
-        """
-        numbers = iter(torch.cat(self._norms).tolist() if self._norms else [])
-        for weights in self._weights:
-            squares = 0.0
-            for weight, norm in zip(weights, numbers, strict=False):
-                squares += weight * norm**2
-            self._squares += squares
-        if self._reference is None or self.weight == 0:
+    def _center(self) -> None:
+        """Convert the squares to those of differences to this process's mean, which becomes the reference."""
+        if self._reference is None or self._sum is None or self.weight == 0:
             return
-        references = _blocks(self._reference)
-        nothing = [None] * len(references)
-        owns: Iterable[Tensor | None] = nothing if self._own is None else _blocks(self._own)
-        for r, change, own in zip(references, changes or nothing, owns, strict=True):
-            if change is None:
-                offset = torch.zeros(r.shape, **accumulation(r.device))
-            else:
-                offset = change.sub(r.to(change.device), alpha=self._messages.models_weight)
-            if own is not None:
-                offset += own.to(offset.device)
-            self._squares -= float(offset @ offset) / self.weight
-            if moves:
-                r.copy_(r.to(offset.device).add_(offset, alpha=1 / self.weight))
+        *norms, norm = torch.cat([*self._norms, torch.linalg.vector_norm(self._sum)[None]]).tolist()
+        for weight, own in zip(self._weights, norms, strict=True):
+            self._squares += weight * own**2
+        self._squares -= norm**2 / self.weight
+        self._reference.add_(self._sum, alpha=1 / self.weight)
 
     def merge(self, weights: Sequence[float], ranks: Collectives, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
-        models, changes = self._messages.models, None
-        if models is not None:
-            blocks, models_weight = zip(_blocks(models), _blocks(x), strict=True), self._messages.models_weight
-            changes = (y.sub(x_.to(y.device), alpha=models_weight) for y, x_ in blocks)
-        self._center(changes, moves=True)
+        self._center()
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference
         mean = mine * (self.weight / total if total else 0.0)
@@ -470,9 +415,8 @@ class Drift:
         self._squares, self.weight, self._is_merged = float(sums), total, True
 
     def compute(self) -> float:
-        """Return the drift, once the aggregation has computed the mean change; nan if there are no clients."""
+        """Return the drift; nan if there are no clients."""
         if not self._is_merged:
-            changes = self._messages.models
-            self._center(None if changes is None else _blocks(changes), moves=False)
+            self._center()
             self._is_merged = True
         return math.sqrt(max(0.0, self._squares / self.weight)) if self.weight else math.nan

@@ -1,20 +1,22 @@
-"""Checks of Lightning's Trainer arguments: wrong types and values raise before Lightning sees them."""
+"""Lightning's Trainer arguments, and ours: values from the environment, and checks before Lightning sees them."""
 
 import math
+import os
 import re
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Integral
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from torch._dynamo import OptimizedModule
 
 from lightning_fed.compat.package import pl, refuse_foreign
-from lightning_fed.compat.private import MisconfigurationException
+from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
 from lightning_fed.core.arguments import check_flags, check_paths, finite, format_value
 from lightning_fed.core.errors import FederatedError
 
@@ -199,3 +201,49 @@ def check_call(
     has_own = model is not None and getattr(type(model), hook, None) is not getattr(pl.LightningModule, hook)
     if dataloaders is None and datamodule is None and model is not None and not has_own:
         raise FederatedError(f"{owner} has no data. Pass a data module: trainer.{stage}(model, datamodule).")
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+_PREFIX = "PL_TRAINER_"
+_SAME = ("max_rounds", "max_epochs")  # two names for one number
+
+
+def arguments_of_environment(own: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Return the arguments set by environment variables, of Lightning's trainer and our ``own``.
+
+    As in Lightning, values are Python literals if valid, else text. ``max_rounds`` overrides ``max_epochs``; either is
+    returned as ``max_rounds``.
+    """
+    names = {**own, **signature(pl.Trainer.__init__).parameters}
+    found = {name: _value(text) for name in names if (text := os.environ.get(_PREFIX + name.upper()))}
+    if "max_epochs" in found:
+        found = {"max_rounds": found.pop("max_epochs"), **found}
+    return found
+
+
+def defaults_of_environment(make: Init) -> Init:
+    """Wrap a trainer's ``__init__``, with keyword arguments only, to read missing arguments from the environment."""
+
+    @wraps(make)
+    def call(self: Any, **given: Any) -> None:
+        known = given.keys() | (set(_SAME) if any(given.get(name) is not None for name in _SAME) else set())
+        found = arguments_of_environment(signature(make).parameters)
+        used = {name: value for name, value in found.items() if name not in known}
+        if not used:
+            make(self, **given)
+            return
+        listed = ", ".join(f"{name}={value!r}" for name, value in used.items())
+        try:
+            make(self, **used, **given)
+        except FederatedError as error:
+            raise FederatedError(f"{error} The environment ({_PREFIX}...) sets {listed}.") from error
+        rank_zero_info(f"Arguments of the trainer from the environment ({_PREFIX}...): {listed}.")
+
+    return cast(Init, call)
+
+
+def _value(text: str) -> Any:
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return literal_eval(text)
+    return text

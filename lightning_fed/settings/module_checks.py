@@ -24,6 +24,7 @@ from lightning_fed.core.torch_optimizers import (
 from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.server.aggregation.base import Aggregator
+from lightning_fed.server.client_privacy import ClientPrivacy
 
 
 def no_federated_data(found: object) -> FederatedError:
@@ -76,6 +77,27 @@ def check_module(trainer: pl.Trainer) -> None:
                 " clients start from copies of them. Call to_dense() on it, or register its indices and values, and"
                 " make the sparse tensor of them in forward."
             )
+    if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
+        _check_private_module(trainer, privacy)
+
+
+def _check_private_module(trainer: pl.Trainer, privacy: ClientPrivacy) -> None:
+    """Raise for a module or data without gradients of single examples."""
+    module, what = trainer.lightning_module, f"client_privacy={privacy!r} cannot be combined with"
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
+            raise FederatedError(
+                f"{what} {name} ({type(layer).__name__}), which mixes the examples of a batch: no example would have"
+                " its own gradient. Use GroupNorm, or opacus.validators.ModuleValidator.fix(network)."
+            )
+    data = trainer.datamodule
+    names = ("client_dataloader", "client_batches")
+    own = [name for name in names if getattr(type(data), name) is not getattr(FederatedDataModule, name)]
+    if own:
+        raise FederatedError(
+            f"{what} {type(data).__name__}.{own[0]}: how often your own loader uses an example is unknown. Override"
+            " client_dataset(client_id) instead."
+        )
 
 
 def _check_own_clipping(trainer: pl.Trainer) -> None:

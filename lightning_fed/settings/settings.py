@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -143,12 +143,7 @@ class Settings:
         return bool(self.personal) or self.algorithm.overrides("personal_names")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
-        """Return a client's requested number of optimizer steps.
-
-        Args:
-            num_batches: Batches in a full local epoch.
-            accumulated: Batches per optimizer step; an epoch's last step may have fewer.
-        """
+        """Return a client's requested number of optimizer steps, given its batches in a local epoch and in a step."""
         if not self.algorithm.local_work or num_batches == 0:
             return 0
         if self.local_epochs is not None:
@@ -158,9 +153,7 @@ class Settings:
     def first_step(self, round: int, longest_steps: int | None) -> int:
         """Return the run's step at which the clients of a round begin, if their schedule counts steps of the run.
 
-        Args:
-            round: The round, from 0.
-            longest_steps: The sum over the earlier rounds of the most steps that a client took; None if unknown.
+        ``longest_steps`` is the sum over the earlier rounds of the most steps that a client took; None if unknown.
         """
         if self.local_schedule != "total":
             return 0
@@ -232,6 +225,12 @@ class Settings:
                 f" no local steps. {remedy}"
             )
 
+    def _given(self, *names: str) -> Iterator[tuple[str, Any, str]]:
+        """Yield the name and value of each of these arguments that is not at its default, and how to unset it."""
+        for name in names:
+            if (value := getattr(self, name)) not in (None, "raise"):
+                yield name, value, "Leave it at 'raise'." if value == "drop" else "Leave it unset."
+
     def _check_chunk_size(self) -> None:
         size = self.chunk_size
         if size is None:
@@ -302,9 +301,8 @@ class Settings:
     def _check_lora(self) -> None:
         if self.lora != "exact":
             return
-        for name in ("aggregator", "asynchronous", "compression"):
-            if (value := getattr(self, name)) is not None:
-                raise FederatedError(lora_needs_mean(f"{name}={value!r} changes it"))
+        for name, value, _ in self._given("aggregator", "asynchronous", "compression"):
+            raise FederatedError(lora_needs_mean(f"{name}={value!r} changes it"))
         if self.attack is not None and self.attack.changes_messages:
             raise FederatedError(lora_needs_mean(f"attack={self.attack!r} changes what clients send"))
         if getattr(self.sampler, "probabilities", None) is not None:
@@ -405,10 +403,8 @@ class Settings:
             "heterogeneity": "may drop clients that were drawn, or some of their work",
             "on_client_error": "drops clients that were drawn",
         }
-        for name, reason in reasons.items():
-            if (value := getattr(self, name)) not in (None, "raise"):
-                remedy = "Leave it at 'raise'." if value == "drop" else "Leave it unset."
-                raise FederatedError(f"{who} cannot be combined with {name}={value!r}, which {reason}. {remedy}")
+        for name, value, remedy in self._given(*reasons):
+            raise FederatedError(f"{who} cannot be combined with {name}={value!r}, which {reasons[name]}. {remedy}")
 
     def _check_asynchronous(self) -> None:
         if not isinstance(self.asynchronous, Asynchronous):
@@ -416,13 +412,12 @@ class Settings:
                 "asynchronous must be an Asynchronous such as FedBuff(size=10, concurrency=100), found"
                 f" {self.asynchronous!r}."
             )
-        for name in ("clients_per_round", "sampler", "aggregator", "heterogeneity", "on_client_error"):
-            if (value := getattr(self, name)) not in (None, "raise"):
-                raise FederatedError(
-                    f"{name}={value!r} cannot be combined with asynchronous={type(self.asynchronous).__name__}(...),"
-                    " which determines who begins when, how long clients take and how their answers count. Leave it"
-                    " unset."
-                )
+        names = ("clients_per_round", "sampler", "aggregator", "heterogeneity", "on_client_error")
+        for name, value, remedy in self._given(*names):
+            raise FederatedError(
+                f"{name}={value!r} cannot be combined with asynchronous={type(self.asynchronous).__name__}(...), which"
+                f" determines who begins when, how long clients take and how their answers count. {remedy}"
+            )
         sends_gradients = getattr(self.algorithm, "pseudo_grad", "raw") == "normalized"
         if isinstance(self.asynchronous, FedAsync) and sends_gradients:
             raise FederatedError(
@@ -438,12 +433,10 @@ class Settings:
             "on_client_error": ": which clients are dropped depends on others in the cohort, and the guarantee is about"
             " the sum over those drawn",
         }
-        for name, reason in reasons.items():
-            if (value := getattr(self, name)) not in (None, "raise"):
-                remedy = "Leave it at 'raise'." if value == "drop" else "Leave it unset."
-                raise FederatedError(
-                    f"{name}={value!r} cannot be combined with aggregator={self.aggregator!r}{reason}. {remedy}"
-                )
+        for name, value, remedy in self._given(*reasons):
+            raise FederatedError(
+                f"{name}={value!r} cannot be combined with aggregator={self.aggregator!r}{reasons[name]}. {remedy}"
+            )
 
     def _check_client_privacy(self) -> None:
         privacy, method = self.client_privacy, self.algorithm

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from lightning_fed.callbacks import Inexactness, Measure, PersonalizedAccuracy, SplitPicture
+from lightning_fed.callbacks import ClientModels, Inexactness, Measure, PersonalizedAccuracy, SplitPicture
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import PassThroughProfiler
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.settings.client_privacy_checks import check_private_clients
+from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy
 
@@ -124,7 +125,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if settings.is_private:
         _check_private(trainer)
     if settings.client_privacy is not None:
-        check_private_clients(trainer, settings.client_privacy)
+        _check_private_clients(trainer, settings.client_privacy)
     _check_measures(trainer)
     for callback in trainer.callbacks:
         interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
@@ -200,3 +201,47 @@ def _check_private(trainer: pl.Trainer) -> None:
             f"aggregator={aggregator!r} cannot be combined with strategy='ddp' on {trainer.world_size} devices: every"
             " process would add its own noise. Set strategy='clients'."
         )
+
+
+def _check_private_clients(trainer: pl.Trainer, privacy: ClientPrivacy) -> None:
+    """Raise for settings of the trainer under which noise would not cover all that clients release."""
+    loop = trainer.fit_loop
+    what = f"client_privacy={privacy!r} cannot be combined with"
+    if trainer.accumulate_grad_batches != 1:
+        raise FederatedError(
+            f"{what} accumulate_grad_batches={trainer.accumulate_grad_batches}: each batch gets its own noise. Raise"
+            " batch_size instead, and set examples_at_once to save memory."
+        )
+    if trainer.gradient_clip_val or loop.corrected_clip is not None:
+        raise FederatedError(
+            f"{what} gradient_clip_val: max_grad_norm={privacy.max_grad_norm} already clips the gradient of every"
+            " example. Leave it unset."
+        )
+    plugins = pl.plugins.precision
+    if type(trainer.precision_plugin) not in (plugins.Precision, plugins.DoublePrecision):
+        raise FederatedError(
+            f"{what} precision={trainer.precision!r}: loss scaling and half precision do not keep the bound of clipped"
+            " gradients. Set precision='32-true' or '64-true'."
+        )
+    if isinstance(trainer.strategy, WithinClientStrategy) and trainer.world_size > 1:
+        raise FederatedError(
+            f"{what} strategy='ddp' on {trainer.world_size} devices, which see parts of a batch. Set"
+            " strategy='clients'."
+        )
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        raise FederatedError(
+            f"{what} profiler={type(trainer.profiler).__name__}: local steps do not go through the actions that it"
+            " times. Leave it unset."
+        )
+    if trainer._detect_anomaly:
+        raise FederatedError(
+            f"{what} detect_anomaly=True: an error where the gradient of one example is NaN shows that it is there."
+            " Leave it unset."
+        )
+    for callback in trainer.callbacks:
+        # clients' own models have noise
+        if isinstance(callback, (Measure, Inexactness, SplitPicture)) and not isinstance(callback, ClientModels):
+            raise FederatedError(
+                f"{what} the callback {type(callback).__name__}: it measures or shows clients' data without noise."
+                " Remove it."
+            )

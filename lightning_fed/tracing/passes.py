@@ -18,7 +18,6 @@ def simplify(module: fx.GraphModule) -> None:
     """Simplify a trace whose nodes have recorded results.
 
     This removes transposes of transposes, views of the same shape, unmodified copies, detaching and factors of one.
-    Sums do not keep dimensions that a view drops.
     Values without inputs become constants, and repeated computations are shared.
     """
     graph = module.graph
@@ -28,10 +27,6 @@ def simplify(module: fx.GraphModule) -> None:
         if is_pure and _is_constant(node):
             _fold(module, node)
         elif (source := _stands_for(node, is_pure)) is not None:
-            node.replace_all_uses_with(source)
-        elif _drops_summed(node):  # sum without these dimensions
-            source = node.args[0]
-            source.args, source.meta = source.args[:2], dict(node.meta)
             node.replace_all_uses_with(source)
     if is_pure:
         _share(graph)
@@ -54,18 +49,6 @@ def _stands_for(node: Any, is_pure: bool) -> fx.Node | None:
     if node.target in (_aten.t.default, _aten.transpose.int) and is_same:  # a transpose of a transpose
         return source.args[0]  # type: ignore[return-value]
     return None
-
-
-def _drops_summed(view: Any) -> bool:
-    """Return whether a node is a view without the dimensions that a sum, of no other use, has kept."""
-    source = view.args[0] if view.target is _aten.view.default else None
-    if source is None or source.target is not _aten.sum.dim_IntList or len(source.users) > 1:
-        return False
-    shape, (_, dims, *kept) = shape_of(source.args[0]), source.args
-    if kept != [True] or source.kwargs or not dims or shape is None:
-        return False
-    summed = {d % len(shape) for d in dims}
-    return shape_of(view) == torch.Size(n for d, n in enumerate(shape) if d not in summed)
 
 
 def _is_constant(node: Any) -> bool:

@@ -36,7 +36,6 @@ from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
-from lightning_fed.settings.client_privacy_checks import check_private_module
 from lightning_fed.settings.module_checks import check_batch_statistics, check_module
 from lightning_fed.settings.settings import Settings
 from lightning_fed.settings.trainer_checks import check_trainer
@@ -148,8 +147,6 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         check_trainer(trainer)
         check_module(trainer)
-        if self.settings.client_privacy is not None:
-            check_private_module(trainer, self.settings.client_privacy)
         time_by_rounds(trainer)
         self.run_state.connect_clients()
         self.max_batches = 1  # set again for every local epoch

@@ -22,12 +22,12 @@ from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.sampling import Sampler
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
-from lightning_fed.settings.environment import defaults_of_environment
 from lightning_fed.settings.lightning_arguments import (
     as_callbacks,
     check_call,
     check_trainer_arguments,
     checked,
+    defaults_of_environment,
     refusals_of_lightning,
 )
 from lightning_fed.settings.module_checks import no_federated_data

@@ -447,6 +447,18 @@ def test_a_mechanism_is_patched_away(scripts, monkeypatch):
         ablations.switch_off("elsewhere")
 
 
+def test_an_attribute_that_switches_a_mechanism_off_must_be_there(scripts):
+    class Engine:
+        def __init__(self):
+            self.is_fast = True
+
+    then = scripts("systems.ablations")._then
+    patched = type("Patched", (Engine,), {"__init__": then("is_fast", False)(Engine.__init__)})
+    assert not patched().is_fast
+    with pytest.raises(AttributeError, match="was_fast"):
+        type("Renamed", (Engine,), {"__init__": then("was_fast", False)(Engine.__init__)})()
+
+
 def test_mechanisms_are_looked_up_before_anything_runs(run):
     for arguments, message in [
         (["--without", "stagger"], "no such mechanism(.|\n)*  interleaved "),

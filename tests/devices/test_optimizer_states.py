@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold
 from lightning_fed.core.torch_optimizers import device_of
-from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
+from lightning_fed.engines.vectorized.chunk_work import ELEMENTWISE
 from tests.devices.conftest import Place
 from tests.helpers.training import Net, Trajectory, data, fit, seeded
 

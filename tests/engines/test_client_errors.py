@@ -70,10 +70,10 @@ def report(steps: int = 3, loss: float = 0.5, norm: float = 1.0) -> ClientReport
 
 
 def test_a_client_is_at_fault_if_its_loss_or_its_parameters_are_not_finite() -> None:
-    assert fault_of(report(), [0.5] * 3, 2) is None
-    assert fault_of(report(steps=0, loss=float("nan")), [], 2) is None, "it has no loss"
+    assert fault_of(report(), lambda: [0.5] * 3, 2) is None
+    assert fault_of(report(steps=0, loss=float("nan")), list, 2) is None, "it has no loss"
     for found, what in ((report(loss=float("inf")), "a loss"), (report(norm=float("nan")), "parameters")):
-        error = fault_of(found, [0.5, float("inf"), float("nan")], 2)
+        error = fault_of(found, lambda: [0.5, float("inf"), float("nan")], 2)
         assert error is not None
         assert error.culprit == "ann"
         says = f"Client 'ann' returned {what}.* that (is|are) not finite in round 2, after 3 local steps; its"

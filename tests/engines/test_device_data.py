@@ -15,12 +15,12 @@ def test_a_copy_on_the_device_is_made_again_after_a_write_and_lives_as_long_as_i
     data = DeviceData(torch.device("meta"))
     monkeypatch.setattr(data, "free", lambda: 2 * 4 * 8)
     x, y = torch.zeros(2), torch.zeros(100)
-    (copy,) = data.of((x,))
+    ((copy,),) = data.of_each((x,))
     assert copy.device.type == "meta"
-    assert data.of((copy, x)) == (copy, copy)
-    assert data.of((x, y))[1] is y, "it takes more than a quarter of the free memory"
+    assert data.of_each((copy, x)) == [(copy, copy)]
+    assert data.of_each((x, y))[0][1] is y, "it takes more than a quarter of the free memory"
     x.add_(1)
-    assert data.of((x,))[0] is not copy
+    assert data.of_each((x,))[0][0] is not copy
     del x, y
     assert not data._copies
 
@@ -33,12 +33,12 @@ def test_all_copies_together_take_a_part_of_the_memory(monkeypatch: pytest.Monke
         return memory - sum(copy.nbytes for _, copy in data._copies.values() if copy is not None)
 
     monkeypatch.setattr(data, "free", free)
-    kept = [data.of((tensor,))[0] is not tensor for tensor in originals]
+    kept = [data.of_each((tensor,))[0][0] is not tensor for tensor in originals]
     assert kept == [True, True, False, False, False], "a quarter of what would be free without them"
     together = [torch.zeros(1), torch.zeros(100)]
-    assert data.of_each([(t,) for t in together]) == [(t,) for t in together], "they stay or go together"
+    assert data.of_each(*[(t,) for t in together]) == [(t,) for t in together], "they stay or go together"
     data.clear()
-    assert data.of((originals[4],))[0] is not originals[4]
+    assert data.of_each((originals[4],))[0][0] is not originals[4]
 
 
 def test_only_batches_that_are_rows_of_tensors_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +60,6 @@ def test_only_batches_that_are_rows_of_tensors_are_placed(monkeypatch: pytest.Mo
 def test_a_device_that_has_run_out_of_memory_gets_no_more_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     data, x, y = DeviceData(torch.device("meta")), torch.zeros(2), torch.zeros(2)
     monkeypatch.setattr(data, "free", lambda: 10**6)
-    assert data.of((x,))[0] is not x
+    assert data.of_each((x,))[0][0] is not x
     data.give_up()
-    assert data.of((x, y)) == (x, y)
+    assert data.of_each((x, y)) == [(x, y)]

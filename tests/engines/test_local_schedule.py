@@ -1,16 +1,20 @@
-"""The options of a local optimizer by the step of its schedules."""
+"""The options that local steps have, by schedules and by what a step does to them, and none of another client's."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from lightning_fed.core.errors import FederatedError
+from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed.algorithms import FedAvg, Mime, Scaffold
 from lightning_fed.engines.local_schedule import LocalSchedule
+from tests.helpers.engines import Ordinary, Record, run, state_of
+from tests.helpers.training import clients
 
 
 def scheduled(mode: Any, lr: Any = 0.4) -> tuple[LocalSchedule, Optimizer, Any]:
@@ -39,13 +43,13 @@ def rate(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def state_of(scheduler: Any) -> dict[str, Any]:
+def without_rate(scheduler: Any) -> dict[str, Any]:
     return {name: value for name, value in scheduler.state_dict().items() if name != "_last_lr"}
 
 
 def test_steps_in_any_order_have_the_bits_of_a_plain_loop(rates: list[float]) -> None:
     schedule, optimizer, scheduler = scheduled("total")
-    state = state_of(scheduler)
+    state = without_rate(scheduler)
     for first in (3, 9, 4, 0, 16):  # a round that is measured again is an earlier one
         schedule.begin_round(first)
         assert rate(optimizer) == rates[first]
@@ -58,7 +62,7 @@ def test_steps_in_any_order_have_the_bits_of_a_plain_loop(rates: list[float]) ->
         schedule.rest()
         assert rate(optimizer) == rates[first]
         assert scheduler.get_last_lr() == [rates[first]]
-        assert state_of(scheduler) == state
+        assert without_rate(scheduler) == state
     schedule.release()
     assert rate(optimizer) == rates[0]
     assert scheduler.get_last_lr() == [rates[0]]
@@ -129,3 +133,199 @@ def test_a_failed_step_leaves_the_schedule_as_it_was(rates: list[float]) -> None
     assert rate(optimizer) == rates[0]
     schedule.begin(2, 1)
     assert rate(optimizer) == rates[2]
+
+
+ENGINES = ("sequential", "auto")
+
+
+class Cools(Ordinary):
+    """Lowers its rate in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+class CoolsTensor(Cools):
+    """The same, with a rate that is a tensor."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1), foreach=False)
+
+
+def alike() -> FederatedDataModule:
+    """Return three clients with the same examples."""
+    return FederatedDataModule(clients=clients((12,)) * 3, batch_size=4, shuffle=False)
+
+
+@pytest.mark.parametrize("make", [Cools, CoolsTensor])
+def test_every_client_starts_with_the_rates_of_the_round(make: Any) -> None:
+    ends = []
+    for engine in ENGINES:
+        seen = Record()
+        t = run(engine, make, alike, clients_per_round=3, max_rounds=2, callbacks=[seen])
+        assert len({report.update_norm for report in seen.reports[:3]}) == 1
+        assert len({report.update_norm for report in seen.reports[3:]}) == 1
+        ends.append(state_of(t)["x"])
+    assert torch.equal(*ends)
+
+
+class CoolsLater(Ordinary):
+    """Lowers its rate from the second round on, which no trial step shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.current_epoch > 0:
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+def test_rates_that_a_later_step_sets_are_not_missed_by_clients_at_once() -> None:
+    ends = [state_of(run(engine, CoolsLater, alike, clients_per_round=3, max_rounds=3))["x"] for engine in ENGINES]
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)  # the first round runs in another engine
+    with pytest.raises(FederatedError, match="it changes 'lr' of the local optimizer, and did not in its trial step"):
+        run("vectorized", CoolsLater, alike, clients_per_round=3, max_rounds=3)
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts its steps in the parameter group, from its first one, and takes shorter ones."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / group["step"])
+
+
+class Averages(torch.optim.Optimizer):
+    """Wraps an optimizer and shares its groups; what it keeps is in that one's state, as in timm's Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for p in self.param_groups[0]["params"]:
+            state = self.inner.state[p]
+            p.copy_(state.setdefault("slow", p.clone()).lerp_(p, 0.5))
+
+
+class CountsSteps(Counts):
+    """Counts them in an attribute."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        super().step(closure)
+
+
+class Copies(torch.optim.SGD):
+    """Has copies of the parameters from the start."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+
+def averaging(params: Any) -> Averages:
+    return Averages(torch.optim.Adam(params, lr=0.1))
+
+
+@pytest.mark.parametrize("make", [lambda params: Counts(params, {"lr": 0.1}), averaging])
+def test_every_client_has_a_new_optimizer_whatever_it_is_made_of(make: Any) -> None:
+    seen = Record()
+    run("sequential", partial(Ordinary, make), alike, clients_per_round=3, max_rounds=2, callbacks=[seen])
+    assert len({report.update_norm for report in seen.reports[:3]}) == 1
+    assert len({report.update_norm for report in seen.reports[3:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (lambda params: CountsSteps(params, {"lr": 0.1}), {}, "changes its attribute CountsSteps.taken as it steps"),
+        (partial(Copies, lr=0.1), {}, "whose attribute 'slow' holds copies of the parameters"),
+        (averaging, {"local_optimizer_state": "keep"}, "Averages, which wraps Adam.* return Adam alone"),
+        (averaging, {"algorithm": Mime()}, "Averages, which wraps Adam. Mime keeps the state of one optimizer"),
+    ],
+)
+def test_what_an_optimizer_would_hand_on_is_refused(make: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FederatedError, match=reason):
+        run("sequential", partial(Ordinary, make), alike, clients_per_round=3, max_rounds=1, **options)
+
+
+class DecaysOnSchedule(Ordinary):
+    """Raises its weight decay in every step, beside a schedule of the rate by local step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for group in self.optimizers().param_groups:
+            group["weight_decay"] += 1.0
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("mode", ["restart", "continue"])
+def test_what_a_schedule_does_not_set_is_restored_beside_one(mode: str) -> None:
+    seen = Record()
+    run("sequential", DecaysOnSchedule, alike, clients_per_round=3, max_rounds=1, local_schedule=mode, callbacks=[seen])
+    assert len({report.update_norm for report in seen.reports}) == 1
+
+
+class DecaysLater(DecaysOnSchedule):
+    """The same from the client's third step on, which no trial step shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx > 1 else Ordinary.training_step(self, batch, 0)
+
+
+@pytest.mark.parametrize("mode", ["restart", "continue", "total"])
+def test_decay_that_a_later_step_sets_beside_a_schedule_is_noticed(mode: str) -> None:
+    options: Any = {"clients_per_round": 3, "max_rounds": 2, "local_schedule": mode}
+    with pytest.raises(FederatedError, match="it changes 'weight_decay' of the local optimizer, and did not in its"):
+        run("vectorized", DecaysLater, alike, **options)
+    ends = [state_of(run(engine, DecaysLater, alike, **options))["x"] for engine in ENGINES]
+    assert torch.equal(*ends)
+
+
+class Steps(Ordinary):
+    """Steps its schedule in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.lr_schedulers().step()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_a_schedule_stepped_while_a_client_trains_is_refused_by_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match="Steps steps its schedule ExponentialLR.*local_schedule='restart'"):
+        run(engine, Steps)
+
+
+class Decays(Ordinary):
+    """Raises its coupled weight decay from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["weight_decay"] = 0.2 * (batch_idx + 1)
+
+
+def test_a_decay_that_a_hook_changes_is_that_of_corrected_steps_too() -> None:
+    first = {"max_rounds": 1, "clients_per_round": 3}  # in which SCAFFOLD's corrections are zero
+    plain = run("sequential", Decays, alike, algorithm=FedAvg(), **first)
+    corrected = run("sequential", Decays, alike, algorithm=Scaffold(), **first)
+    torch.testing.assert_close(state_of(corrected)["x"], state_of(plain)["x"], rtol=1e-12, atol=1e-12)

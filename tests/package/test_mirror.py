@@ -16,7 +16,6 @@ ELSEWHERE = {
     "compat/private.py": "tests/package/test_imports.py",
     "compat/torchvision.py": "tests/package/test_lazy_imports.py",
     "core/types.py": "tests/package/test_imports.py",
-    "settings/client_privacy_checks.py": "tests/engines/test_example_gradients.py",
 }
 """By module, the file that holds its tests."""
 

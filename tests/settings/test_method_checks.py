@@ -1,4 +1,7 @@
-"""Methods that cannot be right are refused before they run, by the name of what is wrong."""
+"""Methods that cannot be right are refused before they run, by the name of what is wrong.
+
+What their hooks return, and that they leave their inputs alone, is seen in a rehearsal.
+"""
 
 import warnings
 from functools import partial
@@ -17,12 +20,13 @@ from lightning_fed.algorithms import (
     FedRep,
     FedSpeed,
     LGFedAvg,
+    Mime,
     MimeMVR,
     MoFedSAM,
     SGDm,
 )
-from lightning_fed.settings.method_checks import check_method
-from lightning_fed.settings.method_rehearsal import rehearse
+from lightning_fed.core.rounds import Update
+from lightning_fed.settings.method_checks import check_method, has_parts_of_users, rehearse
 from tests.helpers.training import fit
 
 
@@ -147,3 +151,166 @@ def test_a_private_attribute_that_holds_a_state_is_told_of() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*has changed its attribute.*")
         fit(algorithm=Cached(), max_rounds=3)
+
+
+# ------------------------------------------------------------------ a rehearsal
+
+
+def method(**members: Any) -> Algorithm:
+    """Return a method with these hooks and declarations."""
+    return type("Own", (Algorithm,), members)()
+
+
+def zeros(x: Any) -> dict[str, Any]:
+    return {"k": torch.zeros_like(x)}
+
+
+CLIENT = {"init_client": lambda self, x: zeros(x)}
+LOCAL = {"init_local": lambda self, x, server, client: zeros(x)}
+NUMBER = {"init_local": lambda self, x, server, client: {"k": torch.tensor(1.0)}}
+SERVER = {"init_server": lambda self, x: zeros(x)}
+TWO = {"reduces": {"delta": "uniform", "k": "uniform"}}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a state that is none": ({"init_server": lambda self, x: None}, r"init_server\(\) must return a state.*found"),
+    "a number in a state": (
+        {"begin_round": lambda self, x, server, cohort: {"r": cohort.round}},
+        r"begin_round\(\) returns 'r' as an int, not as a tensor. Return torch.tensor\(0\)",
+    ),
+    "a number in a message": (
+        {**TWO, "finish": lambda self, y, run: Update({"delta": run.delta, "k": run.num_steps})},
+        r"finish\(\) returns 'k' as an int.*Return torch.as_tensor\(run.num_steps\)",
+    ),
+    "no update": ({"finish": lambda self, y, run: {"delta": run.delta}}, r"finish\(\) must return an Update, found"),
+    "a new name to keep": (
+        {"finish": lambda self, y, run: Update({"delta": run.delta}, {"k": run.delta})},
+        r"finish\(\) must keep the names and shapes of init_client, none, found 'k' \[P\]",
+    ),
+    "a new name of the round": (
+        {**LOCAL, "advance": lambda self, g, y, step: {"k": g, "j": g}},
+        r"advance\(\) must keep the names and shapes of init_local, 'k' \[P\], found 'k' \[P\], 'j' \[P\]",
+    ),
+    "a norm in advance": (
+        {**NUMBER, "advance": lambda self, g, y, step: {"k": 1 / (1 + g.norm())}},
+        r"advance\(\) is not elementwise",
+    ),
+    "a matrix in correct": (
+        {
+            "init_client": lambda self, x: {"k": torch.zeros(2, len(x))},
+            "correct": lambda self, g, y, step: g + step.client["k"][0],
+        },
+        r"correct\(\) is not elementwise.*only vectors like x are cut",
+    ),
+    "y itself": (
+        {**LOCAL, "advance": lambda self, g, y, step: {"k": y}},
+        r"advance\(\) returns y itself as 'k'.*Return y.clone\(\)",
+    ),
+    "a direction of another shape": (
+        {"update_server": lambda self, x, server, mean, cohort: (mean["delta"].mean(), server)},
+        r"update_server\(\) must return a direction, a tensor of the shape of x, found shape \(\)",
+    ),
+    "another model's parameters": (
+        {"evaluate_at": lambda self, x, server: x[:2]},
+        r"evaluate_at\(\) must return a point, .* found shape \(2,\)",
+    ),
+    "a mean in place": (
+        {"update_server": lambda self, x, server, mean, cohort: (mean["delta"].mul_(0.5), server)},
+        r"update_server\(\) changes mean\['delta'\] in place",
+    ),
+    "a change in place": (
+        {"finish": lambda self, y, run: Update({"delta": run.delta.mul_(0.5)})},
+        r"finish\(\) changes run.delta in place",
+    ),
+    "x in place": (
+        {"start": lambda self, x, step: x.add_(0.1)},
+        r"start\(\) changes x in place",
+    ),
+    "a state of the round in place": (
+        {**LOCAL, "advance": lambda self, g, y, step: {"k": step.local["k"].mul_(0.5).add_(g)}},
+        r"advance\(\) changes step.local\['k'\] in place",
+    ),
+    "a server state in place": (
+        {**SERVER, "finish": lambda self, y, run: (run.server["k"].add_(1), Update({"delta": run.delta}))[1]},
+        r"finish\(\) changes run.server\['k'\] in place",
+    ),
+    "a name of the library": (
+        {"init_client": lambda self, x: {"buffer.k": x}},
+        r"init_client\(\) names a state 'buffer.k', but names with 'buffer.' are those of buffers",
+    ),
+    "random numbers before the round": (
+        {**SERVER, "begin_round": lambda self, x, server, cohort: {"k": torch.randn_like(x)}},
+        r"begin_round\(\) draws from a global generator.*Draw in update_server\(\), which the run seeds",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_hook_that_gives_something_else_is_refused_by_name(case: str) -> None:
+    members, message = REFUSED[case]
+    with pytest.raises(FederatedError, match=message):
+        rehearse(method(**members), 31)
+
+
+def test_an_inner_solve_is_rehearsed_as_well() -> None:
+    inner = method(finish=lambda self, y, run: Update({}, {"j": y}))
+    with pytest.raises(FederatedError, match=r"finish\(\) must keep the names and shapes of init_client, 'k' \[P\]"):
+        rehearse(method(**CLIENT, own_solve=inner))
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    class Notes(Algorithm):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def update_server(self, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
+            self.seen.append(cohort.round)
+            return mean["delta"], server
+
+    notes = Notes()
+    rehearse(notes)
+    assert notes.seen == []
+
+
+def test_hooks_that_need_a_round_or_the_model_pass() -> None:
+    rehearse(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}))
+    rehearse(method(begin_round=lambda self, x, server, cohort: cohort.advance_solver({}, x, x)))
+    with pytest.raises(FederatedError, match="finish"):
+        rehearse(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}, finish=lambda self, y, run: None), 35)
+
+
+def test_a_method_may_keep_x_and_write_into_the_dict_of_its_state() -> None:
+    def begin_round(self: Any, x: Any, server: Any, cohort: Any) -> Any:
+        server["before"] = x  # as it was when the round began
+        return server
+
+    def copied(self: Any, x: Any, server: Any, cohort: Any) -> Any:
+        return {"before": x.clone()}
+
+    hooks = {"init_server": lambda self, x: {"before": x}, "evaluate_at": lambda self, x, server: server["before"]}
+    one, other = (fit(algorithm=method(begin_round=hook, **hooks)) for hook in (begin_round, copied))
+    assert torch.equal(one, other)
+
+
+def test_a_direction_of_another_type_is_refused_by_name() -> None:
+    def as_half(self: Any, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
+        return mean["delta"].half(), server
+
+    with pytest.raises(FederatedError, match=r"a direction like x, which is \[.*\] of torch.float32, found .*float16"):
+        fit(algorithm=method(update_server=as_half), max_rounds=1)
+
+
+@pytest.mark.parametrize("found", ["head.*", None])
+def test_patterns_of_personal_parameters_are_a_list(found: Any) -> None:
+    with pytest.raises(FederatedError, match=r"personal_names\(\) must return a list of patterns, found .*\['head"):
+        fit(algorithm=method(personal_names=lambda self, module: found), max_rounds=1)
+
+
+def test_methods_with_parts_of_users_are_rehearsed() -> None:
+    class Base(SGDm):
+        pass
+
+    class Method(FedAvg):
+        pass
+
+    found = [has_parts_of_users(method) for method in (FedAvg(), Mime(SGDm()), Mime(Base()), Method())]
+    assert found == [False, False, True, True]

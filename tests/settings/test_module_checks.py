@@ -32,7 +32,8 @@ from tests.helpers.training import clients
 def fit_of(module: Any, datamodule: Any = None, **more: Any) -> Any:
     """Return what a check sees of a trainer."""
     data = FederatedDataModule(clients=clients((8,))) if datamodule is None else datamodule
-    return SimpleNamespace(lightning_module=module, datamodule=data, callbacks=[], **more)
+    loop = SimpleNamespace(settings=SimpleNamespace(client_privacy=None), corrected_clip=None)
+    return SimpleNamespace(lightning_module=module, datamodule=data, callbacks=[], fit_loop=loop, **more)
 
 
 class Net(pl.LightningModule):

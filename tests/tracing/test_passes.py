@@ -121,33 +121,3 @@ def test_equal_operations_are_done_once_but_numbers_are_drawn_twice() -> None:
     simplify(module)
     sums = [node.args for node in module.graph.nodes if node.target is torch.ops.aten.add.Tensor]
     assert [first is second for first, second in sums] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("dims", "shape", "drops"),
-    [([0], (4, 5), True), ([0, -1], (4,), True), ([1], (3, 5), True), ([0], (5, 4), False), ([0], (20,), False)],
-)
-def test_a_sum_does_not_keep_dimensions_that_a_view_drops(dims: list[int], shape: tuple[int, ...], drops: bool) -> None:
-    x = torch.randn(3, 4, 5)
-    module = make_fx(lambda x: [torch.ops.aten.sum.dim_IntList(x, dims, True).view(shape)])(x)
-    expected = module(x)
-    simplify(module)
-    module.recompile()
-    assert torch.equal(module(x)[0], expected[0])
-    views = [node for node in module.graph.nodes if node.target is torch.ops.aten.view.default]
-    assert bool(views) is not drops
-    (output,) = module.graph.output_node().args[0]
-    assert output.meta["val"].shape == shape
-
-
-def test_a_sum_that_is_used_elsewhere_keeps_its_dimensions() -> None:
-    def function(x: Tensor) -> list[Tensor]:
-        total = x.sum(0, keepdim=True)
-        return [total.view(4), x - total]
-
-    x = torch.randn(3, 4)
-    module = make_fx(function)(x)
-    expected = module(x)
-    simplify(module)
-    module.recompile()
-    assert all(map(torch.equal, module(x), expected))

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
@@ -313,53 +312,3 @@ def test_without_what_traces_are_made_with_steps_run_untraced(monkeypatch: pytes
         untraced = run("vectorized")
     assert len(traced.fit_loop.clients.engine.step.traces) > 0 == len(untraced.fit_loop.clients.engine.step.traces)
     assert_agree(traced, untraced)
-
-
-_x, _rows = torch.randn(2, 3, 4), torch.randint(4, (2, 3, 1))
-_m, _n = torch.randn(3, 4), torch.randn(4, 5)
-BOUND: dict[Any, tuple[Any, ...]] = {
-    torch.ops.aten.addmm.default: (torch.randn(5), _m, _n),
-    torch.ops.aten.addmm_.default: (torch.zeros(3, 5), _m, _n),
-    torch.ops.aten.bmm.default: (_x, _x.transpose(1, 2)),
-    torch.ops.aten.expand.default: (_m[:, None], [3, 2, 4]),
-    torch.ops.aten.gather.default: (_x, 2, _rows),
-    torch.ops.aten.mm.default: (_m, _n),
-    torch.ops.aten.mul.Tensor: (torch.arange(3), 1.5),
-    torch.ops.aten.relu.default: (_x,),
-    torch.ops.aten.reshape.default: (_m.t(), [-1]),
-    torch.ops.aten.squeeze.dims: (_rows, [2]),
-    torch.ops.aten.sum.dim_IntList: (_x, [0, 2], True),
-    torch.ops.aten.t.default: (_m,),
-    torch.ops.aten.transpose.int: (_x, 1, 2),
-    torch.ops.aten.unsqueeze.default: (_m, 1),
-    torch.ops.aten.view.default: (_m, [2, 6]),
-    torch.ops.aten.where.self: (_x > 0, _x, torch.tensor(0.0)),
-}
-"""Arguments of every operator that is called by a binding of its own."""
-
-
-def test_bindings_are_the_operators() -> None:
-    assert BOUND.keys() == traces._BINDINGS.keys()
-    for operator, arguments in BOUND.items():
-        kwargs = {"beta": 1, "alpha": -0.5} if operator is torch.ops.aten.addmm_.default else {}
-        expected = operator(*[a.clone() if isinstance(a, Tensor) else a for a in arguments], **kwargs)
-        found = traces._BINDINGS[operator](*arguments, **kwargs)
-        assert torch.equal(found, expected)
-        assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
-
-
-@pytest.mark.thorough
-def test_the_constants_of_a_client_are_worked_out_once_for_all_its_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    once, calls = Trace.once, list[Any]()
-
-    def noted(trace: Trace, constants: Any) -> Any:
-        calls.append(trace)
-        return once(trace, constants)
-
-    monkeypatch.setattr(Trace, "once", noted)
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    options = {"algorithm": Scaffold(), "local_epochs": 2, "max_rounds": 1}
-    traced = run("vectorized", partial(Ordinary, sgd), chunk_size=1, **options)
-    assert len(traces_of(traced)) > 1, "clients have a smaller last batch, which has another trace"
-    assert len(calls) == 4, "once a client"
-    assert_agree(run("sequential", partial(Ordinary, sgd), **options), traced)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,16 +18,10 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
-from lightning_fed.engines.changes import (
-    attribute_numbers,
-    attribute_tensors,
-    generator_states,
-    numbers_in,
-    parts_of,
-)
+from lightning_fed.engines.changes import kept_in_attributes, parts_of
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
-from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
+from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
@@ -77,10 +71,7 @@ class SequentialEngine(Engine):
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
-            attributes = {} if self._has_checked else self._tensors_of_attributes()
-            numbers_before = {} if self._has_checked else attribute_numbers(parts_of(self.trainer.lightning_module))
-            generators = {} if self._has_checked else generator_states(parts_of(self.trainer.lightning_module))
-            counts = {} if self._has_checked else self.optimizer.counts()
+            kept = None if self._has_checked else self._kept()
             self.epoch_loop.begin_client()
             for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
                 p.grad = None
@@ -95,12 +86,9 @@ class SequentialEngine(Engine):
                 raise stepped_schedule(self.trainer.lightning_module, stepped)
             self.flat.gather()
             numbers = self.epoch_loop.close_client()
-            if not self._has_checked:
+            if kept is not None:
                 self.prepared.check_parameters()
-                self._check_attributes(attributes)
-                self._check_numbers(numbers_before)
-                self._check_generators(generators)
-                self._check_counts(counts)
+                self._check_kept(kept)
                 self._has_checked = True
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -123,21 +111,13 @@ class SequentialEngine(Engine):
             norm = torch.linalg.vector_norm(run.delta)
             update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
         seconds = time.perf_counter() - started
-        if self.private is not None:  # losses and logged values have no noise
-            report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, update_norm, seconds)
-            if not math.isfinite(update_norm) and (fault := fault_of(report, [], inputs.round)) is not None:
-                raise fault
-        elif self.reads_later:
-            report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, seconds)
+        shows = self.private is None and not self.reads_later  # losses and logged values have no noise, or wait
+        loss, metrics = (numbers.loss, numbers.metrics) if shows else (math.nan, {})
+        report = ClientReport(who.client_id, who.size, work.num_steps, loss, metrics, update_norm, seconds)
+        if self.reads_later:
             self._readings.append(Reading(report, norm, numbers, inputs.round))
-        else:
-            report = ClientReport(
-                who.client_id, who.size, work.num_steps, numbers.loss, numbers.metrics, update_norm, seconds
-            )
-            if not math.isfinite(update_norm + report.loss):
-                fault = fault_of(report, numbers.step_losses(), inputs.round)
-                if fault is not None:
-                    raise fault
+        elif (fault := fault_of(report, numbers.step_losses if shows else None, inputs.round)) is not None:
+            raise fault
         return ChunkResult(
             participants=[who],
             y=self.flat.whole[None],
@@ -282,57 +262,42 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
-    def _tensors_of_attributes(self) -> dict[str, list[Any]]:
-        """Return shapes and numbers of the tensors that plain attributes of modules hold, by attribute."""
-        found: dict[str, list[Any]] = {}
-        for (kind, name), value in attribute_tensors(parts_of(self.trainer.lightning_module)):
-            is_computed = isinstance(value, torch.nn.Parameter) or value.grad_fn is not None  # as by weight_norm
-            if kind == "attribute" and not is_computed:
-                found.setdefault(name, []).append((value.shape, numbers_in(value)))
-        return found
+    def _kept(self) -> tuple[Mapping[str, Any], ...]:
+        """Return by attribute what goes from one client's work to the next: see :func:`kept_in_attributes`."""
+        return *kept_in_attributes(parts_of(self.trainer.lightning_module)), self.optimizer.counts()
 
-    def _check_attributes(self, before: dict[str, list[Any]]) -> None:
-        """Warn if local work changes a tensor in a plain attribute, such as an average of weights."""
-        after = self._tensors_of_attributes() if before else {}
-        for name, held in before.items():
-            now = after.get(name, [])
+    def _check_kept(self, before: tuple[Mapping[str, Any], ...]) -> None:
+        """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
+
+        Attributes may get more tensors or numbers.
+        """
+        module = type(self.trainer.lightning_module).__name__
+        tensors, numbers, states, counts = self._kept()
+        for name, held in before[0].items():
+            now = tensors.get(name, [])
             if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
                 rank_zero_warn(
-                    f"{type(self.trainer.lightning_module).__name__} changes a tensor in its attribute {name!r} while a"
-                    " client trains. It goes from one client to the next, and is not in checkpoints. Make it a buffer"
-                    " with register_buffer(), unless it only collects numbers: buffers start from the server's for"
-                    " every client, and are averaged."
+                    f"{module} changes a tensor in its attribute {name!r} while a client trains. It goes from one"
+                    " client to the next, and is not in checkpoints. Make it a buffer with register_buffer(), unless it"
+                    " only collects numbers: buffers start from the server's for every client, and are averaged."
                 )
-
-    def _check_numbers(self, before: dict[str, list[float]]) -> None:
-        """Warn if local work changes a number in an attribute, such as a count of classes, but not if it adds some."""
-        module = self.trainer.lightning_module
-        after = attribute_numbers(parts_of(module)) if before else {}
-        for name, held in before.items():
-            if (now := after.get(name, [])) != held and len(now) == len(held):
+        for name, held in before[1].items():
+            if (found := numbers.get(name, [])) != held and len(found) == len(held):
                 rank_zero_warn(
-                    f"{type(module).__name__} changes a number in its attribute {name!r} while a client trains. It goes"
-                    " from one client to the next, and is not in checkpoints. If a step reads it, make it a buffer with"
+                    f"{module} changes a number in its attribute {name!r} while a client trains. It goes from one"
+                    " client to the next, and is not in checkpoints. If a step reads it, make it a buffer with"
                     " register_buffer(), which starts from the server's for every client."
                 )
-
-    def _check_generators(self, before: dict[str, list[bytes]]) -> None:
-        """Warn if local work draws from a generator of the module, which the run does not seed."""
-        module = self.trainer.lightning_module
-        after = generator_states(parts_of(module)) if before else {}
-        for name, states in before.items():
-            if after.get(name) != states:
+        for name, held in before[2].items():
+            if states.get(name) != held:
                 rank_zero_warn(
-                    f"{type(module).__name__} draws from the generator in its attribute {name!r} while a client trains."
-                    " The run does not seed it: its numbers continue across clients, and a resumed run draws"
-                    " others. Draw from PyTorch's global generator, which the run seeds for every client, or seed this"
-                    " one in on_client_start."
+                    f"{module} draws from the generator in its attribute {name!r} while a client trains. The run does"
+                    " not seed it: its numbers continue across clients, and a resumed run draws others. Draw from"
+                    " PyTorch's global generator, which the run seeds for every client, or seed this one in"
+                    " on_client_start."
                 )
-
-    def _check_counts(self, before: dict[str, float]) -> None:
-        """Raise if the local optimizer counts in an attribute, which is not reset with its state and its options."""
-        for name, value in self.optimizer.counts().items():
-            if value != before.get(name):
+        for name, value in counts.items():  # which is not reset with the optimizer's state and options
+            if value != before[3].get(name):
                 raise FederatedError(
                     f"The local optimizer changes its attribute {name} as it steps. Every client has a new optimizer,"
                     " and this number would go from one to the next. Keep it in self.state[parameter], or in a"

@@ -76,9 +76,7 @@ class Reading:
         found: dict[str, Any] = {"loss": self.numbers.loss, "metrics": self.numbers.metrics, "update_norm": norm}
         for name, value in found.items():
             object.__setattr__(self.report, name, value)  # it is read-only for others
-        if math.isfinite(norm + self.report.loss):
-            return None
-        return fault_of(self.report, self.numbers.step_losses(), self.round)
+        return fault_of(self.report, self.numbers.step_losses, self.round)
 
 
 def read(readings: Sequence[Reading]) -> list[ClientError]:

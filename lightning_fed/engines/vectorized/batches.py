@@ -34,23 +34,14 @@ class StepGroup(NamedTuple):
 
 
 class BatchGroup(NamedTuple):
-    """Clients whose batches have one shape.
+    """Clients whose batches have one shape."""
 
-    Attributes:
-        clients: The clients' rows in the chunk.
-        leaves: The tensors of their batches, stacked to [n, B, ...]; [B, ...] for a single client.
-        spec: The structure of a batch.
-        examples: The examples in each batch.
-        batch_idx: The index of the batch in the local epoch.
-        kind: A key of the shapes, to distinguish groups of the chunk.
-    """
-
-    clients: Sequence[int]
-    leaves: Sequence[Tensor]
-    spec: Any
-    examples: int
-    batch_idx: int
-    kind: Any
+    clients: Sequence[int]  # rows in the chunk
+    leaves: Sequence[Tensor]  # the tensors of their batches, stacked to [n, B, ...]; [B, ...] for a single client
+    spec: Any  # the structure of a batch
+    examples: int  # in each batch
+    batch_idx: int  # the index of the batch in the local epoch
+    kind: Any  # a key of the shapes, to distinguish groups of the chunk
 
     @property
     def first(self) -> Sequence[Tensor]:
@@ -179,7 +170,7 @@ class RowLookup:
         self._trainer = trainer
         self._ahead = _AHEAD // max(1, num_bytes(clients[0].tensors) // max(1, len(clients[0].tensors[0])))
         sources = {id(batches.tensors): batches.tensors for batches in clients}
-        placed = dict(zip(sources, data.of_each(list(sources.values())), strict=True))
+        placed = dict(zip(sources, data.of_each(*sources.values()), strict=True))
         self._clients = [TensorBatches(placed[id(b.tensors)], b.indices, b.settings) for b in clients]
         self._whole: TensorBatches | None = None
         self._starts = [0] * len(clients)  # the start of each client's rows

@@ -1,39 +1,146 @@
-"""The local work of the clients of a chunk, on stacked parameters [S, P]."""
+"""The local work of the clients of a chunk, on stacked parameters [S, P], and their local optimizer and clipping."""
 
+import copy
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.compat.package import pl
 from lightning_fed.core.devices import is_out_of_memory
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Run, Update
+from lightning_fed.core.torch_optimizers import STEP_COUNTS, without_coupled_decay
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import OnlySequentialError, RoundInputs
+from lightning_fed.engines.local_schedule import MOVED
 from lightning_fed.engines.optimizer import FederatedOptimizer, StepPlan, solver_entries
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
-from lightning_fed.engines.vectorized.optimizer import Clipping, StackedOptimizer
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 from lightning_fed.server.participation import Participant
 
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+"""Optimizers whose step on stacked parameters equals each client's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """Gradient clipping, client by client."""
+
+    value: float  # the largest norm, or the largest absolute value
+    algorithm: str  # "norm" or "value"
+    corrected: bool  # whether to clip the corrected gradient instead of the client's
+
+    @staticmethod
+    def of(trainer: pl.Trainer) -> "Clipping | None":
+        """Return the trainer's gradient clipping, or None."""
+        corrected = trainer.fit_loop.corrected_clip
+        value, algorithm = corrected or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm or "norm")
+        if not value:
+            return None
+        return Clipping(float(value), str(getattr(algorithm, "value", algorithm)), corrected is not None)
+
+    def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return one client's clipped gradients, one tensor per parameter."""
+        if self.algorithm == "value":
+            return [g.clamp(-self.value, self.value) for g in grads]
+        norms = torch.stack([torch.linalg.vector_norm(g) for g in grads])
+        scale = (self.value / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+        return [g * scale for g in grads]
+
+
+class StackedOptimizer:
+    """The user's local optimizer, which steps the current clients' parameters from a new state."""
+
+    def __init__(self, optimizer: FederatedOptimizer) -> None:
+        base = optimizer.base
+        self._base = copy.copy(base)
+        self._base.state = defaultdict(dict)
+        self._positions = {id(p): i for i, p in enumerate(optimizer.flat.params)}
+        self._shapes = optimizer.flat.whole_layout.shapes
+        self._groups, self._is_scheduled = base.param_groups, optimizer.schedule is not None
+        self._views: Sequence[Tensor] = []
+
+    def step(
+        self,
+        views: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        solver: Sequence[dict[str, Tensor]] | None,
+        skipped: frozenset[int],
+    ) -> None:
+        """Move parameters along directions, which include coupled weight decay, by the optimizer.
+
+        ``views`` are those of the chunk's first clients, at most as many as in the last step. The method's statistics
+        (``solver``, per parameter) are loaded before and discarded after. Parameters at ``skipped`` stay fixed.
+        """
+        base = self._base
+        if views is not self._views:
+            self._narrow(views)
+        if self._is_scheduled:
+            for own, group in zip(base.param_groups, self._groups, strict=True):
+                own.update({name: group[name] for name in MOVED if name in group})
+        for i, (view, direction) in enumerate(zip(views, directions, strict=True)):
+            view.grad = None if i in skipped else direction.contiguous()
+        if solver is not None:
+            base.state = defaultdict(dict)
+            for view, shape, entries in zip(views, self._shapes, solver, strict=True):
+                if entries:
+                    base.state[view] = {k: _spread(k, v, shape, view) for k, v in entries.items()}
+        with without_coupled_decay(base):
+            base.step()
+        for view in views:
+            view.grad = None
+
+    def _narrow(self, views: Sequence[Tensor]) -> None:
+        """Keep the parameters of the remaining clients, and their rows of the state."""
+        base, old = self._base, self._views
+        states = [base.state.get(view, {}) for view in old]
+        self._views = views
+        base.param_groups = [
+            {
+                **group,
+                "fused": False,  # fused kernels mistake parts of a matrix for contiguous memory
+                "params": [views[self._positions[id(p)]] for p in group["params"] if id(p) in self._positions],
+            }
+            for group in self._groups
+        ]
+        base.state = defaultdict(dict)
+        for view, before, state in zip(views, old, states, strict=False):
+            rows: Any = slice(len(view)) if view.ndim == before.ndim else 0  # one client has no client dimension
+            base.state[view] = {
+                k: v[rows] if isinstance(v, Tensor) and v.shape == before.shape and k not in STEP_COUNTS else v
+                for k, v in state.items()
+            }
+        if not old and isinstance(base, torch.optim.Adagrad):  # it creates its state in __init__
+            for group in base.param_groups:
+                start = group["initial_accumulator_value"]
+                for p in group["params"]:
+                    base.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
+
+
+def _spread(name: str, value: Tensor, shape: torch.Size, view: Tensor) -> Tensor:
+    """Return a parameter's statistic for every client; those that only depend on steps are shared."""
+    if name in STEP_COUNTS or value.shape != shape:
+        return value.clone()
+    return value.expand_as(view).clone()
+
 
 class ChunkWork:
-    """Parameters, states and optimizer of the S clients of a chunk; states are stacked: vectors [S, P], numbers [S].
-
-    Attributes:
-        y: The clients' parameters [S, P + Q], personal ones last.
-        shared: The exchanged part of ``y`` [S, P].
-        local: The clients' states of this round.
-        full_grad: The clients' full-batch gradients by point.
-        rates: The rate of each parameter at the current step.
-        read: The names of the server's state and of mean gradients that were read.
-        is_bare: Whether a step is one rate times a direction, and only changes parameters.
-        sends_delta: Whether the message "delta" is the tensor of changes, after :meth:`finish`.
-        implied: The names of messages that are not sent, after :meth:`finish`.
-        skips: Whether a parameter that the loss does not depend on stays fixed, while a zero gradient would move it.
-    """
+    """Parameters, states and optimizer of the S clients of a chunk; states are stacked: vectors [S, P], numbers [S]."""
 
     def __init__(
         self,
@@ -49,22 +156,22 @@ class ChunkWork:
         self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
         flat, x = optimizer.flat, inputs.x
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
-        self.decay, self.rates = optimizer.decay, plan.rates
+        self.decay, self.rates = optimizer.decay, plan.rates  # of each parameter, the rates at the current step
         self._counts = [who.steps for who in participants]
         self._starts = [0] * len(participants)  # the step of its schedule at which each client has begun
         self._rate_sums = dict[int, list[list[float]]]()  # by such a step: the sums of each parameter after each step
         self._sums = list[list[float]]()  # those of the clients that have begun last
-        self.y = memory.y[: len(participants)]
+        self.y = memory.y[: len(participants)]  # [S, P + Q]
         self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
         self.shared.copy_(x)
         if PERSONAL in clients:
             self._personal.copy_(clients[PERSONAL])
         self.clients = method_part(clients) if clients else clients
         full_grad = [inputs.full_grad.get(who.index, {}) for who in participants] if inputs.full_grad else [{}]
-        self.full_grad = stack_states(full_grad, range(len(full_grad)))
+        self.full_grad = stack_states(full_grad, range(len(full_grad)))  # by point
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor(self._counts, dtype=x.dtype, device=x.device)
-        self.local: State = {}
+        self.local: State = {}  # of this round
         if algorithm.overrides("init_local"):
             local = of_each(
                 lambda client, _: dict(algorithm.init_local(x, inputs.server, client).items()),
@@ -72,8 +179,8 @@ class ChunkWork:
                 len(self.y),
             )
             self.local = {name: value.clone() for name, value in local.items()}
-        self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}
-        self.sends_delta, self.implied = False, tuple[str, ...]()
+        self.read: dict[str, set[str]] = {"server": set(), "cohort_grad": set()}  # the names that were read
+        self.sends_delta, self.implied = False, tuple[str, ...]()  # see ChunkResult
         self._follows = False  # see Run.path_follows
         self.is_bare = plan.is_bare and clip is None
         self._path = torch.zeros_like(self.y) if plan.tracks else None
@@ -87,7 +194,10 @@ class ChunkWork:
         self._base = None if is_uniform else StackedOptimizer(optimizer)
 
     def _use_plan(self, plan: StepPlan) -> None:
-        """Use what the rates of clients' first steps decide."""
+        """Use what the rates of clients' first steps decide.
+
+        If :attr:`skips`, a parameter that the loss does not depend on stays fixed; a zero gradient would move it.
+        """
         self.plan, self.rates = plan, plan.rates
         self.skips = not plan.injects and (any(self.decay) or not plan.is_plain)
         if self.algorithm.reads_path_gradient and 0 in self._shared_rates and self._still is None:

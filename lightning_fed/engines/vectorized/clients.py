@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils import _pytree as pytree
 
 from lightning_fed.core.devices import memory_of
 from lightning_fed.core.flat import Layout
@@ -162,15 +163,7 @@ def of_each(function: Callable[..., Any], arguments: tuple[Any, ...], count: int
     """Apply a function of one client's tensors, in dicts and tuples, to all clients' stacked ones [S, ...]."""
     if count > 1:
         return vmap(function)(*arguments)
-    return _each_tensor(lambda value: value[None], function(*_each_tensor(lambda value: value[0], arguments)))
-
-
-def _each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _each_tensor(function, part) for key, part in value.items()}
-    return tuple(_each_tensor(function, part) for part in value)
+    return pytree.tree_map(lambda value: value[None], function(*pytree.tree_map(lambda value: value[0], arguments)))
 
 
 def stack_states(states: Sequence[State], order: Sequence[int]) -> State:

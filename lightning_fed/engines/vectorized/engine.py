@@ -1,9 +1,9 @@
 """The vectorized engine: several clients of a cohort at once, with ``torch.func``."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +20,20 @@ from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError,
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.client_settings import ClientSettings
 from lightning_fed.engines.device_data import is_rows
-from lightning_fed.engines.gradients import prepare_batch
-from lightning_fed.engines.local_options import LocalOptions, stepped_schedule
+from lightning_fed.engines.gradients import add_decay, prepare_batch
+from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
 from lightning_fed.engines.vectorized.change_tracker import ChangeTracker
-from lightning_fed.engines.vectorized.chunk_work import ChunkWork
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork, Clipping
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
     ChunkMemory,
     default_chunk_size,
     stack_states,
 )
-from lightning_fed.engines.vectorized.full_gradients import FullGradients, add_decay
+from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.vectorized.optimizer import Clipping
 from lightning_fed.engines.vectorized.schedule import Schedule
 from lightning_fed.engines.vectorized.trial import TrialStep, check_settings, hooked_parameter
 
@@ -44,9 +43,6 @@ class VectorizedEngine(Engine):
 
     ``chunk_size=None`` chooses by the size of the model, and on an accelerator by the memory that :meth:`try_out` uses.
     The sequential engine, from ``make_sequential``, finds the client that causes an error.
-
-    Attributes:
-        chunk_size: The number of clients that run at once.
     """
 
     name = "vectorized"
@@ -236,10 +232,8 @@ class VectorizedEngine(Engine):
         ]
         asked = sorted(range(len(plans)), key=order.__getitem__)
         for row in asked:
-            if not math.isfinite(norms[row] + loss[row]):
-                fault = fault_of(reports[row], means.losses_of(row), inputs.round)
-                if fault is not None:
-                    faults[row] = fault
+            if (fault := fault_of(reports[row], partial(means.losses_of, row), inputs.round)) is not None:
+                faults[row] = fault
         means.add_to(self._logged, faults)
         return ChunkResult(
             participants=participants,
@@ -330,7 +324,7 @@ class VectorizedEngine(Engine):
                     found = self.full.of_many(point, leaves)
                     if found is None or not bool(torch.isfinite(found).all()):
                         return None  # the failing client is found one by one
-                    grads[name] = add_decay(found, point, self.optimizer)
+                    grads[name] = add_decay(found, point, self.flat.layout, self.optimizer.decay)
         except FederatedError:
             raise
         except Exception as error:
@@ -349,7 +343,7 @@ class VectorizedEngine(Engine):
             with self.gradients.silent(), self.step.recording():
                 found = self.full.of_one(point, prepared, batches.size)
             if found is not None:
-                return add_decay(found, point, self.optimizer)
+                return add_decay(found, point, self.flat.layout, self.optimizer.decay)
         return super().gradient_at(point, batches, round, index)
 
     def _traces_gradients(self, batches: ClientBatches) -> bool:

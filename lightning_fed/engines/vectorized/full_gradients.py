@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.func import vmap
 
 from lightning_fed.core.types import Vector
-from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
@@ -111,12 +110,3 @@ class FullGradients:
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves) if is_one else kinds(leaves)
         sizes = _EXAMPLES if is_one else (0,)
         return module.traces.get(("sum", is_one, spec, kind), function, inputs, sizes, moves=n, constants=1)
-
-
-def add_decay(grads: Tensor, point: Vector, optimizer: FederatedOptimizer) -> Tensor:
-    """Add the gradient of coupled weight decay at a point [P] to gradients [..., P], in place; return them."""
-    sizes = optimizer.flat.layout.sizes
-    for part, at, decay in zip(grads.split(sizes, dim=-1), point.split(sizes), optimizer.decay, strict=True):
-        if decay:
-            part.add_(at, alpha=decay)
-    return grads

@@ -51,12 +51,8 @@ class StepOutput(NamedTuple):
 class LocalStep:
     """The local step of a chunk's clients; it also sets the starting points of the clients ``rows``.
 
-    Attributes:
-        shared: The method's inputs of all steps that all clients share; empty if it reads none.
-        own: The method's inputs of each client, stacked [S, ...].
-        local: The clients' states of this round, stacked.
-        key: A key of their use, equal for any number of clients.
-        is_gradient: Whether the direction is the gradient.
+    What a method reads is ``shared`` by all clients and steps, each client's ``own`` [S, ...], and their states of the
+    round, ``local`` [S, ...]; all are empty if it reads nothing. ``key`` is equal for any number of clients.
     """
 
     def __init__(self, module: ModuleStep, work: ChunkWork, rows: range) -> None:

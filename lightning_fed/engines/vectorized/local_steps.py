@@ -48,7 +48,7 @@ class LocalSteps:
         self._rates, self._rate = work.rates, -work.rates[0]
         self._may_trace = not module.reads_index
         self._bound: dict[Any, _Bound | None] = {}  # by clients and kinds of batches
-        self._of_chunk: dict[Any, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
+        self._of_chunk: dict[Trace, tuple[Sequence[Tensor | None], Sequence[Tensor]]] = {}  # see _once
 
     def run(self, clients: Clients, groups: Sequence[BatchGroup], may_trace: bool) -> None:
         """Take a step of clients on their batches; ``may_trace`` if their shapes recur often enough for a trace."""
@@ -182,26 +182,21 @@ class LocalSteps:
         return [*output.directions, *new], output.loss, output.values
 
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
-        """Return the result of :meth:`Trace.once`, computed for the whole chunk if it can be split.
+        """Return the result of :meth:`Trace.once`; of several clients, computed for the whole chunk if it can be split.
 
-        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time. The traces of one
-        client's batch sizes share it.
+        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time.
         """
         step, count = self.step, len(self.work.y)
-        if clients.is_one:
-            key = clients.rows, trace.fixed
-            if key not in self._of_chunk:
-                self._of_chunk[key] = trace.once([*step.shared, *clients.of(step.own)])
-            return self._of_chunk[key]
-        if trace not in self._of_chunk:
-            self._of_chunk[trace] = trace.once([*step.shared, *step.own])
-        sums, once = self._of_chunk[trace]
-        if clients.count == count:
-            return sums, once
-        stacked = [(count, *shape) for shape in self.work.layout.shapes]
-        if once or any(part is not None and part.shape != shape for part, shape in zip(sums, stacked, strict=False)):
-            return trace.once([*step.shared, *clients.of(step.own)])
-        return [None if part is None else part[clients.at] for part in sums], once
+        if not clients.is_one:
+            if trace not in self._of_chunk:
+                self._of_chunk[trace] = trace.once([*step.shared, *step.own])
+            sums, once = self._of_chunk[trace]
+            if clients.count == count:
+                return sums, once
+            stacked = [(count, *shape) for shape in self.work.layout.shapes]
+            if not once and all(part is None or part.shape == like for part, like in zip(sums, stacked, strict=False)):
+                return [None if part is None else part[clients.at] for part in sums], once
+        return trace.once([*step.shared, *clients.of(step.own)])
 
     def _run_traced(self, bound: _Bound, clients: Clients, group: BatchGroup) -> bool:
         """Take a step through its trace; return False, with nothing changed, if the trace is wrong."""

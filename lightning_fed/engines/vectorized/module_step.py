@@ -20,12 +20,12 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.gradients import check_loss
+from lightning_fed.engines.logged import MEANS
 from lightning_fed.engines.vectorized.batches import unflatten
 from lightning_fed.tracing.traces import Trace, Traces, kinds
 
 _LOG = inspect.signature(pl.LightningModule.log)
 _NO_OPTIONS = ("self", "name", "value", "batch_size")
-_MEANS = (torch.mean, "mean", "avg")
 _TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-12),
     torch.float32: (1e-4, 1e-6),
@@ -67,34 +67,25 @@ class _Step(nn.Module):
 
 
 class ModuleStep:
-    """Gradients of one client's ``training_step``: as a pure function to map and trace, and by the module itself.
-
-    Attributes:
-        traces: The traces of functions that call it.
-        is_random: Whether the step draws random numbers.
-        compared: The traces already compared with the module in this round.
-        options: The other arguments of ``self.log`` by value name.
-        context: Returns the context of ``training_step``: the trainer's precision.
-        sizes: The batch sizes of values logged in the last call.
-    """
+    """Gradients of one client's ``training_step``: as a pure function to map and trace, and by the module itself."""
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer, self.flat = trainer, flat
-        self.is_random = False
-        self.compared: set[Trace] = set()
+        self.is_random = False  # whether the step draws random numbers
+        self.compared: set[Trace] = set()  # with the module in this round
         module = self.module = trainer.lightning_module
         self.reads_index = _reads_index(module.training_step)
         with trainer.precision_plugin.train_step_context():
-            self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)
+            self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)  # of functions that call it
         self._call = _Step(module)
         self._parameter_positions = _parameter_positions(self._call, flat.params)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         is_mixed = isinstance(trainer.precision_plugin, pl.plugins.precision.MixedPrecision)
         self._tolerances = _MIXED_TOLERANCES if is_mixed else _TOLERANCES
-        self.options: dict[str, dict[str, Any]] = {}
+        self.options: dict[str, dict[str, Any]] = {}  # the other arguments of `self.log` by value name
         self.context: Callable[[], AbstractContextManager[Any]] = trainer.precision_plugin.train_step_context
-        self.sizes: Sizes = {}
-        self._values: dict[str, Tensor] = {}  # logged in the current call
+        self.sizes: Sizes = {}  # of values logged in the last call
+        self._values: dict[str, Tensor] = {}  # logged in it
         self._unused: dict[Any, frozenset[int]] = {}  # parameters, by the shapes of a step
         self._times_outdated = 0
         self._has_looked = False  # at the generators of Python and NumPy, in this round
@@ -203,14 +194,8 @@ class ModuleStep:
     ) -> str | None:
         """Return how a trace's loss or gradients differ from the module's by more than rounding; None if neither does.
 
-        Args:
-            loss: The trace's loss [].
-            grads: The trace's gradients, one per parameter.
-            own_loss: The module's own loss [].
-            own_grads: The module's own; None if the loss does not depend on a parameter.
-            point: The parameters: a gradient that was taken from a move along it has their rounding.
-            again: Computes the module's in another way: near an optimum they consist of rounding, and differ as much.
-            rate: The length of the move by which it was divided.
+        Gradients that were taken from a move of the parameters, ``point``, and divided by its ``rate``, have their
+        rounding. ``again`` computes the module's in another way: near an optimum they are rounding, and differ as much.
         """
         theirs = list[Tensor]()
         for own_grad, like in zip(own_grads, grads, strict=True):
@@ -343,8 +328,8 @@ def _parameter_positions(module: nn.Module, parameters: Sequence[Tensor]) -> lis
 def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
     reduce_fx = options.get("reduce_fx", "mean")
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-    if reduce_fx not in _MEANS or not is_number:
-        found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in _MEANS else kind_of(value)
+    if reduce_fx not in MEANS or not is_number:
+        found = f"reduce_fx={reduce_fx!r}" if reduce_fx not in MEANS else kind_of(value)
         raise OnlySequentialError(
             f"engine='vectorized' logs means of single numbers, found self.log({name!r}, ...) of {found} in"
             " training_step. Log a 0-dim tensor with reduce_fx='mean', or use engine='sequential'."

@@ -28,16 +28,10 @@ _SHARE = 8  # a shape recurs if one in this many steps of the round so far had i
 
 
 class StartGroup(NamedTuple):
-    """Adjacent clients of a chunk whose local schedules begin at one step; they finish before the next group begins.
+    """Adjacent clients of a chunk whose local schedules begin at one step; they finish before the next group begins."""
 
-    Attributes:
-        clients: Their rows in the chunk, those with the most steps first.
-        first_step: The step of the schedule at which they begin, 0 without one.
-        steps: Their steps.
-    """
-
-    clients: range
-    first_step: int
+    clients: range  # rows in the chunk, those with the most steps first
+    first_step: int  # of the schedule, 0 without one
     steps: Sequence[StepGroup]
 
 

@@ -32,10 +32,10 @@ from lightning_fed.engines.changes import (
     tensor_marks,
 )
 from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
-from lightning_fed.engines.local_options import LocalOptions
+from lightning_fed.engines.local_schedule import LocalOptions
 from lightning_fed.engines.vectorized.batches import BatchGroup
+from lightning_fed.engines.vectorized.chunk_work import ELEMENTWISE
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
-from lightning_fed.engines.vectorized.optimizer import ELEMENTWISE
 
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
@@ -131,15 +131,13 @@ def _same(value: Tensor, was: Tensor) -> bool:
 class TrialStep:
     """Tries a module's ``training_step`` on one batch, to check whether it is random and may be traced.
 
-    Attributes:
-        at_once: The number of clients that take a step at once: two, or one if a device does not fit two.
-        step_bytes: The device memory of one client's gradient; 0 if unknown.
+    ``at_once`` is the number of clients that take a step at once: two, or one if a device does not fit two.
     """
 
     def __init__(self, step: ModuleStep, at_once: int = 2) -> None:
         self.step, self.at_once = step, at_once
         self.module = step.module
-        self.step_bytes = 0
+        self.step_bytes = 0  # the device memory of one client's gradient; 0 if unknown
 
     def run(self, group: BatchGroup) -> None:
         """Raise if a step of two clients on one batch differs from two separate steps; restore the module.

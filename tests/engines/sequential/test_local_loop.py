@@ -1,13 +1,20 @@
 """The loop of one client's local epochs: the batches it gets, and the losses of its steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import Algorithm, FedSAM, Mime, Scaffold
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.sequential.local_loop import ClientFetcher
-from tests.helpers.engines import Ordinary, run
+from tests.helpers.engines import Ordinary, Record, assert_close, run, state_of
+from tests.helpers.training import Net, data, fit, seeded, trainer
 
 
 def test_batches_of_each_local_epoch_are_handed_out_in_order() -> None:
@@ -77,3 +84,87 @@ def test_a_batch_without_a_loss_is_no_local_step() -> None:
     run("sequential", Sometimes, max_rounds=1, callbacks=losses)
     for steps, report in losses.seen:
         assert len(steps) == report.steps == -(-report.size // 4) - 1 > 0
+
+
+RHO, LR = 0.2, 0.1
+
+
+class Scaled(MixedPrecision):
+    """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000))
+
+
+@pytest.mark.thorough
+def test_half_precision_with_a_gradient_scaler() -> None:
+    class Count(FederatedCallback):
+        steps: int = 0
+
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            self.steps += sum(round_report.steps.values())
+
+    plain, small, large = Count(), Count(), Count()
+    reference = fit(seeded(dropout=0.0), algorithm=FedSAM(RHO), callbacks=plain)
+    close = fit(seeded(dropout=0.0), algorithm=FedSAM(RHO), plugins=Scaled(2.0**8), callbacks=small)
+    torch.testing.assert_close(close, reference, rtol=2e-2, atol=2e-3)
+    assert small.steps == plain.steps
+    skipping = fit(seeded(dropout=0.0), algorithm=FedSAM(RHO), plugins=Scaled(2.0**24), callbacks=large)
+    assert torch.isfinite(skipping).all()
+    assert 0 < large.steps < plain.steps
+
+
+class Accumulates(FederatedCallback):
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        trainer.accumulate_grad_batches = 2
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "accumulation": (
+        lambda: {"accumulate_grad_batches": 2},
+        "accumulate_grad_batches=2 cannot be combined with FedSAM",
+    ),
+    "scheduled": (
+        lambda: {"callbacks": GradientAccumulationScheduler({1: 2})},
+        "GradientAccumulationScheduler cannot be combined with FedSAM",
+    ),
+    "from a callback": (lambda: {"callbacks": Accumulates()}, "A callback has set accumulate_grad_batches=2"),
+    "clipping": (lambda: {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip the first gradient of FedSAM"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_leaves_the_gradient_open_is_refused(name: str) -> None:
+    options, message = REFUSED[name]
+    with pytest.raises(FederatedError, match=message):
+        trainer(algorithm=FedSAM(RHO), engine="sequential", **options()).fit(Net(), data())
+
+
+def test_a_point_of_another_shape_is_refused() -> None:
+    class Short(FedSAM):
+        def second_gradient_at(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
+            return y[:2]
+
+    with pytest.raises(FederatedError, match=r"Short.second_gradient_at\(\) must return a point.*found shape \(2,\)"):
+        trainer(algorithm=Short(RHO)).fit(Net(), data())
+
+
+def ends_of(algorithm: Algorithm, accumulated: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Return the final state and the clients' mean losses, where every step sees four examples."""
+    record = Record()
+    t = run(
+        "sequential",
+        datamodule=lambda: data((12, 8, 16, 4), batch_size=4 // accumulated),
+        algorithm=algorithm,
+        accumulate_grad_batches=accumulated,
+        callbacks=[record],
+    )
+    return state_of(t), [report.loss for report in record.reports]
+
+
+@pytest.mark.thorough
+def test_second_gradients_and_losses_are_those_of_the_whole_batch() -> None:
+    for algorithm in (Mime(), Scaffold()):
+        (whole, losses), (parts, of_parts) = (ends_of(algorithm, accumulated) for accumulated in (1, 2))
+        assert_close(parts, whole)
+        torch.testing.assert_close(torch.tensor(of_parts), torch.tensor(losses), rtol=1e-6, atol=1e-9)

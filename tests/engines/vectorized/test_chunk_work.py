@@ -1,23 +1,27 @@
 """Local work on stacked parameters: what moves them, and what methods read at its end, without a module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_fed.algorithms import Algorithm, FedAvg, Scaffold
+from lightning_fed.algorithms import Algorithm, FedAvg, FedNova, Mime, Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Run, Update
+from lightning_fed.core.torch_optimizers import without_coupled_decay
 from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.engines.base import OnlySequentialError, RoundInputs
 from lightning_fed.engines.optimizer import FederatedOptimizer
-from lightning_fed.engines.vectorized.chunk_work import ChunkWork
-from lightning_fed.engines.vectorized.clients import ChunkMemory
+from lightning_fed.engines.vectorized.chunk_work import ChunkWork, Clipping, StackedOptimizer
+from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients
 from lightning_fed.server.participation import Participant
+from tests.helpers.engines import Ordinary, assert_agree, full_batches, refused, run
+from tests.helpers.selection import covering
 
 STEPS = (3, 3, 1)  # of each client
 P = 10
@@ -151,3 +155,210 @@ def test_an_end_that_looks_at_values_is_left_to_the_sequential_engine() -> None:
     alone = work_of(Looks(), chunk=(3,))
     moved(alone, (3,))
     assert alone.finish()[1]["delta"].shape == (1, P)
+
+
+ENGINES = ("sequential", "vectorized")
+OPTIMIZERS = {
+    "SGD momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD dampened": partial(torch.optim.SGD, lr=0.05, momentum=0.5, dampening=0.5),
+    "Adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.01),
+    "Adam amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+}
+
+
+METHODS = [FedAvg(), Scaffold(), FedNova()]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("optimizer", "algorithm"),
+    [pytest.param(o, a, id=f"{o}-{type(a).__name__}") for o in OPTIMIZERS for a in METHODS],
+)
+def test_runs_with_every_local_optimizer_agree(optimizer: str, algorithm: Any) -> None:
+    options = {"make": partial(Ordinary, OPTIMIZERS[optimizer]), "algorithm": algorithm, "max_rounds": 2}
+    options["local_epochs"] = 2
+    assert_agree(*(run(engine, datamodule=full_batches, **options) for engine in ENGINES))
+
+
+class Stepping:
+    """Three parameters, one of which is a single number, of several clients: stacked, and each client's alone.
+
+    Args:
+        optimizer: Makes the local optimizer.
+        count: The number of clients.
+    """
+
+    def __init__(self, optimizer: Any, count: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Module()
+        for name, shape in (("a", (3, 2)), ("b", (4,)), ("c", ())):
+            model.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+        wrapped = FederatedOptimizer(optimizer(model.parameters()), FlatParameters(list(model.named_parameters())))
+        self.wrapped, layout = wrapped, wrapped.flat.layout
+        self.stacked = StackedOptimizer(wrapped)
+        self.y = torch.randn(count, layout.numel, dtype=torch.float64)
+        self.own = [[nn.Parameter(v.clone()) for v in layout.views(row)] for row in self.y]
+        self.alone = [optimizer(own) for own in self.own]
+        self.clients: dict[int, Clients] = {}
+
+    def step(self, count: int, skipped: frozenset[int] = frozenset(), solver: Any = None) -> None:
+        """Let the first clients take a step along random directions."""
+        layout = self.wrapped.flat.layout
+        clients = self.clients.setdefault(count, Clients(self.y, range(count), layout))
+        directions = torch.randn(count, layout.numel, dtype=torch.float64)
+        columns = layout.views(directions[0]) if count == 1 else layout.stacked_views(directions)
+        self.stacked.step(clients.views, columns, solver, skipped)
+        for i in range(count):
+            for k, (p, direction) in enumerate(zip(self.own[i], layout.views(directions[i]), strict=True)):
+                p.grad = None if k in skipped else direction
+                if solver is not None:
+                    self.alone[i].state[p] = {name: value.clone() for name, value in solver[k].items()}
+            with without_coupled_decay(self.alone[i]):
+                self.alone[i].step()
+
+    def assert_same(self) -> None:
+        for row, own in zip(self.y, self.own, strict=True):
+            expected = torch.cat([p.detach().reshape(-1) for p in own])
+            torch.testing.assert_close(row, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_of_stacked_parameters_is_that_of_each_client(optimizer: str) -> None:
+    stepping = Stepping(OPTIMIZERS[optimizer], 4)
+    for count in (4, 4, 3, 2, 2, 1, 1):  # clients with less to do end first
+        stepping.step(count)
+    stepping.assert_same()
+
+
+def test_a_parameter_that_a_loss_does_not_depend_on_stands_still() -> None:
+    stepping = Stepping(partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5), 2)
+    before = stepping.y.clone()
+    stepping.step(2, frozenset([1]))
+    assert torch.equal(stepping.y[:, 6:10], before[:, 6:10])
+    stepping.step(2)
+    stepping.assert_same()
+
+
+def test_statistics_of_the_method_are_loaded_before_each_step_and_dropped_after() -> None:
+    stepping = Stepping(partial(torch.optim.SGD, lr=0.1, momentum=0.9), 3)
+    shapes = stepping.wrapped.flat.layout.shapes
+    solver = [{"momentum_buffer": torch.full(shape, 0.5, dtype=torch.float64)} for shape in shapes]
+    for _ in range(3):
+        stepping.step(3, solver=solver)
+    stepping.assert_same()
+
+
+def test_counts_of_steps_are_told_from_the_statistics_of_a_parameter_that_is_a_number() -> None:
+    stepping = Stepping(partial(torch.optim.NAdam, lr=0.1), 3)
+    solver = []
+    for shape in stepping.wrapped.flat.layout.shapes:  # of which one is that of a number
+        own = {name: torch.full(shape, 0.5, dtype=torch.float64) for name in ("exp_avg", "exp_avg_sq")}
+        solver.append({**own, "step": torch.tensor(2.0), "mu_product": torch.tensor(0.7)})
+    for count in (3, 2, 1):
+        stepping.step(count, solver=solver)
+    stepping.assert_same()
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_parameters_or_by_value() -> None:
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([[-4.0]])]
+    by_norm = Clipping(1.0, "norm", corrected=False)(grads)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in by_norm]), torch.tensor([0.6, 0.0, -0.8]))
+    by_value = Clipping(3.5, "value", corrected=False)(grads)
+    assert [g.tolist() for g in by_value] == [[3.0, 0.0], [[-3.5]]]
+    assert all(map(torch.equal, Clipping(6.0, "norm", corrected=False)(grads), grads))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("on", "clip", "chunk_size"),
+    covering(
+        ["gradient", "corrected"],
+        [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}],
+        [None, 1],
+    ),
+)
+def test_clipping_agrees(on: str, clip: dict[str, Any], chunk_size: int | None) -> None:
+    options = {"algorithm": Scaffold(), "gradient_clip_on": on, "datamodule": full_batches, "max_rounds": 2, **clip}
+    assert_agree(run("sequential", **options), run("vectorized", chunk_size=chunk_size, **options))
+
+
+def test_groups_with_rates_of_their_own_agree() -> None:
+    def groups(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        return torch.optim.SGD([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.0}], weight_decay=0.1)
+
+    make = partial(Ordinary, groups)
+    assert_agree(*(run(engine, make, full_batches, algorithm=Scaffold()) for engine in ENGINES))
+
+
+class Scaled(Ordinary):
+    """Has a parameter that is a single number."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam])
+def test_statistics_of_a_single_number_are_told_from_those_of_all_clients(optimizer: Any) -> None:
+    make = partial(Scaled, partial(optimizer, lr=0.01))
+    assert_agree(*(run(engine, make, full_batches, algorithm=Mime()) for engine in ENGINES))
+
+
+class MySgd(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Move against the gradient, scaled to length one over each parameter."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad / p.grad.norm()
+
+
+class Tuned(torch.optim.SGD):
+    """Not known to be elementwise, though it is."""
+
+
+def hooked_sgd(where: str, params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    getattr(optimizer, f"register_step_{where}_hook")(lambda *_: None)
+    return optimizer
+
+
+NOT_ELEMENTWISE: dict[str, tuple[Callable[..., Any], str]] = {
+    "of the user's own": (MySgd, "the step of MySgd is not elementwise"),
+    "a subclass": (partial(Tuned, lr=0.1), "the step of Tuned is not elementwise, or not known to be"),
+    "Adafactor": (torch.optim.Adafactor, "the step of Adafactor is not elementwise"),
+    "a hook before the step": (partial(hooked_sgd, "pre"), "step hooks"),
+    "a hook after the step": (partial(hooked_sgd, "post"), "step hooks"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_local_optimizers_that_mix_clients_are_refused(name: str) -> None:
+    make, reason = NOT_ELEMENTWISE[name]
+    refused(partial(Ordinary, make), reason)
+
+
+def test_step_hooks_of_all_optimizers_are_refused() -> None:
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        refused(Ordinary, "step hooks")
+    finally:
+        hook.remove()
+
+
+def test_accumulated_gradients_are_refused() -> None:
+    refused(Ordinary, "accumulate_grad_batches=2", accumulate_grad_batches=2)
