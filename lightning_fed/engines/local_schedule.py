@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import LocalScheduleMode, State
 from lightning_fed.server.client_states.state import LOCAL_STEPS
@@ -58,7 +57,7 @@ class LocalOptions:
         return option, schedule
 
 
-def stepped_schedule(module: pl.LightningModule, schedule: str) -> FederatedError:
+def stepped_schedule(module: nn.Module, schedule: str) -> FederatedError:
     """Return the error for a module that steps a schedule while clients train."""
     return FederatedError(
         f"{type(module).__name__} steps its schedule {schedule} while a client trains: the next client would"
