@@ -133,11 +133,14 @@ class RoundLines(FederatedCallback):
         """Stop the clock."""
         self._last = None
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock with the first round."""
+        self._last = self._last or (trainer.fit_loop.round, time.monotonic())
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print a line if one is due."""
         now, done, limit = time.monotonic(), trainer.fit_loop.round, trainer.max_epochs or 0
-        if self._last is None:  # after the first round, whose own time is known
-            self._last = done - 1, now - float(trainer.callback_metrics.get("round/seconds", 0.0))
+        assert self._last is not None
         every, (last, then) = self.every_n_rounds or -(-limit // 10), self._last
         is_due = now - then >= self.seconds or (every > 0 and done % every == 0)
         bar = trainer.progress_bar_callback

@@ -15,7 +15,6 @@ from lightning_fed.server.step import plain_sgd
 
 _SHOWN = ("clients_per_round", "local_epochs", "local_steps", "engine", "seed")
 _IF_SET = ("server_optimizer", "heterogeneity", "aggregator", "attack", "compression", "client_privacy", "asynchronous")
-_RELEASED = ("server/update_norm", "round/seconds")  # follow from the models, or say nothing of clients' data
 
 
 class RoundLogger(FederatedCallback):
@@ -40,8 +39,8 @@ class RoundLogger(FederatedCallback):
     ``privacy/record_epsilon`` the most that a client has spent so far, with ``client_privacy``
     ========================== ===================================================================
 
-    With differential privacy, whose guarantee is about the models, only ``server/update_norm``, ``round/seconds`` and
-    ``privacy/epsilon`` are written: the others are computed from the clients' work.
+    With differential privacy, whose guarantee is about the models, only ``server/update_norm`` and ``privacy/epsilon``
+    are written: the others depend on the clients' work, and so does its time.
 
     TensorBoard also shows a histogram of the training losses of the cohort's clients, ``client/losses``, after each
     twentieth of the rounds, and the settings of the run next to the hyper-parameters of the module. A new run starts
@@ -96,7 +95,7 @@ class RoundLogger(FederatedCallback):
         if is_private and (spent := trainer.fit_loop.client_epsilons):
             values["privacy/record_epsilon"] = max(spent.values())
         if (epsilon := trainer.fit_loop.epsilon) is not None:  # which clients took part is part of the secret
-            values = {name: values[name] for name in _RELEASED} | {"privacy/epsilon": epsilon}
+            values = {"server/update_norm": r.update_norm, "privacy/epsilon": epsilon}
         if trainer.fit_loop.settings.drops_failed:
             values["round/failed"] = float(len(r.failed))
         trainer.fit_loop.log_round({name: value for name, value in values.items() if not math.isnan(value)})

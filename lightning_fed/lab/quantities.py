@@ -30,7 +30,7 @@ TOTALS = frozenset({"time/simulated"})
 
 _FLOAT32 = 1e-7  # the relative error of a number in float32, and of its percent
 
-_EVERY_ROUND = "round/seconds"  # which every run logs in every round
+_EVERY_ROUND = "server/update_norm"  # which every run logs in every round
 _TRAIN_LOSS = "population/train_loss"  # which says when a run has settled
 
 _GRAMMAR = re.compile(
@@ -252,7 +252,7 @@ def first_round(series: Series) -> int:
     """Return the first round of a log: more than 1 if it is that of a resumed run.
 
     Example:
-        >>> first_round({"val_acc": {6: 0.5}, "round/seconds": {4: 0.1, 5: 0.1, 6: 0.1}})
+        >>> first_round({"val_acc": {6: 0.5}, "server/update_norm": {4: 0.1, 5: 0.1, 6: 0.1}})
         4
         >>> first_round({"val_acc": {6: 0.5}})  # another program's log
         1

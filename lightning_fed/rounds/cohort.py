@@ -56,7 +56,10 @@ class CohortSampling:
                 measured.update(losses_of(missing))
             return {client_id: measured[client_id] for client_id in clients if client_id in measured}
 
-        cohort = draw(settings.sampler, self.seed, round, self.population, self.seed, once)
+        if isinstance(settings.aggregator, DifferentialPrivacy):
+            cohort = settings.aggregator.cohort(self.seed, round, self.population)
+        else:
+            cohort = draw(settings.sampler, self.seed, round, self.population, self.seed, once)
         if not self._is_checked:
             self._is_checked = True
             if cohort != (again := draw(settings.sampler, self.seed, round, self.population, self.seed, once)):
@@ -108,12 +111,12 @@ def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population
     """Return the cohorts' secret seed, which privacy depends on; all processes must call it."""
     rank_zero_info(
         f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so the run does not repeat"
-        " itself. Values from clients' training are not logged."
+        " itself. Values from clients' training are not logged. Those of validation are: its data must not be clients'."
     )
     delta, most = aggregator.delta, 1 / len(population)
     if delta >= most:
         rank_zero_warn(f"delta={delta:g} is not below 1/N = {most:.3g}: such a guarantee says little of one client.")
-    unknown: int = trainer.strategy.broadcast(secrets.randbits(62))
+    unknown: int = trainer.strategy.broadcast(secrets.randbits(128))
     return unknown
 
 

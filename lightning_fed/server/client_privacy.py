@@ -1,7 +1,6 @@
 """Record-level differential privacy on each client: its settings, and the privacy that each client has spent."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.aggregation.privacy import ORDERS, accountant
+from lightning_fed.server.aggregation.privacy import ORDERS, SetOnce, accountant, spent
 
 
-class ClientPrivacy(ArgumentsRepr):
+class ClientPrivacy(SetOnce, ArgumentsRepr):
     r"""Local steps on clipped gradients of single examples with Gaussian noise (DP-SGD).
 
     Abadi et al., *Deep Learning with Differential Privacy*, CCS 2016 (https://arxiv.org/abs/1607.00133), Algorithm 1,
@@ -84,15 +83,6 @@ class ClientPrivacy(ArgumentsRepr):
             examples_at_once = check_count(owner, "examples_at_once", examples_at_once)
         self.examples_at_once = examples_at_once
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute once: a client's privacy is that of sums with one noise."""
-        if name in vars(self):
-            raise FederatedError(
-                f"{self!r}.{name} cannot change: the privacy spent is accounted for with one noise. Make another"
-                " ClientPrivacy, and start a new run."
-            )
-        super().__setattr__(name, value)
-
     def epsilon(self, counts: Mapping[int, int]) -> float:
         r"""Return :math:`\varepsilon` after some noisy sums over samples of a data set.
 
@@ -119,12 +109,7 @@ def epsilon_of(sums: Mapping[tuple[float, int], int], delta: float) -> float:
         return 0.0
     if any(count and z == 0 for (z, _), count in sums.items()):
         return math.inf
-    analysis = accountant("ClientPrivacy")
-    spent = sum(count * _rdp_of_one(batches, z) for (z, batches), count in sums.items())
-    with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
-        warnings.simplefilter("ignore")
-        found, _ = analysis.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
-    return float(found)
+    return spent(sum(count * _rdp_of_one(batches, z) for (z, batches), count in sums.items()), delta)
 
 
 @cache

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from lightning_fed.callbacks import ClientModels, Inexactness, Measure, PersonalizedAccuracy, SplitPicture
+from lightning_fed.callbacks import (
+    ClientModels,
+    Inexactness,
+    Measure,
+    PersonalizedAccuracy,
+    SimulatedTime,
+    SplitPicture,
+)
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import PassThroughProfiler
 from lightning_fed.core.errors import FederatedError
@@ -191,10 +198,10 @@ def _check_private(trainer: pl.Trainer) -> None:
     """Raise for settings that reveal clients' data without noise, or add different noise in every process."""
     aggregator = trainer.fit_loop.settings.aggregator
     for callback in trainer.callbacks:
-        if isinstance(callback, (Measure, Inexactness, SplitPicture)):
+        if isinstance(callback, (Measure, Inexactness, SimulatedTime, SplitPicture)):
             raise FederatedError(
                 f"The callback {type(callback).__name__} cannot be combined with aggregator={aggregator!r}: it measures"
-                " or shows clients' data without noise. Remove it."
+                " or shows clients' data, or who took part, without noise. Remove it."
             )
     if trainer.world_size > 1 and isinstance(trainer.strategy, WithinClientStrategy):
         raise FederatedError(

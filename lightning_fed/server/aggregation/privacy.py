@@ -14,7 +14,8 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import State, Vector, Weighting
+from lightning_fed.core.seeds import KeyedStream, Purpose
+from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.mean import Aggregation, Collectives
 from lightning_fed.server.aggregation.robust import ClippedAggregation
@@ -24,7 +25,20 @@ _BLOCK = 2**20  # pairs of numbers per block
 ORDERS = [1 + i / 10 for i in range(1, 100)] + [*range(12, 64), 64, 80, 96, 128, 192, 256, 512, 1024]
 
 
-class DifferentialPrivacy(Aggregator):
+class SetOnce:
+    """Options of privacy that are set once: what is accounted for is sums with one noise."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a new attribute; raise if it is set already."""
+        if name in vars(self):
+            raise FederatedError(
+                f"{self!r}.{name} cannot change: the privacy spent is accounted for with one noise. Make another"
+                f" {type(self).__name__}, and start a new run."
+            )
+        super().__setattr__(name, value)
+
+
+class DifferentialPrivacy(SetOnce, Aggregator):
     r"""The mean of clipped messages with Gaussian noise (DP-FedAvg).
 
     McMahan et al., *Learning Differentially Private Recurrent Language Models*, ICLR 2018
@@ -65,8 +79,7 @@ class DifferentialPrivacy(Aggregator):
         self.delta = check_number(owner, "delta", delta, positive=True)
         if self.delta >= 1:
             raise FederatedError(f"{owner}(delta={delta!r}): delta must lie in (0, 1), such as 1e-6.")
-        self._probability = math.nan
-        self._rdp: Any = None
+        self._account: tuple[float, Any] | None = None  # of a run: q, and the Rényi divergences of a round
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
         """Return the aggregator with the sampler's probability and an accountant.
@@ -90,16 +103,25 @@ class DifferentialPrivacy(Aggregator):
                 f"aggregator={self!r} cannot be combined with {type(algorithm).__name__}, {flaw}. Use a method that"
                 " sends one message, such as FedAvg or FedProx."
             )
-        if not isinstance(sampler, BernoulliSampler) or not isinstance(sampler.probability, int | float):
+        # a subclass may draw otherwise
+        if type(sampler) is not BernoulliSampler or not isinstance(sampler.probability, int | float):
             raise FederatedError(
                 f"aggregator={self!r} needs clients that take part independently with one probability, found"
                 f" {sampler!r}. Pass sampler=BernoulliSampler(0.1), and leave clients_per_round unset."
             )
-        bound._probability = float(sampler.probability)
-        bound._rdp = accountant(type(self).__name__).compute_rdp(
-            q=bound._probability, noise_multiplier=self.noise_multiplier, steps=1, orders=ORDERS
-        )
+        q, analysis = float(sampler.probability), accountant(type(self).__name__)
+        rdp = analysis.compute_rdp(q=q, noise_multiplier=self.noise_multiplier, steps=1, orders=ORDERS)
+        vars(bound)["_account"] = q, rdp
         return bound
+
+    def cohort(self, secret: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
+        """Return the clients of a round, each drawn independently, for the aggregator of a run.
+
+        A generator's 32 bits of seed could be tried one after another, so that the cohort would hide nobody.
+        """
+        assert self._account is not None
+        drawn = KeyedStream(secret, Purpose.COHORT, round).uniform(len(population)) < self._account[0]
+        return [population[place] for place in drawn.nonzero()[:, 0].tolist()]
 
     def epsilon(self, rounds: int) -> float:
         r"""Return :math:`\varepsilon` after a number of rounds, for the aggregator of a run.
@@ -107,24 +129,19 @@ class DifferentialPrivacy(Aggregator):
         Raises:
             FederatedError: If the aggregator has no run, or ``rounds`` is not a count.
         """
-        if self._rdp is None:
+        if self._account is None:
             raise FederatedError(
                 f"{self!r} belongs to no run: how much is spent depends on the sampler. Ask"
                 " trainer.fit_loop.settings.aggregator.epsilon(rounds=...)."
             )
         rounds = check_count(type(self).__name__ + ".epsilon", "rounds", rounds, least=0)
-        if rounds == 0:
-            return 0.0
-        with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
-            warnings.simplefilter("ignore")
-            analysis = accountant(type(self).__name__)
-            found, _ = analysis.get_privacy_spent(orders=ORDERS, rdp=rounds * self._rdp, delta=self.delta)
-        return float(found)
+        return spent(rounds * self._account[1], self.delta) if rounds else 0.0
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
         """Return an object that clips a cohort's messages, sums them and adds noise."""
+        assert self._account is not None
         std = self.noise_multiplier * self.max_norm
-        return PrivateAggregation(std, self._probability, self.max_norm, *arguments, **named)
+        return PrivateAggregation(std, self._account[0], self.max_norm, *arguments, **named)
 
 
 class PrivateAggregation(ClippedAggregation):
@@ -178,6 +195,14 @@ def gaussian_noise(count: int, std: float, entropy: Callable[[int], bytes] = os.
         radius, angle = (-2 * uniform[:pairs].log()).sqrt(), 2 * math.pi * uniform[pairs:]
         parts += [radius * angle.cos(), radius * angle.sin()]
     return torch.cat(parts)[:count] * std if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def spent(rdp: Any, delta: float) -> float:
+    r"""Return :math:`\varepsilon` of the Rényi divergences of :data:`ORDERS`; a bound below zero is none."""
+    with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
+        warnings.simplefilter("ignore")
+        found, _ = accountant("Privacy").get_privacy_spent(orders=ORDERS, rdp=rdp, delta=delta)
+    return max(0.0, float(found))
 
 
 def accountant(owner: str) -> Any:

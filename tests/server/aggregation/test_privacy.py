@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedDyn, FedNova, FedProx, Mime, Scaffold, ServerOnly, SGDm
-from lightning_fed.callbacks import ClientAccuracy, LocalDrift, RunSummary, SplitPicture
+from lightning_fed.callbacks import ClientAccuracy, LocalDrift, RunSummary, SimulatedTime, SplitPicture
+from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.server import (
     BernoulliSampler,
     DifferentialPrivacy,
@@ -206,7 +207,7 @@ def test_what_is_logged_is_what_may_be_known(capsys: pytest.CaptureFixture[str],
     saved = ModelCheckpoint(tmp_path, monitor="privacy/epsilon", save_top_k=-1)
     t = private(callbacks=[RunSummary(), saved], enable_checkpointing=True, server_optimizer=None, max_rounds=3)
     t.fit(seeded(), data(SIZES))
-    assert set(t.callback_metrics) == {"server/update_norm", "round/seconds", "privacy/epsilon", "val_loss", "val_acc"}
+    assert set(t.callback_metrics) == {"server/update_norm", "privacy/epsilon", "val_loss", "val_acc"}
     spent = bound(z=1.0).epsilon(3)
     assert float(t.callback_metrics["privacy/epsilon"]) == pytest.approx(spent, rel=1e-6)
     assert t.fit_loop.epsilon == pytest.approx(spent)
@@ -233,17 +234,33 @@ def test_cohorts_and_noise_do_not_follow_from_the_seed() -> None:
 
 
 def test_cohorts_come_from_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = []
+    secrets = []
 
-    def record(self: Any, seed: int, round: int, population: Any) -> list[Any]:
-        seeds.append(seed)
+    def record(self: Any, secret: int, round: int, population: Any) -> list[Any]:
+        secrets.append(secret)
         return list(population)
 
-    monkeypatch.setattr(BernoulliSampler, "__call__", record)
+    monkeypatch.setattr(DifferentialPrivacy, "cohort", record)
     for _ in range(2):
         private(max_rounds=1, seed=7).fit(seeded(), data(SIZES))
-    assert len(set(seeds)) == len(seeds) == 2
-    assert 7 not in seeds
+    assert len(set(secrets)) == len(secrets) == 2
+    assert min(secrets) >= 2**80  # with all but certainty, of 128 bits
+
+
+def test_cohorts_depend_on_the_whole_secret_and_have_the_stated_probability() -> None:
+    one, other, everybody = 137268, 196107, range(1000)  # secrets that give a generator of 32 bits the same seed
+    assert len({derive_seed(secret, Purpose.COHORT, 0) % 2**32 for secret in (one, other)}) == 1
+    aggregator = bound(probability=0.3)
+    cohorts = [aggregator.cohort(secret, r, everybody) for secret in (one, other) for r in range(50)]
+    assert cohorts[0] != cohorts[50]
+    assert cohorts[:3] == [aggregator.cohort(one, r, everybody) for r in range(3)]
+    drawn = torch.zeros(100, 1000, dtype=torch.float64)
+    for row, cohort in enumerate(cohorts):
+        drawn[row, cohort] = 1.0
+    assert float(drawn.mean()) == pytest.approx(0.3, abs=6 * math.sqrt(0.21 / 100_000))
+    apart = (drawn - 0.3) / math.sqrt(0.21)
+    for pairs in (apart[1:] * apart[:-1], apart[:, 1:] * apart[:, :-1]):  # rounds, and clients
+        assert abs(float(pairs.mean())) < 6 / math.sqrt(pairs.numel())
 
 
 def test_gradients_that_are_the_message_are_clipped_as_any_other() -> None:
@@ -346,7 +363,9 @@ def test_averaged_buffers_are_refused(buffers: str) -> None:
         private(buffers=buffers).fit(Normalized(), data(SIZES))
 
 
-@pytest.mark.parametrize("callback", [ClientAccuracy(on="train"), LocalDrift(), SplitPicture()], ids=type)
+@pytest.mark.parametrize(
+    "callback", [ClientAccuracy(on="train"), LocalDrift(), SimulatedTime(), SplitPicture()], ids=type
+)
 def test_measures_of_clients_are_refused(callback: Any) -> None:
     with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} cannot be combined with"):
         private(callbacks=callback).fit(seeded(), data(SIZES))
@@ -360,6 +379,26 @@ def test_noise_in_every_process_is_refused() -> None:
 def test_a_delta_that_means_little_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"delta=0.5 is not below 1/N = 0.167"):
         private(aggregator=DifferentialPrivacy(1.0, 1.0, 0.5), max_rounds=1).fit(seeded(), data(SIZES))
+
+
+def test_a_sampler_that_may_draw_otherwise_is_refused() -> None:
+    class Favorites(BernoulliSampler):
+        def __call__(self, seed: int, round: int, population: Any) -> Any:
+            return list(population)
+
+    with pytest.raises(FederatedError, match="needs clients that take part independently with one probability"):
+        private(sampler=Favorites(0.5))
+
+
+def test_the_noise_of_a_run_cannot_change() -> None:
+    run = private().fit_loop.settings.aggregator
+    for name in ("noise_multiplier", "max_norm", "delta"):
+        with pytest.raises(FederatedError, match=f"DifferentialPrivacy.*{name} cannot change.*accounted for with one"):
+            setattr(run, name, 0.1)
+
+
+def test_much_noise_spends_nothing_and_not_less() -> None:
+    assert bound(z=1000.0, delta=0.1).epsilon(1) == 0.0
 
 
 def test_what_rounds_will_spend_is_known_before_a_fit() -> None:
