@@ -108,6 +108,8 @@ def _settings(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what tells runs apart. The method is called algorithm: TensorBoard shows the first five names alone."""
     settings, partition = trainer.fit_loop.settings, getattr(trainer.datamodule, "partition", None)
     values = {name: getattr(settings, name) for name in _SHOWN}
+    if settings.client_privacy is not None:
+        del values["seed"]  # from which the noise follows
     chosen = {name: getattr(settings, name) for name in _IF_SET}
     parts = {name: _described(part) for name, part in chosen.items() if part not in (None, plain_sgd)}
     if settings.asynchronous is not None:

@@ -1,6 +1,7 @@
 """Checks before the first round for modules, optimizers and data that rounds do not support."""
 
 import inspect
+from collections.abc import Mapping
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,6 +24,7 @@ from lightning_fed.core.torch_optimizers import (
 )
 from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
+from lightning_fed.data.files.tables import ClientTable
 from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.client_privacy import ClientPrivacy
 
@@ -90,7 +92,19 @@ def _check_private_module(trainer: pl.Trainer, privacy: ClientPrivacy) -> None:
                 f"{what} {name} ({type(layer).__name__}), which mixes the examples of a batch: no example would have"
                 " its own gradient. Use GroupNorm, or opacus.validators.ModuleValidator.fix(network)."
             )
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            raise FederatedError(
+                f"{what} the parameter {name!r} of type {parameter.dtype}: its rounded sums do not keep the bound of"
+                " clipped gradients. Call module.float() before the fit."
+            )
     data = trainer.datamodule
+    rules = data.missing if isinstance(data, ClientTable) else None
+    if "client_mean" in (rules.values() if isinstance(rules, Mapping) else [rules]):
+        raise FederatedError(
+            f"{what} missing='client_mean': the mean of a client's rows would put each of them into the others. Set a"
+            " number or 'indicator'."
+        )
     names = ("client_dataloader", "client_batches")
     own = [name for name in names if getattr(type(data), name) is not getattr(FederatedDataModule, name)]
     if own:

@@ -307,6 +307,13 @@ class RunState:
             self.prepared = None
             raise
         self._notes, prepared.seed = notes, server.seed
+        privacy, is_here = settings.client_privacy, self._elsewhere is None  # sites have secrets of their own
+        if privacy is not None and privacy.noise_multiplier and is_here and server.seed < 2**64:
+            rank_zero_warn(
+                f"With client_privacy, noise and samples follow from seed={server.seed}, which can be guessed: epsilon"
+                " holds in a simulation only. To release what clients send, set seed=secrets.randbits(128), and keep it"
+                " secret."
+            )
         self.server_model = ServerModel(prepared, server)
         seed = server.seed
         if isinstance(settings.aggregator, DifferentialPrivacy):

@@ -1,12 +1,15 @@
 """Local steps under record-level privacy: against a loop by hand, the noise, resuming, and what is refused."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
@@ -15,11 +18,12 @@ from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, F
 from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Scaffold
 from lightning_fed.callbacks import ClientAccuracy, ClientModels
 from lightning_fed.core.seeds import KeyedStream, Purpose, generator
+from lightning_fed.data import ClientTable
 from lightning_fed.data.batches.poisson import PoissonBatches
 from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPrivacy, SignFlipAttack
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from tests.helpers.engines import Ordinary, assert_close, run, state_of
-from tests.helpers.optional import needs_opacus
+from tests.helpers.optional import needs_opacus, needs_pyarrow
 from tests.helpers.training import clients, data, fit, parameters, seeded, trainer
 
 pytestmark = needs_opacus
@@ -202,7 +206,7 @@ def test_batches_that_a_hook_has_changed_are_accounted_for(sampling: Any) -> Non
 def test_it_goes_together_with_privacy_of_clients_which_hides_who_spent_what() -> None:
     t = run("sequential", client_privacy=ON, aggregator=DifferentialPrivacy(0.5, 1.0, 1e-3),
             sampler=BernoulliSampler(0.9), clients_per_round=None, **QUICK)  # fmt: skip
-    assert {"privacy/epsilon", "server/update_norm", "round/seconds"} == set(t.callback_metrics)
+    assert {"privacy/epsilon", "server/update_norm"} == set(t.callback_metrics)
 
 
 class OneByOne(Dataset[Any]):
@@ -225,6 +229,29 @@ def test_a_loader_and_an_attacked_clients_samples_work_too() -> None:
 
     options = {"client_privacy": ON, "attack": SignFlipAttack(0.5), **QUICK}
     assert_close(state_of(run("sequential", **options)), state_of(run("sequential", datamodule=loaded, **options)))
+
+
+def test_a_seed_that_can_be_guessed_is_named_and_a_secret_one_is_not_shown(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"noise and samples follow from seed=0, which can be guessed.*randbits\(128\)"
+    ):
+        fit(client_privacy=ON, max_rounds=1)
+    logger, secret = TensorBoardLogger(tmp_path), 2**127 + 12345
+    with warnings.catch_warnings(record=True) as warned:
+        fit(client_privacy=ON, max_rounds=1, seed=secret, logger=logger)
+    assert not [one for one in warned if "guessed" in str(one.message)]
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"noise_multiplier" in content for content in written)
+    assert not any(str(secret).encode() in content for content in written)
+
+
+@needs_pyarrow
+def test_means_of_a_clients_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("who,x,y\na,1,0\na,,1\n")
+    for rule in ("client_mean", {"x": "client_mean"}):
+        table = ClientTable(tmp_path / "a.csv", client="who", target="y", missing=rule)
+        with pytest.raises(FederatedError, match="missing='client_mean': the mean of a client's rows would put each"):
+            fit(seeded(), table, client_privacy=ON, max_rounds=1)
 
 
 def test_a_large_delta_is_named() -> None:
@@ -396,6 +423,7 @@ REFUSED: list[tuple[Any, str]] = [
     (with_(detect_anomaly=True), "cannot be combined with detect_anomaly=True"),
     (with_(profiler="simple"), "cannot be combined with profiler=SimpleProfiler"),
     (with_(callbacks=[ClientAccuracy()]), "the callback ClientAccuracy"),
+    (with_(lambda: Ordinary().bfloat16(), limit_val_batches=0), r"the parameter '\S+' of type torch.bfloat16.*module.float\(\)"),
     (with_(Normed), r"body.1 \(BatchNorm1d\).*GroupNorm"),
     (with_(Counts), "training_step changes the buffer 'steps'"),
     (with_(Remembers), "training_step changes the attribute 'losses', which client_privacy does not cover"),
