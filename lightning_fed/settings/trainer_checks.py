@@ -9,6 +9,7 @@ from lightning_fed.callbacks import (
     PersonalizedAccuracy,
     SimulatedTime,
     SplitPicture,
+    TargetMetric,
 )
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import PassThroughProfiler
@@ -196,9 +197,15 @@ def _check_second_gradients(trainer: pl.Trainer) -> None:
 
 def _check_private(trainer: pl.Trainer) -> None:
     """Raise for settings that reveal clients' data without noise, or add different noise in every process."""
-    aggregator = trainer.fit_loop.settings.aggregator
+    aggregator, loop = trainer.fit_loop.settings.aggregator, trainer.fit_loop
+    if loop.max_steps != -1 or loop.min_steps:
+        name = "max_steps" if loop.max_steps != -1 else "min_steps"
+        raise FederatedError(
+            f"{name}={getattr(loop, name)} cannot be combined with aggregator={aggregator!r}: a run that ends by the"
+            " local steps of those who took part shows how many they were. Set max_rounds or min_epochs."
+        )
     for callback in trainer.callbacks:
-        if isinstance(callback, (Measure, Inexactness, SimulatedTime, SplitPicture)):
+        if isinstance(callback, (Measure, Inexactness, SimulatedTime, SplitPicture, TargetMetric)):
             raise FederatedError(
                 f"The callback {type(callback).__name__} cannot be combined with aggregator={aggregator!r}: it measures"
                 " or shows clients' data, or who took part, without noise. Remove it."

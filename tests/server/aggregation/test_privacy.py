@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedDyn, FedNova, FedProx, Mime, Scaffold, ServerOnly, SGDm
-from lightning_fed.callbacks import ClientAccuracy, LocalDrift, RunSummary, SimulatedTime, SplitPicture
+from lightning_fed.callbacks import ClientAccuracy, LocalDrift, RunSummary, SimulatedTime, SplitPicture, TargetMetric
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.server import (
     BernoulliSampler,
@@ -364,11 +364,22 @@ def test_averaged_buffers_are_refused(buffers: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "callback", [ClientAccuracy(on="train"), LocalDrift(), SimulatedTime(), SplitPicture()], ids=type
+    "callback",
+    [ClientAccuracy(on="train"), LocalDrift(), SimulatedTime(), SplitPicture(), TargetMetric("val_acc", 1)],
+    ids=type,
 )
 def test_measures_of_clients_are_refused(callback: Any) -> None:
     with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} cannot be combined with"):
         private(callbacks=callback).fit(seeded(), data(SIZES))
+
+
+@pytest.mark.parametrize("option", [{"max_steps": 100}, {"min_steps": 100}], ids=str)
+def test_ends_that_depend_on_the_clients_steps_are_refused(option: Any) -> None:
+    (name,) = option
+    with pytest.raises(
+        FederatedError, match=f"{name}=100 cannot be combined with aggregator=.*shows how many they were"
+    ):
+        private(**option).fit(seeded(), data(SIZES))
 
 
 def test_noise_in_every_process_is_refused() -> None:
