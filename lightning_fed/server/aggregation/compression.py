@@ -89,8 +89,8 @@ class QSGD(Compressor):
         \ell_j = \left\lfloor s \frac{\lvert m_j \rvert}{\lVert m \rVert} + u_j \right\rfloor, \quad u_j \sim U[0, 1)
 
     Each entry counts as :math:`\lceil \log_2(2 s + 1) \rceil` bits for level and sign, and each bucket adds its norm.
-    The paper's variable-length code would take less. Errors accumulate in sums that a method carries across rounds
-    (SCAFFOLD's c, FedDyn's d).
+    The paper's variable-length code would take less. What the server receives has the message's type, to which bfloat16
+    rounds. Errors accumulate in sums that a method carries across rounds (SCAFFOLD's c, FedDyn's d).
 
     Args:
         levels: The levels s: 127 takes 8 bits per entry, 7 takes 4, 1 takes 2.

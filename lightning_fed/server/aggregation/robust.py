@@ -306,8 +306,9 @@ class GeometricMedian(RobustAggregator):
     their own numbers of examples; ``weighting="uniform"`` ignores these.
 
     Args:
-        iterations: The number of iterations, 3 in the paper. Use 10 to 20 if bad messages may be thousands of times
-            longer than good ones.
+        iterations: The number of iterations, 3 in the paper. Each multiplies what bad messages add to the mean by about
+            b / (1 - b), b their share of the weight. Use 10 to 20 if they may be thousands of times longer than good
+            ones.
         nu: The smoothing :math:`\nu > 0`.
 
     Raises:

@@ -85,6 +85,15 @@ def test_one_step_of_weiszfeld_by_hand() -> None:
     assert float(combined(GeometricMedian(1, nu=100.0), two, sizes=[3, 1])[0]) == pytest.approx(1.0, rel=1e-12)
 
 
+def test_bad_messages_fade_from_the_geometric_median_at_the_documented_rate() -> None:
+    b, length, weights = 2 / 11, 1e12, torch.full((11,), 1 / 11, dtype=torch.float64)
+    messages = torch.randn(11, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    messages[:2] = length * torch.tensor([1.0, 0.0, 0.0])
+    for iterations in (1, 3, 6):
+        found = GeometricMedian(iterations).combine(messages, weights, lambda part: part)
+        assert float(found.norm()) == pytest.approx(length * b * (b / (1 - b)) ** iterations, rel=0.3)
+
+
 def test_the_geometric_median_is_where_the_sum_of_distances_is_least() -> None:
     points = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sizes = [1, 2, 3, 4, 3, 2, 1]
