@@ -70,7 +70,7 @@ class ExampleGradients:
         if batch is not None:
             leaves, spec = flatten(batch)
             size = self._size_of(leaves, examples)
-            losses = []
+            losses, point = [], [p.detach().clone() for p in params]
             try:
                 with self._checked(), unlogged(self._module), torch.no_grad():  # logged values would have no noise
                     if self._batches == 1:
@@ -80,6 +80,11 @@ class ExampleGradients:
                         losses.append(own)
             finally:
                 self.flat.restore()
+            if not all(map(torch.equal, point, params)):
+                raise FederatedError(
+                    f"{type(self._module).__name__}.training_step changes trained parameters, which client_privacy does"
+                    " not cover: the change has no noise. Set them before the fit, from no client's data."
+                )
             loss = torch.cat(losses).mean()
         count = float(size) if self._expected is None else self._expected
         std = self.privacy.noise_multiplier * self.privacy.max_grad_norm

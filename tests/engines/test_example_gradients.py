@@ -332,6 +332,18 @@ class Measures(Ordinary):
         return loss
 
 
+class StartsFromData(Ordinary):
+    """Sets a bias by the first batch, as layers with an initialization by data do."""
+
+    is_set = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.is_set:
+            self.is_set = True
+            self.head.bias.data.copy_(batch[0].mean() * torch.ones_like(self.head.bias))
+        return super().training_step(batch, batch_idx)
+
+
 class Detached(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx).detach()
@@ -423,8 +435,12 @@ REFUSED: list[tuple[Any, str]] = [
     (with_(detect_anomaly=True), "cannot be combined with detect_anomaly=True"),
     (with_(profiler="simple"), "cannot be combined with profiler=SimpleProfiler"),
     (with_(callbacks=[ClientAccuracy()]), "the callback ClientAccuracy"),
-    (with_(lambda: Ordinary().bfloat16(), limit_val_batches=0), r"the parameter '\S+' of type torch.bfloat16.*module.float\(\)"),
+    (
+        with_(lambda: Ordinary().bfloat16(), limit_val_batches=0),
+        r"the parameter '\S+' of type torch.bfloat16.*module.float\(\)",
+    ),
     (with_(Normed), r"body.1 \(BatchNorm1d\).*GroupNorm"),
+    (with_(StartsFromData), "StartsFromData.training_step changes trained parameters.*has no noise"),
     (with_(Counts), "training_step changes the buffer 'steps'"),
     (with_(Remembers), "training_step changes the attribute 'losses', which client_privacy does not cover"),
     (with_(RemembersLater, max_rounds=2), "training_step changes the attribute 'losses'"),
