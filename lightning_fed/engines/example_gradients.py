@@ -178,8 +178,8 @@ class ExampleGradients:
                 " look at its data."
             )
         factors = (self.privacy.max_grad_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-        for total, g in zip(sums, grads, strict=True):
-            total.add_(torch.einsum("m,m...->...", factors, g))
+        for total, g in zip(sums, grads, strict=True):  # a matrix product may round to 8 or 11 bits, past the bound
+            total.add_((g * factors.view(-1, *[1] * (g.ndim - 1))).sum(0))
 
     @contextmanager
     def _checked(self) -> Iterator[None]:

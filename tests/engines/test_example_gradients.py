@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
 
@@ -20,6 +21,7 @@ from lightning_fed.callbacks import ClientAccuracy, ClientModels
 from lightning_fed.core.seeds import KeyedStream, Purpose, generator
 from lightning_fed.data import ClientTable
 from lightning_fed.data.batches.poisson import PoissonBatches
+from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPrivacy, SignFlipAttack
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from tests.helpers.engines import Ordinary, assert_close, run, state_of
@@ -252,6 +254,26 @@ def test_means_of_a_clients_rows_are_refused(tmp_path: Path) -> None:
         table = ClientTable(tmp_path / "a.csv", client="who", target="y", missing=rule)
         with pytest.raises(FederatedError, match="missing='client_mean': the mean of a client's rows would put each"):
             fit(seeded(), table, client_privacy=ON, max_rounds=1)
+
+
+def test_clipped_gradients_are_added_without_matrix_products_which_may_be_less_precise() -> None:
+    called: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    gradients = ExampleGradients.__new__(ExampleGradients)
+    gradients.privacy, gradients.skips_not_finite = ON, False
+    sums, grads = [torch.zeros(4, 5), torch.zeros(3)], [torch.randn(7, 4, 5), torch.randn(7, 3)]
+    norms = torch.cat([g.flatten(1) for g in grads], dim=1).norm(dim=1)
+    factors = (ON.max_grad_norm / norms).clamp(max=1.0)
+    want = [torch.stack([f * row for f, row in zip(factors, g, strict=True)]).sum(0) for g in grads]
+    with Calls():
+        gradients._add_clipped(sums, grads)
+    torch.testing.assert_close(sums, want)
+    assert not [name for name in called if "mm" in name or "mv" in name]
 
 
 def test_a_large_delta_is_named() -> None:
