@@ -47,7 +47,8 @@ class Rounds:
     def draw(self, losses_of: LossesOf | None = None) -> None:
         """Draw the next round's cohort; ``losses_of`` measures clients for samplers that need losses."""
         s, number = self.settings, self.server.round
-        self._faults = faults = Faults(s.drops_failed, s.max_failed_share, s.max_update_ratio, number)
+        most = None if s.is_private else s.max_update_ratio  # a stop would show the client, and clipping bounds it
+        self._faults = faults = Faults(s.drops_failed, s.max_failed_share, most, number)
         ask = partial(self.work.participants, round=number, failed=faults.add)
         self._cohort = self.sampling.draw(number, ask, losses_of and partial(self._losses, losses_of))
         if not self._cohort.members and not faults.causes and not s.is_private:

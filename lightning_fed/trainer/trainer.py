@@ -126,7 +126,8 @@ class FederatedTrainer(pl.Trainer):
         max_failed_share: The largest share of a round's clients, in (0, 1], that "drop" may drop. The run stops if more
             fail, or all.
         max_update_ratio: The largest norm of a client's update, as a multiple of the cohort's median norm. If the
-            median is below rounding error, that error is used instead. None for no limit.
+            median is below rounding error, that error is used instead. None for no limit, as with
+            ``DifferentialPrivacy``, which clips.
         client_states: The storage of client states between rounds. "memory" keeps them all in host memory, also if
             clients are trained on an accelerator, and copies them into every checkpoint. "disk" appends them to files,
             and checkpoints refer to the files; memory then holds only the states of the clients in training. "auto"

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_fed import FederatedError
+from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg, FedCM, FedDane, FedDyn, FedNova, FedProx, Mime, Scaffold, ServerOnly, SGDm
 from lightning_fed.callbacks import ClientAccuracy, LocalDrift, RunSummary, SimulatedTime, SplitPicture, TargetMetric
 from lightning_fed.core.seeds import Purpose, derive_seed
@@ -191,6 +191,22 @@ def test_without_noise_it_is_the_mean_of_clipped_updates(engine: str) -> None:
     other = trainer(clients_per_round=1.0, weighting="uniform", **options)
     other.fit(Ordinary(), data(SIZES))
     assert_close({"x": state_of(one)["x"]}, {"x": state_of(other)["x"]}, rtol=1e-6)
+
+
+def test_a_long_update_is_clipped_and_does_not_show_by_a_stop() -> None:
+    norms: list[float] = []
+
+    class Norms(FederatedCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+            norms.append(client_report.update_norm)
+
+    class Steep(Ordinary):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (1e9 if len(norms) == 3 else 1.0)
+
+    everybody = {"sampler": BernoulliSampler(1.0), "local_epochs": None, "local_steps": 1, "max_rounds": 1}
+    private(callbacks=Norms(), engine="sequential", **everybody).fit(Steep(), data(SIZES))
+    assert max(norms) > 1e6 * sorted(norms)[3]
 
 
 def test_a_round_without_clients_adds_noise_all_the_same() -> None:
