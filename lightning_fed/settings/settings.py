@@ -30,6 +30,7 @@ from lightning_fed.server.server import resolve_weighting
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 
 MAX_FAILED_SHARE = 0.5
+MAX_UPDATE_RATIO = 1e6
 
 
 @dataclass(frozen=True)

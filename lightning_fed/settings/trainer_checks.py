@@ -15,6 +15,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import PassThroughProfiler
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.client_privacy import ClientPrivacy
+from lightning_fed.settings.settings import MAX_UPDATE_RATIO
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy
 
@@ -203,6 +204,11 @@ def _check_private(trainer: pl.Trainer) -> None:
         raise FederatedError(
             f"{name}={getattr(loop, name)} cannot be combined with aggregator={aggregator!r}: a run that ends by the"
             " local steps of those who took part shows how many they were. Set max_rounds or min_epochs."
+        )
+    if (ratio := loop.settings.max_update_ratio) not in (None, MAX_UPDATE_RATIO):
+        raise FederatedError(
+            f"max_update_ratio={ratio} cannot be combined with aggregator={aggregator!r}: a stop would show the client,"
+            " whose update is clipped. Leave max_update_ratio unset."
         )
     for callback in trainer.callbacks:
         if isinstance(callback, (Measure, Inexactness, SimulatedTime, SplitPicture, TargetMetric)):

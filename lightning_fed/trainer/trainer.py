@@ -31,7 +31,7 @@ from lightning_fed.settings.lightning_arguments import (
     refusals_of_lightning,
 )
 from lightning_fed.settings.module_checks import no_federated_data
-from lightning_fed.settings.settings import MAX_FAILED_SHARE, Settings
+from lightning_fed.settings.settings import MAX_FAILED_SHARE, MAX_UPDATE_RATIO, Settings
 from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
@@ -193,7 +193,7 @@ class FederatedTrainer(pl.Trainer):
         client_states_dir: str | Path | None = None,
         on_client_error: Literal["raise", "drop"] = "raise",
         max_failed_share: float = MAX_FAILED_SHARE,
-        max_update_ratio: float | None = 1e6,
+        max_update_ratio: float | None = MAX_UPDATE_RATIO,
         callbacks: list[pl.Callback] | pl.Callback | None = None,
         max_epochs: int | None = None,
         **kwargs: Any,

@@ -389,12 +389,18 @@ def test_measures_of_clients_are_refused(callback: Any) -> None:
         private(callbacks=callback).fit(seeded(), data(SIZES))
 
 
-@pytest.mark.parametrize("option", [{"max_steps": 100}, {"min_steps": 100}], ids=str)
-def test_ends_that_depend_on_the_clients_steps_are_refused(option: Any) -> None:
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"max_steps": 100}, "shows how many they were"),
+        ({"min_steps": 100}, "shows how many they were"),
+        ({"max_update_ratio": 100}, "would show the client"),
+    ],
+    ids=str,
+)
+def test_ends_that_show_clients_are_refused(option: Any, why: str) -> None:
     (name,) = option
-    with pytest.raises(
-        FederatedError, match=f"{name}=100 cannot be combined with aggregator=.*shows how many they were"
-    ):
+    with pytest.raises(FederatedError, match=f"{name}=100 cannot be combined with aggregator=.*{why}"):
         private(**option).fit(seeded(), data(SIZES))
 
 
