@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_fed.strategies import peers as module
-from lightning_fed.strategies.peers import Peers, monitored_connections
+from lightning_fed.strategies.peers import Endpoint, Peers, monitored_connections
 from tests.helpers.processes import Outcome, in_processes, wait_until
 
 
@@ -116,3 +116,16 @@ def test_connections_made_inside_are_tested_and_others_are_not() -> None:
         for line in (before, inside, after):
             line.close()
     assert found == [(0, 0), (1, 7000), (0, 0)]
+
+
+def test_the_page_quotes_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+    quoted = re.findall(r"^    FederatedError: (.*?) \.\.\.$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.setattr(module, "_SETTLE", 0.0)
+    of_a, of_b = (
+        [Endpoint("node-a", 8000 + rank) for rank in range(4)],
+        [Endpoint("node-b", pid) for pid in (8663, 8664)],
+    )
+    peers = Peers(0, of_a + of_b)
+    peers._gone = {4, 5}
+    assert [text for text in map(" ".join, map(str.split, quoted)) if str(peers._error()).startswith(text)]
