@@ -148,9 +148,9 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
     sent = [name for name in buffers.server if name not in buffers.personal]
     if buffers.mode != "server" and sent:
         raise FederatedError(
-            f"aggregator={aggregator!r} cannot be combined with buffers={buffers.mode!r}: it does not replace the mean"
-            f" of buffers such as {sent[0]!r}. Set buffers='server', or use layers without running statistics, such as"
-            " GroupNorm."
+            f"{aggregator.argument}={aggregator!r} cannot be combined with buffers={buffers.mode!r}: it does not"
+            f" replace the mean of buffers such as {sent[0]!r}. Set buffers='server', or use layers without running"
+            " statistics, such as GroupNorm."
         )
 
 

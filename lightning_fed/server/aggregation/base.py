@@ -31,6 +31,9 @@ class Aggregator(ArgumentsRepr, ABC):
     weighted: bool = True
     """Whether clients may have unequal weights."""
 
+    argument: str = "aggregator"
+    """The argument of the trainer that takes it."""
+
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> "Aggregator":
         """Return a copy of the aggregator for a run with these settings.
 
@@ -45,18 +48,18 @@ class Aggregator(ArgumentsRepr, ABC):
         name = type(self).__name__
         if algorithm.population_loss:
             raise FederatedError(
-                f"aggregator={self!r} cannot be combined with {algorithm!r}, which uses the mean of the losses that all"
-                f" clients report: {name} does not replace that mean. Use the method without it, such as"
+                f"{self.argument}={self!r} cannot be combined with {algorithm!r}, which uses the mean of the losses"
+                f" that all clients report: {name} does not replace that mean. Use the method without it, such as"
                 " FedProx(mu=0.1)."
             )
         if not self.weighted and weighting not in (None, "uniform"):
             raise FederatedError(
-                f"weighting={weighting!r} cannot be combined with aggregator={self!r}, which gives all clients the same"
-                " weight. Leave weighting unset, or set weighting='uniform'."
+                f"weighting={weighting!r} cannot be combined with {self.argument}={self!r}, which gives all clients"
+                " the same weight. Leave weighting unset, or set weighting='uniform'."
             )
         if not self.weighted and "examples" in algorithm.reduces.values():
             raise FederatedError(
-                f"aggregator={self!r} cannot be combined with {algorithm!r}, which averages messages by examples"
+                f"{self.argument}={self!r} cannot be combined with {algorithm!r}, which averages messages by examples"
                 f" ({dict(algorithm.reduces)}): {name} gives all clients the same weight."
             )
         return copy.copy(self)

@@ -113,6 +113,7 @@ class Asynchronous(Aggregator):
     """
 
     weighted = False
+    argument = "asynchronous"
 
     def __init__(self, size: int, concurrency: int, clock: ClientClock | None = None) -> None:
         owner = type(self).__name__
