@@ -26,6 +26,13 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
+_TRAINERS = (
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "accumulate_grad_batches",
+    "limit_train_batches",
+    "precision",
+)
 _MISMATCHES = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
 
@@ -90,7 +97,8 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
     notes = {
         **prepared.settings.work(),
-        "batch_size": repr(trainer.datamodule.batch_size),
+        **{name: repr(getattr(trainer.datamodule, name)) for name in ("batch_size", "drop_last", "shuffle")},
+        **{name: repr(getattr(value := getattr(trainer, name), "value", value)) for name in _TRAINERS},
         "optimizer": type(prepared.optimizer.base).__name__,
         "parameters": _digest(repr(named).encode()),
     }

@@ -194,8 +194,9 @@ class Settings:
                 raise FederatedError(f"{origin.name}'s {name} is {there}, {origin.this}'s is {here}{why}")
 
     def work(self) -> dict[str, str]:
-        """Return the settings for sampling and local work, for checkpoints."""
-        names = ("local_epochs", "local_steps", "local_schedule", "sampler", "heterogeneity", "attack")
+        """Return the settings for sampling, weights and local work, for checkpoints."""
+        names: tuple[str, ...] = ("local_epochs", "local_steps", "local_schedule", "sampler", "heterogeneity", "attack")
+        names += ("weighting", "buffers", "gradient_clip_on", "local_optimizer_state")
         return {name: _named(getattr(self, name)) for name in names}
 
     # ------------------------------------------------------------------ checks
