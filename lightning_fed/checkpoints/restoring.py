@@ -95,10 +95,13 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
     """
     flat, trainer = prepared.flat, prepared.trainer
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
+    clip, by = trainer.fit_loop.corrected_clip or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     notes = {
         **prepared.settings.work(),
         **{name: repr(getattr(trainer.datamodule, name)) for name in ("batch_size", "drop_last", "shuffle")},
-        **{name: repr(getattr(value := getattr(trainer, name), "value", value)) for name in _TRAINERS},
+        **{name: repr(getattr(trainer, name)) for name in _TRAINERS},
+        "gradient_clip_val": repr(clip),
+        "gradient_clip_algorithm": repr(getattr(by, "value", by or "norm")),
         "optimizer": type(prepared.optimizer.base).__name__,
         "parameters": _digest(repr(named).encode()),
     }

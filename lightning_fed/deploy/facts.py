@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_fed._version import __version__
-from lightning_fed.callbacks import ClientModels
+from lightning_fed.callbacks import ClientModels, Inexactness, Measure
+from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.plain import plain_options
@@ -47,6 +48,13 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
             "ClientModels saves models of simulated clients, and the clients of this run are on sites, which keep their"
             " models. Leave it out of the callbacks of the server and of all sites."
         )
+    for callback in trainer.callbacks:
+        is_measure = isinstance(callback, (Measure, Inexactness))
+        if is_measure and type(callback).on_client_end is not FederatedCallback.on_client_end:
+            raise FederatedError(
+                f"{type(callback).__name__} follows the local work of simulated clients, and the clients of this run"
+                " are on sites. Leave it out of the callbacks of the server and of all sites, or measure in a simulation."
+            )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
     work, private = settings.work(), settings.client_privacy
     return {
@@ -78,11 +86,13 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
 
 def facts_in_reach(trainer: Any) -> dict[str, str]:
     """Return those facts that a callback can change between rounds, of which sites are not told."""
-    algorithm, clip = trainer.fit_loop.settings.algorithm, trainer.gradient_clip_algorithm
+    algorithm, corrected = trainer.fit_loop.settings.algorithm, trainer.fit_loop.corrected_clip
+    clip, by = corrected or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     return {
         "method options": repr(sorted(plain_options(algorithm.options()).items())),
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
-        "gradient_clip_val": f"{trainer.gradient_clip_val} by {getattr(clip, 'value', 'norm')}",
+        "gradient_clip_val": f"{clip} by {getattr(by, 'value', by or 'norm')}",
+        "gradient_clip_on": "gradient" if corrected is None else "corrected",
     }
 
 

@@ -101,7 +101,12 @@ def test_unchanged_settings_cause_no_warning(tmp_path: Path, settings: dict[str,
         (
             {"gradient_clip_val": 1.0},
             {"gradient_clip_algorithm": "value"},
-            "gradient_clip_algorithm=None (this run has 'value')",
+            "gradient_clip_algorithm='norm' (this run has 'value')",
+        ),
+        (
+            {"gradient_clip_val": 1.0, "gradient_clip_on": "corrected"},
+            {"gradient_clip_val": 2.0},
+            "gradient_clip_val=1.0 (this run has 2.0)",
         ),
         ({}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=1 (this run has 2)"),
         ({}, {"precision": "bf16-mixed"}, "precision='32-true' (this run has 'bf16-mixed')"),

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_fed.callbacks import ClientModels
+from lightning_fed.callbacks import ClientModels, Inexactness, LocalDrift, UpdateCosine
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
 from lightning_fed.deploy.facts import check_facts, optimizer_facts
@@ -46,6 +46,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
         {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
         model,
         "its gradient_clip_val is 2 by value, the server",
+    ),
+    "clipping after the correction": (
+        {"gradient_clip_val": 2.0, "gradient_clip_on": "corrected"},
+        model,
+        "its gradient_clip_on is corrected, the server's is gradient",
     ),
     "rate": (
         {},
@@ -109,6 +114,13 @@ def test_models_of_clients_are_not_saved_on_either_side(models: Any, tmp_path: P
         with pytest.raises(FederatedError, match="ClientModels saves models of simulated clients"):
             wire.run(trainer=fitted)
     assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("measure", [LocalDrift, UpdateCosine, Inexactness])
+def test_measures_of_local_work_are_refused(measure: Any, tmp_path: Path) -> None:
+    """No site calls them for the server, which would log nothing."""
+    with pytest.raises(FederatedError, match=f"{measure.__name__} follows the local work of simulated clients"):
+        Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[measure()])).run()
 
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {
