@@ -53,7 +53,8 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         if is_measure and type(callback).on_client_end is not FederatedCallback.on_client_end:
             raise FederatedError(
                 f"{type(callback).__name__} follows the local work of simulated clients, and the clients of this run"
-                " are on sites. Leave it out of the callbacks of the server and of all sites, or measure in a simulation."
+                " are on sites. Leave it out of the callbacks of the server and of all sites, or measure in a"
+                " simulation."
             )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
     work, private = settings.work(), settings.client_privacy

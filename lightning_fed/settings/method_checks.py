@@ -108,6 +108,11 @@ class _Rehearsal:
         if algorithm.own_solve is not None:
             _Rehearsal(algorithm.own_solve, len(x)).work(server, client, gradients)
         messages = self.work(server, client, gradients)
+        if unsent := algorithm.reduces.keys() - messages.keys():
+            raise FederatedError(
+                f"{self.name}.finish() sends {sorted(messages)}, and `reduces` declares {sorted(algorithm.reduces)}."
+                f" Send {sorted(unsent)[0]!r} too, or do not declare it."
+            )
         mean = {name: messages[name].double() for name in algorithm.reduces}
         found = self._call("update_server", x, dict(server), mean, cohort)
         if not (isinstance(found, tuple) and len(found) == 2):

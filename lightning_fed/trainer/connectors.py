@@ -267,3 +267,5 @@ def remove_refused_logs(trainer: pl.Trainer) -> None:
             if all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files):
                 rmtree(logger.log_dir, ignore_errors=True)
                 logger._version = None
+                if isinstance(logger, pl.loggers.CSVLogger):
+                    logger._experiment = None  # it makes the folder again, should another trainer use the logger

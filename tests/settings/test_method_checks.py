@@ -181,6 +181,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**TWO, "finish": lambda self, y, run: Update({"delta": run.delta, "k": run.num_steps})},
         r"finish\(\) returns 'k' as an int.*Return torch.as_tensor\(run.num_steps\)",
     ),
+    "a declared message that is not sent": (
+        TWO,
+        r"finish\(\) sends \['delta'\].* declares \['delta', 'k'\]. Send 'k' too",
+    ),
     "no update": ({"finish": lambda self, y, run: {"delta": run.delta}}, r"finish\(\) must return an Update, found"),
     "a new name to keep": (
         {"finish": lambda self, y, run: Update({"delta": run.delta}, {"k": run.delta})},

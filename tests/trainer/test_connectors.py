@@ -179,3 +179,11 @@ def test_only_a_refused_run_loses_its_log_and_never_a_file_of_the_users(
         run.fit(seeded(), data())
     assert len([*tmp_path.rglob("version_0_FedAvg")]) == stays
     assert len([*tmp_path.rglob("notes.txt")]) == notes
+
+
+def test_the_logger_of_a_refused_run_serves_the_next_one(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    with pytest.raises(FederatedError):
+        trainer(callbacks=Noted(False, "refused"), logger=logger, max_rounds=1).fit(seeded(), data())
+    trainer(logger=logger, max_rounds=1).fit(seeded(), data())
+    assert Path(logger.log_dir, "metrics.csv").is_file()
