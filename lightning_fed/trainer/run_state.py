@@ -437,4 +437,5 @@ def _engines_of(saved: Mapping[str, Any]) -> list[str]:
 def _chunk_of(saved: Mapping[str, Any], asked: int | None) -> int | None:
     """Return how many clients a checkpoint's run trained at once; None if the user asks for another number now."""
     before = saved.get("chunk_size", {"asked": None, "taken": None})
-    return None if before["taken"] is None or before["asked"] != asked else max(1, int(before["taken"]))
+    is_other = asked is not None and asked != before["asked"]
+    return None if before["taken"] is None or is_other else max(1, int(before["taken"]))

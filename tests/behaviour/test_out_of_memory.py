@@ -212,6 +212,11 @@ def test_a_resumed_run_has_the_chunk_that_it_had(asked: int | None, tmp_path: Pa
     assert start(chunk_size=3, **options).fit_loop.clients.chunk_size == 3, "another wish of the user's"
 
 
+def test_a_run_resumed_without_the_argument_keeps_the_chunk(tmp_path: Path) -> None:
+    start(chunk_size=3).save_checkpoint(tmp_path / "half.ckpt")
+    assert start(chunk_size=None, max_rounds=3, ckpt_path=tmp_path / "half.ckpt").fit_loop.clients.chunk_size == 3
+
+
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 def test_another_fit_of_a_trainer_has_it_too() -> None:
     found = start(callbacks=[Shrinks(2)])
