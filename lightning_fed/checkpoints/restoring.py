@@ -16,7 +16,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of
+from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of, schedule_options
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.aggregation.lora import lora_needs_mean
 from lightning_fed.server.client_privacy import PrivacyLedger
@@ -63,10 +63,13 @@ def _continue(
     """Restore a new server to the state of another one of the same run, except for client states."""
     settings.check_transport(saved.get("transport", {}), origin)
     built, its = options_of(server.step.optimizer), origin.name[0].lower() + origin.name[1:]
+    schedules = [] if server.step.scheduler is None else [server.step.scheduler]
+    planned = [schedule_options(schedule) for schedule in schedules]
     server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
     loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
     if differing := differing_options(built, loaded, is_scheduled, origin):
         rank_zero_warn(f"The server's optimizer continues with {its}'s {', '.join(differing)}.")
+    warn_of_schedules(schedules, planned, origin)
     if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
         rank_zero_warn(f"The run continues with {its}'s seed {saved['seed']}, not with {settings.seed}.")
     compare_work(saved.get("work", {}), notes, keeps_states, origin)
@@ -103,11 +106,24 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
         "gradient_clip_val": repr(clip),
         "gradient_clip_algorithm": repr(getattr(by, "value", by or "norm")),
         "optimizer": type(prepared.optimizer.base).__name__,
+        "schedules": _schedules_of(trainer),
         "parameters": _digest(repr(named).encode()),
     }
     if population.sizes_are_known:
         notes["sizes"] = _digest(np.array(population.sizes, dtype=np.int64).tobytes())
     return notes
+
+
+def _schedules_of(trainer: pl.Trainer) -> str:
+    return ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs) or "none"
+
+
+def warn_of_schedules(schedules: Sequence[Any], built: Sequence[Mapping[str, Any]], origin: Origin) -> None:
+    """Warn of options of schedules that loading their states has changed; ``built`` has those before."""
+    for schedule, options in zip(schedules, built, strict=True):
+        if differing := differing_options([options], [schedule_options(schedule)], True, origin):
+            its = origin.name[0].lower() + origin.name[1:]
+            rank_zero_warn(f"{type(schedule).__name__} continues with {its}'s {', '.join(differing)}.")
 
 
 def _digest(content: bytes) -> str:
@@ -136,7 +152,9 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             f"{origin.name} {origin.ran} local_schedule={counted}, so its clients have not counted the steps that"
             f" 'continue' goes on from. {origin.remedy('the local_schedule')}"
         )
-    if others := sorted(differing - {"sizes", "optimizer"}):  # another optimizer raises when its state is loaded
+    if others := sorted(
+        differing - {"sizes", "optimizer", "schedules"}
+    ):  # the last two raise when their state is loaded
         listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
         rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
 
@@ -177,10 +195,12 @@ class EarlierFit:
                     f" {EARLIER_FIT.remedy('the optimizer and the schedules')}"
                 )
         optimizer = prepared.optimizer.base
-        built = options_of(optimizer)
+        built, schedules = options_of(optimizer), [config.scheduler for config in prepared.trainer.lr_scheduler_configs]
+        planned = [schedule_options(schedule) for schedule in schedules]
         optimizer.load_state_dict(self.optimizer)
-        for config, state in zip(prepared.trainer.lr_scheduler_configs, self.schedules, strict=True):
-            config.scheduler.load_state_dict(state)
+        for schedule, state in zip(schedules, self.schedules, strict=True):
+            schedule.load_state_dict(state)
+        warn_of_schedules(schedules, planned, EARLIER_FIT)
         if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
             rank_zero_warn(
                 f"The local optimizer continues with the earlier fit's {', '.join(differing)}. To train with other"
@@ -196,11 +216,11 @@ class EarlierFit:
 
 def _kinds_of(prepared: PreparedModule) -> dict[str, str]:
     """Return descriptions of the local optimizer and its schedules."""
-    optimizer, configs = prepared.optimizer.base, prepared.trainer.lr_scheduler_configs
+    optimizer = prepared.optimizer.base
     return {
         "local optimizer": type(optimizer).__name__,
         "parameters per group of the local optimizer": str([len(g["params"]) for g in optimizer.param_groups]),
-        "schedules": ", ".join(type(config.scheduler).__name__ for config in configs) or "none",
+        "schedules": _schedules_of(prepared.trainer),
     }
 
 

@@ -1,10 +1,13 @@
-"""The source that a run continues from, for messages, and differences of optimizers' options."""
+"""The source that a run continues from, for messages, and differences of options of optimizers and schedules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch.optim import Optimizer
+
+_PLAIN = (int, float, str, bool, list, tuple, Mapping, type(None))  # what can be compared and shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,12 @@ EARLIER_FIT = Origin(
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the options of every parameter group, without the parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def schedule_options(schedule: Any) -> dict[str, Any]:
+    """Return the plain arguments that a schedule keeps in its state, which its steps do not change."""
+    given = signature(type(schedule)).parameters.keys() - {"last_epoch"}
+    return {name: v for name, v in schedule.state_dict().items() if name in given and isinstance(v, _PLAIN)}
 
 
 def differing_options(

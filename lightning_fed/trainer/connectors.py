@@ -15,7 +15,7 @@ from lightning_fed.checkpoints.folders import (
     newest,
     restore_scores,
 )
-from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from
+from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from, warn_of_schedules
 from lightning_fed.checkpoints.search import best_of_newest_run, check_exists, last_of_newest_run, roots
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
@@ -27,7 +27,7 @@ from lightning_fed.compat.private import (
     rank_zero_warn,
 )
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.origin import CHECKPOINT, differing_options, options_of
+from lightning_fed.core.origin import CHECKPOINT, differing_options, options_of, schedule_options
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
@@ -82,6 +82,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
             return
         optimizers = self.trainer.optimizers
         built = [options_of(optimizer) for optimizer in optimizers]
+        schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        planned = [schedule_options(schedule) for schedule in schedules]
         with restored_from(self.trainer.ckpt_path, "optimizers and schedules"):
             run = self._loaded_checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
             there, here = run.get("work", {}).get("optimizer"), [type(optimizer).__name__ for optimizer in optimizers]
@@ -90,7 +92,13 @@ class RoundCheckpointConnector(_CheckpointConnector):
                     f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}."
                     f" {CHECKPOINT.remedy('the one')}"
                 )
+            kinds = ", ".join(type(schedule).__name__ for schedule in schedules) or "none"
+            if (before := run.get("work", {}).get("schedules", kinds)) != kinds:
+                raise FederatedError(
+                    f"The checkpoint's schedules: {before}. This run's: {kinds}. {CHECKPOINT.remedy('the schedules')}"
+                )
             super().restore_training_state()
+            warn_of_schedules(schedules, planned, CHECKPOINT)
             for optimizer in optimizers:
                 check_optimizer_states(optimizer, "the local optimizer")
         for optimizer, options in zip(optimizers, built, strict=True):

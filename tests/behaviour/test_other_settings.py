@@ -24,6 +24,12 @@ class Scheduled(Ordinary):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
+class Slower(Ordinary):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
 class Cycling(Ordinary):
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.parameters(), momentum=0.9)
@@ -92,6 +98,16 @@ def test_unchanged_settings_cause_no_warning(tmp_path: Path, settings: dict[str,
             {"server_optimizer": partial(FedAdam, lr=0.01)},
             "server's optimizer continues with the checkpoint's lr=0.1 (this run has 0.01)",
         ),
+        (
+            {"module": Scheduled},
+            {"module": Slower},
+            "ExponentialLR continues with the checkpoint's gamma=0.5 (this run has 0.9)",
+        ),
+        (
+            {"server_lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
+            {"server_lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+            "StepLR continues with the checkpoint's step_size=1 (this run has 2)",
+        ),
         ({}, {"local_epochs": 3}, "written with local_epochs=1 (this run has 3). The run continues with this run's"),
         ({}, {"clients_per_round": 2}, "sampler=UniformSampler(3) (this run has UniformSampler(2))"),
         ({}, {"batch_size": 8}, "batch_size=4 (this run has 8)"),
@@ -125,6 +141,8 @@ def test_changed_settings_are_warned_of(tmp_path: Path, first: Any, then: Any, m
     [
         ({}, {"optimizer": ADAM}, "checkpoint's local optimizer is SGD, this run's is Adam"),
         ({"optimizer": ADAM}, {"optimizer": SGD}, "checkpoint's local optimizer is Adam, this run's is SGD"),
+        ({"module": Scheduled}, {"module": Plateau}, "schedules: ExponentialLR. This run's: ReduceLROnPlateau"),
+        ({}, {"module": Scheduled}, "schedules: none. This run's: ExponentialLR"),
         ({"algorithm": Scaffold()}, {"sizes": (13, 8, 21, 5, 16, 8)}, "what its clients keep belongs to their data"),
         ({"algorithm": FedAvg()}, {"algorithm": Scaffold()}, "method is 'FedAvg', this run's is 'Scaffold'"),
     ],
