@@ -31,7 +31,7 @@ _UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, 
 
 
 class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
-    """Writes a checkpoint to a temporary file, flushes and renames it; verifies every byte on reading.
+    """Writes a checkpoint to a temporary file, flushes and renames it; verifies its content on reading.
 
     If the process or the machine dies at any time, a checkpoint is the old one or the new one, and a link such as
     ``last`` leads to a complete one. fsspec handles remote paths, and uploads complete files.
@@ -101,7 +101,7 @@ def local_path(path: Any) -> Path | None:
 
 
 def damage_of(file: Path) -> str | None:
-    """Return the fault of a local checkpoint, or None if every byte is as written."""
+    """Return the fault of a local checkpoint, or None if every byte of its content is as written."""
     if not file.is_file():
         return "it is not a file"
     try:

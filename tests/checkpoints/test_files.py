@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import random
 import resource
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +201,12 @@ def test_torch_alone_takes_a_changed_byte(tmp_path: Path) -> None:
 
 
 def damage(path: Path) -> None:
+    """Change a byte in the middle of the largest entry: what is between the entries is not content."""
+    with zipfile.ZipFile(path) as archive:
+        entry = max(archive.infolist(), key=lambda info: info.file_size)
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
+    name, extra = struct.unpack("<HH", content[entry.header_offset + 26 : entry.header_offset + 30])
+    content[entry.header_offset + 30 + name + extra + entry.file_size // 2] ^= 8
     path.write_bytes(content)
 
 
