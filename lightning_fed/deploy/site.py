@@ -24,6 +24,7 @@ from lightning_fed.deploy.message import (
     address,
     check_columns,
     check_message,
+    printable,
     quoted,
     task_in,
 )
@@ -111,7 +112,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         try:
             reply = self._answer(task)
         except FederatedError as error:
-            _log.warning("%s refused: %s", _title(task), error)
+            _log.warning("%s refused: %s", _title(task), printable(str(error)))  # it may quote the message
             raise
         except Exception:
             with self._sealed():

@@ -103,11 +103,12 @@ class SiteWorker:
 
             return REPLY, site.answer(Message.from_bytes(task)).to_bytes()
         except FederatedError as error:
-            return REFUSED, str(error).encode()
+            why = str(error)
         except Exception as error:
             traceback.print_exc()
             self._leave()  # its state is unknown: the next task makes a new one
-            return REFUSED, f"{type(error).__name__}: {error} (the site's log is {log_of(self.state_dir)})".encode()
+            why = f"{type(error).__name__}: {error} (the site's log is {log_of(self.state_dir)})"
+        return REFUSED, why.encode(errors="backslashreplace")  # it may quote the task
 
     def _made(self) -> Any:
         if self._site is None:

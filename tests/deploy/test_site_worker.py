@@ -75,6 +75,16 @@ def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, m
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_refusal_that_quotes_what_is_no_text_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = SiteWorker({"node_config": {"client-id": 0}})
+
+    def refuse() -> None:
+        raise FederatedError("its \ud800 is 5")
+
+    monkeypatch.setattr(resident, "_made", refuse)
+    assert resident.answer(b"task") == (b"E", rb"its \ud800 is 5")
+
+
 def test_the_limits_of_a_nodes_configuration_are_those_of_the_site(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("METHOD", "FedAvg")
     makers = dict(zip(("trainer", "model", "data"), (*NAMES, DATA), strict=True))

@@ -16,7 +16,10 @@ def packed(messages: Mapping[str, bytes], refused: Mapping[str, str] | None = No
 
 def unpacked(arrays: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the messages, and why others are missing, dropping anything but arrays of bytes."""
-    is_array = {str(key): isinstance(value, np.ndarray) and value.dtype == np.uint8 for key, value in arrays.items()}
-    found = {str(key): value.tobytes() for key, value in arrays.items() if is_array[str(key)]}
+    found = {
+        str(key): value.tobytes()
+        for key, value in arrays.items()
+        if isinstance(value, np.ndarray) and value.dtype == np.uint8
+    }
     why = {key: found.pop(key) for key in list(found) if key.startswith(_REFUSED)}
     return found, {key.removeprefix(_REFUSED): text.decode(errors="replace") for key, text in why.items()}

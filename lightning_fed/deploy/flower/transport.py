@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.records import clients_in, packed, unpacked
-from lightning_fed.deploy.message import Message
+from lightning_fed.deploy.message import Message, printable
 from lightning_fed.deploy.transport import Absent, Refusal, contents_of, replies_in
 
 _PAUSE = 0.5  # seconds between two looks for replies
@@ -177,7 +177,8 @@ class FlowerTransport:
         if unexpected or not names:
             has = f"client {', '.join(unexpected)}" if unexpected else "no client"
             self._note_error(asked.node, f"it has {has}, and the run's client_ids are {', '.join(self._by_text)}.")
-        self._named[asked.node] = [self._by_text[name] for name in names if name in self._by_text]
+        told = {*names}
+        self._named[asked.node] = [client for name, client in self._by_text.items() if name in told]
         earlier = [key for key, sent in self._sent.items() if sent.node == asked.node and sent.at < asked.at]
         for key in earlier:
             if clients := self._sent.pop(key).clients:
@@ -185,7 +186,7 @@ class FlowerTransport:
 
     def _note_error(self, node: int, reason: str) -> None:
         self._not_before[node] = time.monotonic() + _BACK_OFF
-        if self._said.get(node) != reason:
+        if self._said.get(node) != (reason := printable(reason)):
             self._said[node] = reason
             _log.warning("Node %d: %s", node, reason)
 

@@ -109,11 +109,11 @@ def test_owners_must_be_clients_with_public_keys(tmp_path: Path) -> None:
 
 
 def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    nodes.nodes[101] = {**nodes.nodes[101], "client-id": "nobody"}
+    nodes.nodes[101] = {**nodes.nodes[101], "client-id": "no\nbody"}
     nodes.nodes[102] = {}
     with caplog.at_level("WARNING", logger="flwr"), pytest.raises(FederatedError, match="have not answered"):
         run(nodes, tmp_path / "last.ckpt", 0.5, 0.1)
-    assert "Node 101: it has client nobody, and the run's client_ids are 0, 1, 2, 3." in caplog.text
+    assert r"Node 101: it has client no\nbody, and the run's client_ids are 0, 1, 2, 3." in caplog.text
     assert "Node 102: This SuperNode's client-id is None" in caplog.text
 
 
