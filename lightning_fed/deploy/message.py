@@ -32,6 +32,9 @@ MEASURE = "measure"
 MOST = 2**53
 """The largest count: a float has every whole number up to here."""
 
+MOST_STEPS = 2**20
+"""The most rounds of a run, and the most local steps in a round: schedules step up to them one by one."""
+
 _HEADER = "message"
 _PARTS = ("server", "cohort_grad", "buffers", "base", "keep")
 

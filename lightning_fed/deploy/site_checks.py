@@ -1,6 +1,5 @@
 """Check a server's task: every number of it has its bounds here, which limit the site's work."""
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -8,19 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fed.callbacks.client_metrics import ClientAccuracy
-from lightning_fed.core.arguments import check_number
+from lightning_fed.core.arguments import check_number, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.partitions.partition import check_client_ids
-from lightning_fed.deploy.message import MEASURE, Message, is_count, quoted
+from lightning_fed.deploy.message import MEASURE, MOST_STEPS, Message, is_count, quoted
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.settings.settings import Settings
 
 _RUN = re.compile(r"[0-9a-f]{16}")
-_MOST = 2**31  # rounds, and attempts at one
-_MOST_STEPS = 2**20  # local steps in a round, of a client that may be on another site
 
 
 def check_header(message: Message) -> None:
@@ -31,7 +28,7 @@ def check_header(message: Message) -> None:
             f"A site has received a task of run {quoted(header['run'])}: a run's name is 16 hex digits."
         )
     for name in ("round", "attempt"):
-        _check_int("A task", name, header[name], 0, _MOST)
+        _check_int("A task", name, header[name], 0, MOST_STEPS)
 
 
 def check_registration(message: Message) -> None:
@@ -104,11 +101,11 @@ class TaskChecks:
                 raise FederatedError(f"{who} asks to measure {quoted(header.get('what'))}, which no site measures.")
             _check_int(who, "local_steps", header.get("local_steps"), 0, max(planned, self._measured))
         mean = header.get("mean_examples")
-        if mean is not None and not (isinstance(mean, float | int) and math.isfinite(mean) and mean >= 0):
+        if mean is not None and not finite(mean) >= 0:
             raise FederatedError(f"{who} has mean_examples = {quoted(mean)}, which must be a number of examples.")
         self._check_plateaus(who, header.get("plateaus"))
         # A step of the run that it can be at in this round: to get there takes time
-        least, most = 0, number * _MOST_STEPS
+        least, most = 0, number * MOST_STEPS
         if self._settings.local_schedule != "total":
             most = 0
         elif self._settings.local_steps is not None:
@@ -118,8 +115,7 @@ class TaskChecks:
     def _check_plateaus(self, who: str, found: Any) -> None:
         configs = [config for config in self._trainer.lr_scheduler_configs if config.reduce_on_plateau]
         own = [config.scheduler.state_dict().keys() for config in configs]
-        named = [state.keys() if isinstance(state, Mapping) else None for state in found or ()]
-        if not isinstance(found, list) or named != own:
+        if not isinstance(found, list) or [isinstance(state, Mapping) and state.keys() for state in found] != own:
             raise FederatedError(f"{who} has schedules that this site's module does not have: use the same module.")
 
     def check_tensors(

@@ -1,6 +1,7 @@
 """Client states on the site's own disk: the last two versions of each, written atomically."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 
 _AGREED = "agreed.json"
+_log = logging.getLogger("lightning_fed.deploy.site")
 
 
 class SiteStates:
@@ -36,6 +38,8 @@ class SiteStates:
             ) from error
         except OSError as error:
             raise FederatedError(f"The site's folder {folder} cannot be used: {error.strerror or error}.") from error
+        if os.name == "posix" and folder.stat().st_mode & 0o022:
+            _log.warning("Others can write into the site's folder %s. Set its mode to 0700.", folder)
         for left in folder.rglob(".*.new"):  # of a process that was killed
             left.unlink()
 
@@ -86,12 +90,12 @@ class SiteStates:
         return state
 
     def write(self, run: str, index: int, before: int, version: int, state: State) -> None:
-        """Keep a client's new state, the version that it came from, and no other."""
+        """Keep a client's new state, the version that it came from, and the last two, if this task is an old one."""
         own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         write_private(self._path(run, index, version), save(own))
-        for held in self._versions(run, index):
-            if held not in (before, version):
-                self._path(run, index, held).unlink()
+        held = self._versions(run, index)
+        for old in {*held[:-2]} - {before, version}:
+            self._path(run, index, old).unlink()
 
     def _path(self, run: str, index: int, version: int) -> Path:
         return self.folder / run / f"{index}.{version}.state"
@@ -103,9 +107,14 @@ class SiteStates:
 def write_private(path: Path, content: bytes) -> None:
     """Write a file for this user alone, as a whole or not at all."""
     work = path.with_name(f".{path.name}.new")
-    work.unlink(missing_ok=True)
-    append_private(work, content)
-    os.replace(work, path)
+    try:
+        work.unlink(missing_ok=True)
+        append_private(work, content)
+        os.replace(work, path)
+    except OSError as error:
+        raise FederatedError(
+            f"{path} cannot be written: {error.strerror or error}. What was kept before stays."
+        ) from error
     flush_folder(path.parent)  # the new name, too, is there after a power cut
 
 

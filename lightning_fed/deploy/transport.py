@@ -120,7 +120,11 @@ class InProcess:
     """
 
     def __init__(self, sites: Iterable[FederatedSite]) -> None:
-        self._site_of = {client_id: site for site in sites for client_id in site.client_ids}
+        self._site_of: dict[ClientId, FederatedSite] = {}
+        for site in sites:
+            for client_id in site.client_ids:
+                if self._site_of.setdefault(client_id, site) is not site:
+                    raise FederatedError(f"InProcess: two sites have client {client_id!r}. A client is at one site.")
 
     def exchange(
         self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]

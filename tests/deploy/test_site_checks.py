@@ -64,6 +64,7 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "a run in capitals": (task(run="ABCDEF0123456789"), "16 hex digits"),
     "a negative round": (task(round=-5), "round = -5"),
     "a round that is true": (task(round=True), "round = True"),
+    "a round up to which schedules would step for hours": (task(round=2**20 + 1), "round = 1048577: .* to 1048576"),
     "an attempt of many digits": (task(attempt=10**400), "attempt = 1000"),
     "another phase": (task(phase="bogus"), r"asks for 'bogus', which FedAvg does not need: .* 'train', 'measure'"),
     "gradients that the method does not take": (task(phase="gradients"), "'gradients', which FedAvg does not need"),
@@ -74,6 +75,8 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "no state": (task(state=None), "state = None"),
     "a mean that is infinite": (task(mean_examples=float("inf")), "mean_examples = inf"),
     "a schedule that is not there": (task(plateaus=[{"best": 0.0}]), "schedules that this site's module does not have"),
+    "a mean of many digits": (task(mean_examples=10**400), "mean_examples = 1000"),
+    "a number of schedules": (task(plateaus=1.5), "schedules that this site's module does not have"),
     "schedules that are none": (task(plateaus=None), "schedules that this site's module does not have"),
     "a step of a schedule that does not count the run's": (task(first_step=1), "first_step = 1: .* from 0 to 0"),
     "long fine-tuning": (measure(what="val", local_steps=2000), f"local_steps = 2000: .* from 0 to {STEPS}"),
@@ -86,6 +89,12 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "a registration without an optimizer": (registration(optimizer=None), "does not contain the server's settings"),
     "a registration without clients": (registration(clients=None), "give a sequence of ints or strs"),
 }  # fmt: skip
+
+
+def test_a_server_cannot_write_to_a_sites_log(site: FederatedSite, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(FederatedError, match="is not valid: its a\nb is 5"):
+        site.answer(registration(words={"a\nb": 5}))
+    assert r"its a\nb is 5" in caplog.messages[-1]
 
 
 def test_first_gradients_are_refused_after_the_first_round(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What clients of a site keep, on the site's own disk."""
 
+import errno
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -54,6 +56,45 @@ def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) ->
         assert found["c"].tolist() == [version, version]
     with pytest.raises(FederatedError, match="Client 3 is asked to continue from its state after 1 rounds, .* 2, 3"):
         states.read("r", 3, 0, 1)
+
+
+def test_a_late_copy_of_an_old_task_does_not_delete_newer_states(states: SiteStates) -> None:
+    states.agree("r", {"clients": [3], "words": {}})
+    for before, version in ((0, 1), (1, 4), (4, 6)):
+        states.write("r", 0, before, version, {"c": torch.full((2,), float(version))})
+    states.write("r", 0, 0, 1, {"c": torch.ones(2)})  # its first round, once more
+    for version in (4, 6):
+        assert states.read("r", 3, 0, version) is not None
+    for version in (3, 2, 1):  # of a server that sends whatever it likes
+        states.write("r", 0, 0, version, {"c": torch.ones(2)})
+    assert len(list((states.folder / "r").glob("*.state"))) == 3
+
+
+def test_a_state_that_cannot_be_written_is_named_and_the_one_before_stays(
+    states: SiteStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states.agree("r", {"clients": [3], "words": {}})
+    states.write("r", 0, 0, 1, {"c": torch.ones(2)})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FederatedError, match=r"0\.2\.state cannot be written: No space left .* kept before stays"):
+        states.write("r", 0, 1, 2, {"c": torch.zeros(2)})
+    found = states.read("r", 3, 0, 1)
+    assert found is not None
+    assert found["c"].tolist() == [1, 1]
+    with pytest.raises(FederatedError, match="has versions 1"):
+        states.read("r", 3, 0, 2)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of folders are those of POSIX")
+def test_a_folder_into_which_others_can_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for mode, told in ((0o755, 0), (0o777, 1)):
+        tmp_path.chmod(mode)
+        SiteStates(tmp_path).close()
+        assert caplog.text.count("Others can write into the site's folder") == told
 
 
 def test_a_damaged_file_is_named(states: SiteStates) -> None:

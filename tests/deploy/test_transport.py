@@ -29,6 +29,15 @@ def test_sites_in_one_process_answer_for_all_their_clients(tmp_path: Path) -> No
     assert torch.equal(parameters(module), parameters(simulated(MAKE).lightning_module))
 
 
+def test_a_client_of_two_sites_is_refused(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shares = enumerate(([0, 1], [1, 2]))
+        made = [FederatedSite(MAKE(), model(), make_data(ids), ids, tmp_path / str(n)) for n, ids in shares]
+        sites = [stack.enter_context(site) for site in made]
+        with pytest.raises(FederatedError, match="InProcess: two sites have client 1"):
+            InProcess(sites)
+
+
 def test_bytes_are_the_reply_of_the_client_that_has_sent_them_or_none() -> None:
     reply = Message({"client": "a", "phase": "train"})
     assert reply_from("a", reply.to_bytes()) == reply
