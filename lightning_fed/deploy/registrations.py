@@ -56,6 +56,11 @@ class Registrations:
                 f"The reply of client {client_id!r} says that it has {counts['size']:,} examples, more than"
                 f" max_examples={self._max_examples:,} allows: its weight would be as large."
             )
+        if counts["batches"] > counts["size"]:  # a schedule of the run's steps goes by the most batches
+            raise FederatedError(
+                f"The reply of client {client_id!r} says that it has {counts['batches']:,} batches of"
+                f" {counts['size']:,} examples."
+            )
         batch_size = header.get("batch_size")
         if self._batch_size is not None and batch_size != self._batch_size:
             raise FederatedError(

@@ -11,7 +11,7 @@ from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.facts import facts_in_reach
-from lightning_fed.deploy.message import FORMAT, MEASURE, Message, shared_part
+from lightning_fed.deploy.message import FORMAT, MEASURE, MOST_STEPS, Message, shared_part
 from lightning_fed.deploy.replies import reply_of
 from lightning_fed.deploy.reply_checks import Expected
 from lightning_fed.rounds.client_half import ClientHalf
@@ -43,20 +43,35 @@ class RemoteWork(ClientHalf):
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
         """Return the drawn clients that have registered and have examples; see :meth:`ClientHalf.participants`."""
-        trainer, members, self._attempt = self.trainer, [], -1
+        members, self._attempt = [], -1
         for client_id, count in drawn.items():
             known = self._sites.known[client_id]
-            if client_id in self._sites.unregistered:
-                error = ClientError(f"Client {client_id!r} has not registered.", client_id)
+            try:
+                steps = self._steps_of(client_id)
+            except ClientError as error:
                 if failed is None:
-                    raise error
+                    raise
                 failed(error)
-            elif known.size:
-                batches = limited(known.batches, trainer.limit_train_batches) * self._settings.algorithm.steps_per_batch
-                steps = self._settings.steps(batches, trainer.accumulate_grad_batches)
+                continue
+            if known.size:
                 index = self._loop.population.index_of(client_id)
                 members.append(Participant(client_id, index, known.size, count, steps))
         return members
+
+    def _steps_of(self, client_id: ClientId) -> int:
+        """Return the local steps of a client in a round; raise if it cannot take part."""
+        if client_id in self._sites.unregistered:
+            raise ClientError(f"Client {client_id!r} has not registered.", client_id)
+        trainer, settings, batches = self.trainer, self._settings, self._sites.known[client_id].batches
+        batches = limited(batches, trainer.limit_train_batches) * settings.algorithm.steps_per_batch
+        steps: int = settings.steps(batches, trainer.accumulate_grad_batches)
+        if steps > MOST_STEPS and settings.local_schedule == "total":
+            raise ClientError(
+                f"Client {client_id!r} has {steps:,} local steps in a round, and local_schedule='total' allows"
+                f" {MOST_STEPS:,}: the schedules of all clients go on from there.",
+                client_id,
+            )
+        return steps
 
     def _refuse_changes(self, round: int) -> None:
         for name, now in facts_in_reach(self.trainer).items():
@@ -128,13 +143,17 @@ class RemoteWork(ClientHalf):
             own = {"client": ids[index], "steps": task.steps.get(index), "state": versions.get(index, 0)}
             tasks[ids[index]] = Message({**header, **own}, {**shared, **held})
 
-        algorithm, expected = self._settings.algorithm, Expected({}, frozenset())
+        algorithm, expected = self._settings.algorithm, Expected({}, frozenset(), False)
         if task.phase == TRAIN:
             expected = Expected.of(algorithm, self._loop.prepared.optimizer, task, self._loop.state.new_client())
+            settings = self._settings
+            if settings.compression or settings.attack or settings.is_private:  # their sites send other changes
+                expected = replace(expected, model=False)
 
         def read(message: Message) -> Reply:
             index = self._loop.population.index_of(message.client)
-            return reply_of(message, index, task, algorithm, expected, measure.get("what", ""))
+            size = self._sites.known[message.client].size
+            return reply_of(message, index, size, task, algorithm, expected, measure.get("what", ""))
 
         return self._exchange.ask(tasks, read)
 

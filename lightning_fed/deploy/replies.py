@@ -12,7 +12,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.deploy.message import MEASURE, Message, address, parts_of, printable, quoted
+from lightning_fed.deploy.message import MEASURE, MOST, Message, address, parts_of, printable, quoted
 from lightning_fed.deploy.reply_checks import Expected, Fields, check_finite, check_tensor
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 
@@ -71,12 +71,12 @@ def _own(value: Tensor) -> Tensor:
 
 
 def reply_of(
-    message: Message, index: int, task: Task, algorithm: Algorithm, expected: Expected, what: str = ""
+    message: Message, index: int, size: int, task: Task, algorithm: Algorithm, expected: Expected, what: str = ""
 ) -> Reply:
     """Return the reply to a task in the message of a client, with the content that the method requires.
 
-    A message with anything else raises :class:`FederatedError`. The norms of its tensors are computed here. ``what`` is
-    the requested measure between rounds.
+    A message with anything else raises :class:`FederatedError`. The norms of its tensors are computed here. ``size`` is
+    the client's registered number of examples, ``what`` the requested measure between rounds.
     """
     client, header, x = message.client, message.header, task.x
     who = f"The reply of client {client!r} to {task.phase!r} of round {task.round}"
@@ -100,7 +100,10 @@ def reply_of(
         own_examples=(fields.count("own_examples"),),
         message_bytes=None if header.get("message_bytes") is None else fields.count("message_bytes"),
     )
-    report, examples = _report(client, fields, header, who) if task.phase == TRAIN else None, fields.count("examples")
+    if reply.loss_examples > size:
+        raise FederatedError(f"{who} has a loss over {reply.loss_examples:,} examples, and has registered {size:,}.")
+    report = _report(client, size, fields, header, who) if task.phase == TRAIN else None
+    examples = fields.count("examples")
     same, points = fields.texts("same"), dict.fromkeys(algorithm.full_grad_at, (x.shape, x.dtype))
     for name, value in message.tensors.items():
         _check_tensor(who, name, value, x, task.buffers, points if report is None else expected.like)
@@ -145,18 +148,22 @@ def reply_of(
             raise FederatedError(f"{who} leaves out {sorted(implied)}, which the server cannot work out.")
         for name, value in algorithm.implied(send, task.server).items():
             check_finite(who, name, value)
+    if expected.model and models is None:
+        raise FederatedError(f"{who} has no model, from which the server computes the norm of the change.")
     buffers = (parts["buffers"],) if parts["buffers"] else ()
     return replace(moved, send=send, models=models, changes=changes, buffers=buffers)
 
 
-def _report(client: ClientId, fields: Fields, header: Mapping[str, Any], who: str) -> ClientReport:
+def _report(client: ClientId, size: int, fields: Fields, header: Mapping[str, Any], who: str) -> ClientReport:
     report, metrics = Fields(who, header.get("report")), fields.numbers("metrics")
     loss, norm, seconds = (report.number(name) for name in ("loss", "update_norm", "seconds"))
     if math.isinf(loss) or math.isinf(norm) or not math.isfinite(seconds):
         raise FederatedError(f"{who} is not valid: its loss, norm or time is not finite.")
     if norm < 0 or seconds < 0:
         raise FederatedError(f"{who} is not valid: its norm or its time is negative.")
-    return ClientReport(client, report.count("size"), report.count("steps"), loss, metrics, norm, seconds)
+    if not abs(metrics.get("step", 0.0)) <= MOST:  # Lightning's loggers take it for the number of the step
+        raise FederatedError(f"{who} is not valid: its metrics 'step' is {metrics['step']!r}, which no logger takes.")
+    return ClientReport(client, size, report.count("steps"), loss, metrics, norm, seconds)
 
 
 def _check_finite(who: str, *numbers: float) -> None:

@@ -93,10 +93,17 @@ def words_in(message: Message, who: str, columns: Iterable[str] | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Shape and type of the messages of a method in a round, and the names of those that need not travel."""
+    """The content of a method's messages in a round.
+
+    Attributes:
+        like: Shape and type of each.
+        implied: The names of those that need not travel.
+        model: Whether the model comes in the place of the change "delta", so that the server knows the norm of that.
+    """
 
     like: Mapping[str, tuple[torch.Size, torch.dtype]]
     implied: frozenset[str]
+    model: bool
 
     @staticmethod
     def of(algorithm: Algorithm, optimizer: FederatedOptimizer, task: Task, client: State) -> "Expected":
@@ -113,7 +120,8 @@ class Expected:
         )  # fmt: skip
         update = algorithm.finish(x, run)
         like = {name: (value.shape, value.dtype) for name, value in update.send.items()}
-        return Expected(like, frozenset(update.implied))
+        model = update.send.get("delta") is zero and "delta" not in update.implied
+        return Expected(like, frozenset(update.implied), model)
 
 
 def check_tensor(who: str, name: str, value: Tensor, like: tuple[torch.Size, torch.dtype]) -> None:

@@ -1,6 +1,6 @@
 """Collection of values from ``self.log``: per client, over a round or an evaluation, in all processes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -293,11 +293,14 @@ class RoundResults(SharedResults):
 
         return undo
 
-    def forget_clients(self) -> None:
-        """Discard all values logged in local steps of this round."""
-        for key in [key for key, item in self.items() if item.meta.fx not in _PER_ROUND]:
+    def forget_clients(self, names: Collection[str] | None = None) -> list[str]:
+        """Discard the values logged in local steps of this round, or those of some names; return the names."""
+        metas = {key: item.meta for key, item in self.items() if item.meta.fx not in _PER_ROUND}
+        gone = {key: meta.name for key, meta in metas.items() if names is None or meta.name in names}
+        for key in gone:
             del self[key]
-        self._means.clear()
+            self._means.pop(key, None)
+        return list(gone.values())
 
     def client_partial(self) -> dict[str, Logged]:
         """Return the current client's sums, for processes that split its batches with this one."""

@@ -94,6 +94,7 @@ class Faults:
 
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
         """Record and return the clients whose norm of a message, ``what``, is too large compared to the median."""
+        norms = {client_id: norm for client_id, norm in norms.items() if norm == norm}  # a site may send none
         if self.max_ratio is None or not norms:
             return set()
         middle = median(norms.values())

@@ -30,6 +30,7 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.rounds.client_half import ClientHalf
+from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.failures import warn_of
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
@@ -94,6 +95,7 @@ class FederatedLoop(_FitLoop):
         self._of_hooks: dict[str, float] = {}  # what this process has logged in hooks of the last round
         self._differing: set[str] = set()  # names of such values that processes do not agree on
         self._names: set[str] = set()  # of values of rounds that are written
+        self._outranked: set[str] = set()  # of values that sites have reported under names of the server's
         self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
         self._stop = Stop.NO  # what any process was asked for in this round
         self._has_checked_batches = False  # in this fit
@@ -302,6 +304,7 @@ class FederatedLoop(_FitLoop):
         call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
         trainer.validating = True
         epoch_loop.val_loop.run()
+        self._outrank_sites()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = None
 
@@ -332,6 +335,7 @@ class FederatedLoop(_FitLoop):
             run.server_model.forget_kept()
         if self.settings.is_private or self.settings.client_privacy is not None:
             results.forget_clients()
+        self._outrank_sites()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         if run.may_draw:  # in every process alike
@@ -488,10 +492,23 @@ class FederatedLoop(_FitLoop):
         """Write a round's values to the loggers, and let callbacks monitor them."""
         if new := values.keys() - self._names:
             self._names |= new
+            self._outrank_sites()
             self._warn_of_clashes(new)
         connector = self.trainer._logger_connector
         connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
+
+    def _outrank_sites(self) -> None:
+        """Leave out what sites report under the name of a value of the server's: a single one could set that value."""
+        if isinstance(self.clients, ClientWork):
+            return
+        for name in self.epoch_loop._results.forget_clients(self._names | self.epoch_loop.val_loop._results.names):
+            if name not in self._outranked:
+                self._outranked.add(name)
+                rank_zero_warn(
+                    f"Clients log {name!r}, which is the name of a value of the server. The server's counts, and theirs"
+                    " are left out. Choose another name in training_step."
+                )
 
     def _warn_of_clashes(self, names: Set[str]) -> None:
         """Warn if the module logs other values under a name that the run or a measure uses."""

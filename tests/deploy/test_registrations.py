@@ -126,7 +126,7 @@ def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
 
 
 def registration(size: int, **more: Any) -> dict[str, Any]:
-    return {"size": size, "batches": 3, "val_size": 0, "batch_size": 4, **more}
+    return {"size": size, "batches": min(3, size), "val_size": 0, "batch_size": 4, **more}
 
 
 def test_an_unregistered_client_counts_with_the_mean_size_until_it_is_accepted() -> None:
@@ -160,6 +160,11 @@ def test_a_registration_without_counts_is_refused() -> None:
     ):
         with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
             Registrations(["a"]).add("a", {**registration(1), name: value})
+
+
+def test_a_client_has_no_more_batches_than_examples() -> None:
+    with pytest.raises(FederatedError, match="says that it has 12 batches of 11 examples"):
+        Registrations(["a"]).add("a", {**registration(11), "batches": 12})
 
 
 def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> None:

@@ -11,8 +11,9 @@ from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
 from lightning_fed.callbacks import ClientAccuracy, PersonalizedAccuracy, TrainingLoss
 from lightning_fed.deploy import Message
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
-from tests.deploy.site_models import Net
+from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_data, make_trainer, parameters
+from tests.helpers.training import classification
 
 
 def logged_by(trainer: FederatedTrainer) -> dict[str, float]:
@@ -50,6 +51,19 @@ class Validated(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
         self.log("val_acc", (self.net(x).argmax(1) == y).float().mean())
+
+
+def stepped() -> Net:
+    """Return the network with a schedule of local steps."""
+    module = model()
+
+    def configure() -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module.configure_optimizers = configure  # type: ignore[method-assign]
+    return module
 
 
 def validated() -> Validated:
@@ -115,6 +129,45 @@ def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path, ca
     assert "The reply of client 0 to 'measure' of round 1 has measured no loss." in caplog.messages
     assert next(at for at in wire.phases if at[1] == "measure") == (1, "measure", [0, 1, 2, 3])
     assert fitted.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
+
+
+@pytest.mark.parametrize("name", ["val_acc", "client/loss"])
+def test_a_site_cannot_set_a_value_that_is_the_servers(name: str, tmp_path: Path) -> None:
+    make = partial(make_trainer, "FedAvg", limit_val_batches=1.0, max_rounds=2, clients_per_round=1.0)
+    wire, found = Wire(tmp_path, make, validated), []
+
+    def comes(task: Message) -> list[Message]:
+        reply = wire.answer(task)
+        if task.client == 1 and task.header["phase"] == "train":
+            return [Message({**reply.header, "metrics": {**reply.header["metrics"], name: 1e9}}, reply.tensors)]
+        return [reply]
+
+    class Looks(FederatedCallback):
+        def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+            found.append(trainer.callback_metrics.get(name))
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            found.append(trainer.callback_metrics[name])
+
+    fitted, wire.comes = make(callbacks=[Looks()]), comes
+    with pytest.warns(UserWarning, match=f"Clients log '{name}', which is the name of a value of the server"):
+        fitted.fit(validated(), wire.clients(val=classification(12, 77)))
+    assert found[0] is None
+    assert max(found[1:]) < 10
+    assert fitted.callback_metrics["train_loss"] > 0, "what only clients log stays"
+
+
+def test_one_client_cannot_move_the_schedules_of_all_without_end(tmp_path: Path) -> None:
+    make = partial(make_trainer, "FedAvg", local_schedule="total", max_rounds=1, clients_per_round=1.0)
+    wire = Wire(tmp_path, partial(make, on_client_error="drop"), stepped)
+
+    def comes(task: Message) -> list[Message]:
+        reply, lies = wire.answer(task), task.client == 1 and task.header["phase"] == "register"
+        return [Message({**reply.header, "batches": 2**50, "size": 2**50}) if lies else reply]
+
+    wire.comes = comes
+    _, (report,) = wire.run()
+    assert "has 2,251,799,813,685,248 local steps in a round, and local_schedule='total' allows" in report.failed[1]
 
 
 class Tightens(FederatedCallback):

@@ -108,6 +108,12 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "no report": (lambda m: changed(m, report=None), "is not valid"),
     "a strange report": (lambda m: changed(m, report={"size": "many"}), "is not valid"),
     "a strange metric": (lambda m: changed(m, metrics={"a": []}), "is not valid"),
+    "a change in the place of the model": (
+        lambda m: changed(without(m, "model"), {"send.delta": torch.zeros(P)}),
+        "has no model, from which the server computes the norm",
+    ),
+    "a metric that loggers take for the step": (lambda m: changed(m, metrics={"step": math.nan}), "'step' is nan"),
+    "a step that no logger can count": (lambda m: changed(m, metrics={"step": 1e300}), "'step' is 1e\\+300"),
     "strange names": (lambda m: changed(m, same={"a": "b"}), "the same as 'b'"),
 }
 
@@ -172,6 +178,14 @@ def test_a_loss_over_no_examples_is_refused(phases: list[Phase]) -> None:
     assert phase.read(phase.reply).loss_examples > 0
     with pytest.raises(FederatedError, match="has a loss over no examples"):
         phase.read(changed(phase.reply, loss_examples=0))
+    with pytest.raises(FederatedError, match="has a loss over 23 examples, and has registered 22"):
+        phase.read(changed(phase.reply, loss_examples=23))
+
+
+def test_the_size_of_a_client_is_the_registered_one(phases: list[Phase]) -> None:
+    phase = next(phase for phase in phases if phase.reply.header["phase"] == "train")
+    (report,) = phase.read(told(phase.reply, size=2**53)).reports
+    assert report.size == 22
 
 
 plain = (

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_fed.core.errors import ClientError
 from lightning_fed.engines.base import WorkPlan
-from lightning_fed.rounds.failures import Isolation
+from lightning_fed.rounds.failures import Faults, Isolation
 from lightning_fed.server.participation import Participant
 
 PLANS = [WorkPlan(Participant(f"c{i}", i, 5, 1, 2), None, (2,)) for i in range(4)]  # type: ignore[arg-type]
@@ -47,6 +48,12 @@ class Engine:
 def run(engine: Engine, drops: bool, plans: Sequence[WorkPlan] = PLANS) -> tuple[Any, dict[int, ClientError]]:
     failed: dict[int, ClientError] = {}
     return Isolation(engine, drops).run(engine.train, plans, failed), failed  # type: ignore[arg-type]
+
+
+def test_a_client_without_a_norm_does_not_hide_one_that_is_too_large() -> None:
+    faults = Faults(drops=True, max_share=1.0, max_ratio=10.0)
+    assert faults.add_outliers({"a": 1.0, "b": float("nan"), "c": 1e9, "d": 1.0}, "an update", torch.ones(2)) == {"c"}
+    assert faults.add_outliers({"a": float("nan")}, "an update", torch.ones(2)) == set()
 
 
 def test_sound_clients_are_trained_once() -> None:
