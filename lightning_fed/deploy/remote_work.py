@@ -1,5 +1,6 @@
 """The rounds of clients that are elsewhere: tasks become messages, and messages replies."""
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ class RemoteWork(ClientHalf):
         self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
         self._loop, self._settings = trainer.fit_loop, trainer.fit_loop.settings
         self._facts = facts_in_reach(trainer)  # as the sites have them
+        self._fit = secrets.token_hex(4)  # sites keep states by it: another server may continue the same run
         self._attempt = -1  # how often the round was begun before
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
         self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
@@ -127,6 +129,7 @@ class RemoteWork(ClientHalf):
             "phase": task.phase,
             "round": task.round,
             "attempt": attempt,
+            "fit": self._fit,
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
             "first_step": task.first_step,
             "plateaus": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs if c.reduce_on_plateau],
@@ -140,7 +143,8 @@ class RemoteWork(ClientHalf):
             if (task.phase == TRAIN or measure.get("own")) and index not in versions:
                 kept = self._loop.state.clients.get(index) or {}
             held = {f"keep.{name}": value.detach().cpu().clone() for name, value in kept.items()}
-            own = {"client": ids[index], "steps": task.steps.get(index), "state": versions.get(index, 0)}
+            version, fit = versions.get(index, (0, "0" * 8))
+            own = {"client": ids[index], "steps": task.steps.get(index), "state": version, "of": fit}
             tasks[ids[index]] = Message({**header, **own}, {**shared, **held})
 
         algorithm, expected = self._settings.algorithm, Expected({}, frozenset(), False)
@@ -191,7 +195,8 @@ class RemoteWork(ClientHalf):
         """Note which states the clients keep now, and let those that have come late take part."""
         run = self._loop.run_state
         if self._settings.clients_keep_state:
-            versions = dict.fromkeys(map(self._loop.population.index_of, report.clients), report.round + 1)
+            version = report.round + 1, self._fit
+            versions = dict.fromkeys(map(self._loop.population.index_of, report.clients), version)
             run.sites = {**run.sites, "versions": {**run.sites["versions"], **versions}}
         if self._sites.accept_late():
             run.load_population()

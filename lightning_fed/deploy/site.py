@@ -32,7 +32,7 @@ from lightning_fed.deploy.replies import reply_to
 from lightning_fed.deploy.reply_checks import words_in
 from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
 from lightning_fed.deploy.site_privacy import SitePrivacy
-from lightning_fed.deploy.site_states import SiteStates
+from lightning_fed.deploy.site_states import SiteStates, Version
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.client_states.store import MemoryClientStore
@@ -220,7 +220,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         task, sent, base = task_in(message, index, clients.buffers, clients.device)
         self._checks.check_tensors(task, client_id, clients.start, clients.buffers, base, clients.base)
         clients.use_base(base)
-        version, store, plateaus = header["state"], MemoryClientStore(), header["plateaus"]
+        version, store, plateaus = (header["state"], header["of"]), MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
         kept = sent or (self._states.read(header["run"], client_id, index, version) if needs_state else None)
         if kept:
@@ -254,7 +254,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             reply = privacy.answer(message, *costs, work)
         if task.phase == TRAIN and "failed" not in reply.header:
             store.commit()
-            self._keep(message, index, version, task.round + 1, store.get(index) or {})
+            self._keep(message, index, version, (task.round + 1, header["fit"]), store.get(index) or {})
         return reply
 
     @contextmanager
@@ -273,7 +273,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
                 " reason, which does not leave it under client_privacy."
             ) from error
 
-    def _keep(self, task: Message, index: int, before: int, version: int, state: State) -> None:
+    def _keep(self, task: Message, index: int, before: Version, version: Version, state: State) -> None:
         if self._settings.clients_keep_state:
             self._states.write(task.header["run"], index, before, version, state)
         elif state:

@@ -17,7 +17,7 @@ from lightning_fed.server.aggregation.base import averaged_points
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.settings.settings import Settings
 
-_RUN = re.compile(r"[0-9a-f]{16}")
+_RUN, _FIT = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{8}")
 
 
 def check_header(message: Message) -> None:
@@ -94,6 +94,9 @@ class TaskChecks:
         who, number = f"The task for client {client!r}", header["round"]
         is_measure = header["phase"] == MEASURE
         _check_int(who, "state", header.get("state"), 0, number + is_measure)
+        for name in ("of", "fit"):
+            if not isinstance(fit := header.get(name), str) or not _FIT.fullmatch(fit):  # it is part of a file's name
+                raise FederatedError(f"{who} has {name} = {quoted(fit)}: this site takes 8 hex digits.")
         if header.get("steps") is not None:
             _check_int(who, "steps", header["steps"], 0, planned)
         if is_measure:

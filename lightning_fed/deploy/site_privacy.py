@@ -145,8 +145,8 @@ def seed_of(secret: bytes, task: str) -> int:
 
 
 def digest_of(message: Message) -> str:
-    """Return a digest of a message: of all but how often its round was begun."""
-    header = {name: value for name, value in message.header.items() if name != "attempt"}
+    """Return a digest of a message: of all but how often its round was begun, and by which fits of the run."""
+    header = {name: value for name, value in message.header.items() if name not in ("attempt", "fit", "of")}
     tensors = {name: digest(value) for name, value in message.tensors.items()}
     whole = json.dumps([header, tensors], sort_keys=True).encode()
     return hashlib.blake2b(whole, digest_size=_BYTES).hexdigest()

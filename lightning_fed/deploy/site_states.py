@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -16,14 +16,16 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
 
 _AGREED = "agreed.json"
+Version: TypeAlias = tuple[int, str]
 _log = logging.getLogger("lightning_fed.deploy.site")
 
 
 class SiteStates:
     """A folder with a folder for each run, with what was agreed on and its clients' states; for this user alone.
 
-    The version of a state is the number of the round after which it holds, counted from 1. Version 0 is that of a
-    client that has not taken part yet, which has no state.
+    The version of a state is the number of the round after which it holds, counted from 1, and the fit that asked for
+    that round: two servers that continue one run do not share states. Version 0 is that of a client that has not taken
+    part yet, which has no state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,16 +74,17 @@ class SiteStates:
         folder.chmod(0o700)  # whatever the umask
         write_private(folder / _AGREED, json.dumps(agreed, indent=1).encode())
 
-    def read(self, run: str, client: ClientId, index: int, version: int) -> State | None:
+    def read(self, run: str, client: ClientId, index: int, version: Version) -> State | None:
         """Return a version of a client's state by its stored index; None for a new client."""
-        if version == 0:
+        number, fit = version
+        if number == 0:
             return None
         path = self._path(run, index, version)
         if not path.is_file():
-            held = ", ".join(map(str, self._versions(run, index))) or "none"
+            held = ", ".join(f"{number} of fit {fit}" for number, fit in self._versions(run, index)) or "none"
             raise FederatedError(
-                f"Client {client!r} is asked to continue from its state after {version} rounds, and {self.folder} has"
-                f" versions {held}. Give the site its earlier state_dir, or start a new run."
+                f"Client {client!r} is asked to continue from its state after {number} rounds, of fit {fit}, and"
+                f" {self.folder} has versions {held}. Give the site its earlier state_dir, or start a new run."
             )
         try:
             state: State = load(path.read_bytes())
@@ -89,7 +92,7 @@ class SiteStates:
             raise FederatedError(f"{path} is damaged ({error}). Restore it, or start a new run.") from error
         return state
 
-    def write(self, run: str, index: int, before: int, version: int, state: State) -> None:
+    def write(self, run: str, index: int, before: Version, version: Version, state: State) -> None:
         """Keep a client's new state, the version that it came from, and the last two, if this task is an old one."""
         own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         write_private(self._path(run, index, version), save(own))
@@ -97,11 +100,13 @@ class SiteStates:
         for old in {*held[:-2]} - {before, version}:
             self._path(run, index, old).unlink()
 
-    def _path(self, run: str, index: int, version: int) -> Path:
-        return self.folder / run / f"{index}.{version}.state"
+    def _path(self, run: str, index: int, version: Version) -> Path:
+        number, fit = version
+        return self.folder / run / f"{index}.{number}.{fit}.state"
 
-    def _versions(self, run: str, index: int) -> list[int]:
-        return sorted(int(path.name.split(".")[1]) for path in (self.folder / run).glob(f"{index}.*.state"))
+    def _versions(self, run: str, index: int) -> list[Version]:
+        parts = (path.name.split(".") for path in (self.folder / run).glob(f"{index}.*.*.state"))
+        return sorted((int(number), fit) for _, number, fit, _ in parts)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -48,7 +48,7 @@ class RunState:
         round_start: What the current round began with, until it is complete.
         steps_taken: The local steps of all clients in all completed rounds.
         sites: For remote clients: the run's name at their sites ("run"), and the versions of the states there, by
-            stored index ("versions"). Checkpoints hold both.
+            stored index, each with the fit that it is of ("versions"). Checkpoints hold both.
     """
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:

@@ -56,7 +56,7 @@ def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
             site.answer(changed(registrations[2], clients=[0, 1]))
     for path in (tmp_path / "other").rglob("*.state"):
         path.unlink()
-    with pytest.raises(FederatedError, match="asked to continue from its state after 1 rounds, and .* none"):
+    with pytest.raises(FederatedError, match="asked to continue from its state after 1 rounds, .* none"):
         other.site(2).answer(train[2])
 
 

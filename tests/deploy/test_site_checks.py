@@ -43,7 +43,7 @@ def optimizer_facts_of(module: Net) -> dict[str, str]:
 
 def task(tensors: dict[str, Any] | None = None, **header: Any) -> Message:
     at = {"format": 1, "run": RUN, "phase": "train", "round": 0, "attempt": 0, "client": CLIENT}
-    told = {"steps": STEPS, "mean_examples": None, "plateaus": [], "state": 0}
+    told = {"steps": STEPS, "mean_examples": None, "plateaus": [], "state": 0, "of": "0" * 8, "fit": "a" * 8}
     return Message({**at, **told, **header}, {"x": parameters(model()), **(tensors or {})})
 
 
@@ -73,6 +73,8 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "steps that are no number": (task(steps="12"), "steps = '12'"),
     "a state of the future": (task(state=1), "state = 1"),
     "no state": (task(state=None), "state = None"),
+    "a fit that is a path": (task(fit="../../aa"), r"fit = '\.\./\.\./aa': this site takes 8 hex digits"),
+    "a state of no fit": (task(of=None), "of = None: this site takes 8 hex digits"),
     "a mean that is infinite": (task(mean_examples=float("inf")), "mean_examples = inf"),
     "a schedule that is not there": (task(plateaus=[{"best": 0.0}]), "schedules that this site's module does not have"),
     "a mean of many digits": (task(mean_examples=10**400), "mean_examples = 1000"),
@@ -172,6 +174,24 @@ def test_a_kept_state_survives_a_round_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(FederatedError, match="round = -5"):
             site.answer(task(c, round=-5))
         assert sorted((tmp_path / "site").rglob("*.state")) == kept
+
+
+def test_two_servers_that_continue_one_run_do_not_share_states(tmp_path: Path) -> None:
+    make, x = partial(make_trainer, "Scaffold ii"), parameters(model())
+
+    def asked(fit: str, number: int, value: float) -> Message:
+        state = {"state": number, "of": fit if number else "0" * 8}
+        return task({"x": x + value, "server.c": torch.zeros_like(x)}, fit=fit, round=number, **state)
+
+    answers = []
+    for fits in ("ab", "a"):
+        with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / fits) as site:
+            site.answer(registration(make))
+            for number in range(3):
+                found = [site.answer(asked(8 * fit, number, 0.1 * number + (fit == "b"))) for fit in fits]
+            answers.append(found[0])
+    together, alone = answers
+    assert all(torch.equal(value, together.tensors[name]) for name, value in alone.tensors.items())
 
 
 def test_two_runs_take_turns_on_a_site_and_keep_apart(tmp_path: Path) -> None:

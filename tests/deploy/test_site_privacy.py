@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +322,8 @@ class Zero(Plain):
 
 @pytest.mark.parametrize("method", ["FedAvg", pytest.param("Scaffold ii", marks=pytest.mark.thorough)])
 def test_killed_sites_and_servers_leave_no_trace(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "token_hex", lambda count: "0123456789abcdef")  # the run's name is part of a task
+    fits = count(1)  # the run's name is part of a task, a fit's is not
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "0123456789abcdef" if size == 8 else f"{next(fits):08x}")
     make, found = partial(make_trainer, method, client_privacy=ON, max_rounds=3), []
     for name in ("calm", "killed"):
         for client in range(len(SIZES)):

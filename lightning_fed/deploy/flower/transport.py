@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import NamedTuple
 
+import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.app import Message as FlowerMessage
@@ -161,7 +162,14 @@ class FlowerTransport:
     def _pull(self) -> Iterator[Message | Refusal]:
         if not self._sent:
             return
-        come = [m for m in self._grid.pull_messages(list(self._sent)) if m.metadata.reply_to_message_id in self._sent]
+        try:
+            pulled = list(self._grid.pull_messages(list(self._sent)))
+        except (httpx.HTTPError, OSError, RuntimeError):  # of the connection, which Flower has tried again
+            raise
+        except Exception as error:  # whatever a node may have sent; it is not handed out again, so its node is asked
+            _log.warning("Flower cannot read a message of a node: %s", printable(f"{type(error).__name__}: {error}"))
+            return
+        come = [message for message in pulled if message.metadata.reply_to_message_id in self._sent]
         answers = [(self._sent.pop(message.metadata.reply_to_message_id), message) for message in come]
         for sent, message in sorted(answers, key=lambda answer: not answer[0].clients):  # tasks before questions
             if message.has_error():

@@ -85,6 +85,27 @@ def public_key(file: Path) -> bytes:
     return public_key_to_bytes(key)
 
 
+def test_a_message_that_flower_cannot_read_is_logged_and_asked_for_again(
+    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pull, broken = nodes.pull_messages, []
+
+    def garbled(keys: list[str]) -> Any:
+        is_train = any(nodes.waiting[key].metadata.message_type == "train" for key in keys if key in nodes.waiting)
+        found = pull(keys)
+        if is_train and not broken:
+            broken.append(keys)
+            raise ValueError("Expecting value:\nline 1")
+        return found
+
+    nodes.pull_messages = garbled
+    with caplog.at_level("WARNING", logger="flwr"):
+        module = run(nodes, tmp_path / "last.ckpt")
+    assert broken
+    assert r"Flower cannot read a message of a node: ValueError: Expecting value:\nline 1" in caplog.text
+    assert torch.equal(parameters(module), expected())
+
+
 def test_an_owned_client_is_asked_of_the_node_with_its_key_alone(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
