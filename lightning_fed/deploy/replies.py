@@ -17,7 +17,7 @@ from lightning_fed.deploy.reply_checks import Expected, Fields, check_finite, ch
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 
 _SHOWN = 20  # names in an error
-_REPORT = ("size", "steps", "loss", "update_norm", "seconds")
+_REPORT = ("steps", "loss", "update_norm", "seconds")
 
 
 def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: bool = True) -> Message:

@@ -23,7 +23,7 @@ from tests.deploy.site_models import model
 from tests.deploy.wire import METHODS, Wire, make_trainer, parameters, simulated
 
 MAKE = partial(make_trainer, "Scaffold ii")
-REPORT = ("size", "steps", "loss", "update_norm", "seconds")
+REPORT = ("steps", "loss", "update_norm", "seconds")
 
 
 def changed(message: Message, tensors: dict[str, Any] | None = None, **header: Any) -> Message:
@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
         "implied is None",
     ),
     "no report": (lambda m: changed(m, report=None), "is not valid"),
-    "a strange report": (lambda m: changed(m, report={"size": "many"}), "is not valid"),
+    "a strange report": (lambda m: changed(m, report={"steps": "many"}), "is not valid"),
     "a strange metric": (lambda m: changed(m, metrics={"a": []}), "is not valid"),
     "a change in the place of the model": (
         lambda m: changed(without(m, "model"), {"send.delta": torch.zeros(P)}),

@@ -132,9 +132,9 @@ def _result_of(task: Task) -> dict[str, Any] | str:
         return "FLARE says that its job process has ended"
     if task.completion_status != TaskCompletionStatus.OK or result is None:
         return f"its task has ended as {task.completion_status}"
-    if (code := result.get_return_code(ReturnCode.OK)) != ReturnCode.OK:
-        return f"{code}; the log of the job on that site has the reason"
     try:
+        if (code := result.get_return_code(ReturnCode.OK)) != ReturnCode.OK:
+            return f"{code}; the log of the job on that site has the reason"
         return dict(from_shareable(result).data)
     except Exception as error:  # whatever a site may have sent
         return f"its result is not a model: {error}"

@@ -4,10 +4,8 @@ from pathlib import Path
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.configured import NAME, Configured, write_app
+from lightning_fed.deploy.configured import NAME, write_app
 from lightning_fed.deploy.flower.local import LocalFlower
-
-__all__ = ["Configured", "run", "write"]
 
 _NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n"  # to sites: files of a run next to the app
 

@@ -101,3 +101,6 @@ def test_what_flare_tells_of_a_task_is_its_arrays_or_why_there_are_none(controll
     assert "has ended as" in result(TaskCompletionStatus.OK, None)
     assert result(TaskCompletionStatus.OK, make_reply("EXECUTION_EXCEPTION")).startswith("EXECUTION_EXCEPTION; the log")
     assert "is not a model" in result(TaskCompletionStatus.OK, Shareable())
+    headless = Shareable()
+    headless["__headers__"] = "none"
+    assert "is not a model" in result(TaskCompletionStatus.OK, headless)
