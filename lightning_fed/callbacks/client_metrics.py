@@ -5,7 +5,7 @@ from typing import Any, Literal
 from lightning_fed.callbacks.base import write_histogram
 from lightning_fed.callbacks.measures import ClientMeasure, write_table
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import is_overridden
+from lightning_fed.compat.private import is_overridden, rank_zero_warn
 from lightning_fed.core.arguments import check_count, check_one_of, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
@@ -116,12 +116,13 @@ class ClientAccuracy(ClientMeasure):
     def _log(self, trainer: pl.Trainer, tag: str, table: dict[ClientId, dict[str, float]]) -> None:
         if not table:
             return  # no site has answered
-        for i, logged in table.items():
-            if self.monitor not in logged:
-                raise FederatedError(
-                    f"{type(self).__name__}(monitor={self.monitor!r}): validation_step logs {sorted(logged)} for client"
-                    f" {i!r}. Set monitor to one of these."
-                )
+        without = [i for i, logged in table.items() if self.monitor not in logged]
+        for i in without:
+            what = f"{type(self).__name__}(monitor={self.monitor!r}): validation_step logs {sorted(table[i])[:20]} for"
+            if len(without) == len(table) or not trainer.fit_loop.settings.drops_failed:
+                raise FederatedError(f"{what} client {i!r}. Set monitor to one of these.")
+            rank_zero_warn(f"{what} client {i!r}, which is left out.")  # a site sends what it likes
+            del table[i]
         found = spread(values := [logged[self.monitor] for logged in table.values()], self.mode)
         trainer.fit_loop.log_round(found.named(f"{tag}/{self.monitor}"))
         write_histogram(trainer, f"{tag}/{self.monitor}", values)

@@ -131,6 +131,28 @@ def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path, ca
     assert fitted.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
 
 
+@pytest.mark.parametrize("action", ["drop", "raise"])
+def test_a_site_that_measures_something_else_ends_a_run_only_where_that_is_wanted(action: str, tmp_path: Path) -> None:
+    options = {"limit_val_batches": 1.0, "max_rounds": 1, "on_client_error": action}
+    make = partial(make_trainer, "FedAvg", callbacks=[measures := ClientAccuracy()], **options)
+    wire = Wire(tmp_path, make, validated, with_val=True)
+
+    def comes(task: Message) -> list[Message]:
+        reply = wire.answer(task)
+        lies = task.client == 1 and task.header["phase"] == "measure"
+        return [Message({**reply.header, "measured": {"other": 1.0}}) if lies else reply]
+
+    wire.comes = comes
+    told = r"ClientAccuracy\(monitor='val_acc'\): validation_step logs \['other'\] for client 1"
+    if action == "raise":
+        with pytest.raises(FederatedError, match=told):
+            wire.run()
+        return
+    with pytest.warns(UserWarning, match=f"{told}, which is left out"):
+        wire.run()
+    assert list(measures.table) == [0, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["val_acc", "client/loss"])
 def test_a_site_cannot_set_a_value_that_is_the_servers(name: str, tmp_path: Path) -> None:
     make = partial(make_trainer, "FedAvg", limit_val_batches=1.0, max_rounds=2, clients_per_round=1.0)
