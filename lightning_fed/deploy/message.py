@@ -36,6 +36,7 @@ MOST_STEPS = 2**20
 """The most rounds of a run, and the most local steps in a round: schedules step up to them one by one."""
 
 _HEADER = "message"
+_LONGEST = 2**24  # bytes of a header, which take 25 times as many in memory; with the ids of a million clients it fits
 _PARTS = ("server", "cohort_grad", "buffers", "base", "keep")
 
 
@@ -73,8 +74,9 @@ class Message:
             FederatedError: If they are not a message.
         """
         try:
+            if (length := int.from_bytes(content[:8], "little")) > _LONGEST:
+                raise ValueError(f"a header of {length:,} bytes, where {_LONGEST:,} are the most")
             tensors = load(content)
-            length = int.from_bytes(content[:8], "little")
             header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_HEADER])
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise FederatedError(f"These {len(content):,} bytes are not a message: {printable(str(error))}.") from error

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.deploy import Message
+from lightning_fed.deploy import Message, message
 from lightning_fed.deploy.message import FORMAT, check_message, shared_part, task_in
 from lightning_fed.rounds.messages import TRAIN, Task
 
@@ -12,6 +12,13 @@ from lightning_fed.rounds.messages import TRAIN, Task
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04}.", bytes(100), (2**60).to_bytes(8, "little") + b"{}"])
 def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
     with pytest.raises(FederatedError, match=f"These {len(content)} bytes are not a message"):
+        Message.from_bytes(content)
+
+
+def test_a_header_that_would_fill_the_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = Message({"client": 1, "lists": [[]] * 50}).to_bytes()
+    monkeypatch.setattr(message, "_LONGEST", 100)
+    with pytest.raises(FederatedError, match=r"are not a message: a header of \d+ bytes, where 100 are the most"):
         Message.from_bytes(content)
 
 
