@@ -196,13 +196,16 @@ class ClientsOutsideFit:
         self.trainer._logger_connector.reset_results()
 
     def close(self) -> None:
-        """Do what Lightning does after a fit: the module is then free for others."""
+        """Do what Lightning does after a fit: the module is then free for others, with the values of the start."""
         trainer = self.trainer
         if trainer.state.fn is None:
             return
         if self._is_ready:
             call._call_lightning_module_hook(trainer, "on_train_end")
             self.use_base({})
+            self.prepared.flat.restore()
+            self.prepared.flat.whole.copy_(torch.cat([self.start, self._personal]))
+            self.prepared.buffers.write(self.buffers)
         trainer._teardown()
         if self._is_ready:
             call._call_lightning_module_hook(trainer, "on_fit_end")

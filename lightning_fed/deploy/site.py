@@ -33,6 +33,7 @@ from lightning_fed.deploy.reply_checks import words_in
 from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
 from lightning_fed.deploy.site_privacy import SitePrivacy
 from lightning_fed.deploy.site_states import SiteStates, Version
+from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.client_states.store import MemoryClientStore
@@ -229,7 +230,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         states = clients.states(task, store)
         if task.phase == MEASURE:
             what, steps, own = header["what"], header["local_steps"], states if header["own"] else None
-            found = clients.measure(client_id, what, steps, task, plateaus, own)
+            with NamesClient(client_id, task.round, "its measure", lambda: None):
+                found = clients.measure(client_id, what, steps, task, plateaus, own)
             return Message({**address(message), "measured": found})
         privacy, aggregator = self._privacy, self._settings.aggregator
         bound = aggregator.max_norm if isinstance(aggregator, DifferentialPrivacy) else None

@@ -176,6 +176,47 @@ def test_a_kept_state_survives_a_round_that_cannot_be(tmp_path: Path) -> None:
         assert sorted((tmp_path / "site").rglob("*.state")) == kept
 
 
+class Normed(Net):
+    """The network with a buffer that training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("personal", [[], ["net.4.*"]])
+def test_a_run_with_other_clients_starts_where_the_module_did(personal: list[str], tmp_path: Path) -> None:
+    make = partial(make_trainer, "FedAvg", personal=personal, buffers="average")
+    x = {"x": (first := normed()).net[0].weight.new_zeros(0)}
+
+    def answer(site: FederatedSite, run: str, clients: list[int]) -> Message:
+        facts = {"facts": facts_of(make(), normed()), "optimizer": optimizer_facts_of(normed())}
+        site.answer(registration(run=run, clients=clients, **facts))
+        x["x"] = site._clients.start.clone()  # type: ignore[union-attr]
+        return site.answer(task(x, run=run))
+
+    with FederatedSite(make(), first, make_data([CLIENT]), CLIENT, tmp_path / "one") as site:
+        answer(site, RUN, [0, 1, 2, 3])
+        second = answer(site, OTHER, [0, 1, 2, 3, 4])
+    with FederatedSite(make(), normed(), make_data([CLIENT]), CLIENT, tmp_path / "other") as site:
+        alone = answer(site, OTHER, [0, 1, 2, 3, 4])
+    assert alone.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(value, second.tensors[name]) for name, value in alone.tensors.items())
+
+
+def normed() -> Normed:
+    torch.manual_seed(0)
+    return Normed()
+
+
+def test_a_measure_that_lacks_what_it_needs_is_refused(tmp_path: Path) -> None:
+    make = partial(make_trainer, "FedExP")
+    with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
+        site.answer(registration(make))
+        with pytest.raises(FederatedError, match="Client 2 failed in its measure in round 1: KeyError"):
+            site.answer(measure(own=True, round=1))
+
+
 def test_two_servers_that_continue_one_run_do_not_share_states(tmp_path: Path) -> None:
     make, x = partial(make_trainer, "Scaffold ii"), parameters(model())
 
