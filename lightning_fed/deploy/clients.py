@@ -166,6 +166,8 @@ class ClientsOutsideFit:
         training set, after some local steps of fine-tuning. Given what the client keeps, its own model is measured.
         """
         engine, index = self.work.engine, self.population.index_of(client_id)
+        if task.round != self._round:
+            self.forget_round()  # whose rates are replaced here
         self.prepared.set_round(task.round, plateaus)
         self.prepared.begin_round(task.first_step)
         x, buffers = torch.cat([task.x, self._personal]), task.buffers
@@ -190,7 +192,7 @@ class ClientsOutsideFit:
             self._has_begun = True  # local work continues from this round's gradients
 
     def forget_round(self) -> None:
-        """Restart the round with the next task, after a client has failed."""
+        """Restart the round with the next task, after a client has failed or a measure of another round."""
         self._round = None
         self.work.end()
         self.trainer._logger_connector.reset_results()

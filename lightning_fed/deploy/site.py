@@ -241,8 +241,10 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
                 with self._sealed():
                     replies = clients.answer(task, states, plateaus)
                     found = [reply_to(message, reply, bound, timed=privacy is None) for reply in replies]
-            except ClientError as error:
+            except FederatedError as error:
                 clients.forget_round()
+                if not isinstance(error, ClientError):
+                    raise
                 return Message({**address(message), "failed": str(error)})
             if len(found) != 1:
                 raise FederatedError(f"Client {client_id!r} has {len(found)} replies to one task.")

@@ -217,6 +217,19 @@ def test_a_measure_that_lacks_what_it_needs_is_refused(tmp_path: Path) -> None:
             site.answer(measure(own=True, round=1))
 
 
+def test_a_measure_of_another_round_between_two_phases_changes_nothing(tmp_path: Path) -> None:
+    make, x, answers = partial(make_trainer, "Mime"), parameters(model()), list[Message]()
+    for name in ("with", "without"):
+        with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / name) as site:
+            site.answer(registration(make))
+            gradients = site.answer(task({"x": x}, phase="gradients", steps=None))
+            if name == "with":
+                site.answer(measure(round=3))  # a late copy: by then the schedule has other rates
+            answers.append(site.answer(task({"x": x, "cohort_grad.x": gradients.tensors["send.x"]})))
+    one, other = answers
+    assert all(torch.equal(value, other.tensors[name]) for name, value in one.tensors.items())
+
+
 def test_two_servers_that_continue_one_run_do_not_share_states(tmp_path: Path) -> None:
     make, x = partial(make_trainer, "Scaffold ii"), parameters(model())
 
