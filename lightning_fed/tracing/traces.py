@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fed.tracing.cross_entropy import restore_cross_entropy
 from lightning_fed.tracing.in_place import SplitGraph, split_graph
-from lightning_fed.tracing.passes import generalize, simplify
+from lightning_fed.tracing.passes import generalize, restore_cross_entropy, simplify
 
 try:
     from torch._guards import TracingContext, tracing
