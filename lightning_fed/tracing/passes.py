@@ -197,7 +197,7 @@ def _stacked(pairs: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, tuple[in
     for a, b in pairs.items():
         if a.op != "placeholder":
             continue
-        shapes = shape_of(a) or (), shape_of(b) or ()
+        shapes: list[Any] = [shape_of(a) or (), shape_of(b) or ()]
         if shapes[0] == shapes[1]:
             continue
         if len(shapes[0]) != len(shapes[1]):
