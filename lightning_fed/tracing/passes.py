@@ -149,12 +149,8 @@ def generalize(graphs: Sequence[Sequence[fx.Graph]], owners: Sequence[nn.Module]
     The number is part of a graph, for example in sizes of views. Comparing graphs recorded with different numbers shows
     its positions: every integer that differs must be the same multiple of the number in all graphs.
 
-    Args:
-        graphs: Groups of graphs recorded with different numbers; the first of each is changed in place.
-        owners: The owners of the graphs' attributes, in the same order as the graphs of a group.
-
-    Returns:
-        True if they differ in nothing else; otherwise the graphs are unchanged.
+    ``graphs`` are groups of graphs recorded with different numbers, ``owners`` have the attributes of the graphs of a
+    group. The first graph of each is changed in place; return False, with no change, if they differ otherwise.
     """
     found = []
     try:
