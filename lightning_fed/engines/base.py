@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torchmetrics import Metric
@@ -214,19 +214,19 @@ class Engine(ABC):
 
     def gradient_at(self, point: Vector, batches: ClientBatches, round: int, index: int) -> Vector:
         """Return a client's full-batch gradient [P] at a point [P]; random layers use their own stream."""
-        seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
-        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return self.gradients.full(point, self.to_device(batches).full(stream), batches.size, self.optimizer.decay)
+        all_batches = self._full_batches(batches, round, index)
+        return self.gradients.full(point, all_batches, batches.size, self.optimizer.decay)
 
     def hessian_vector_at(
         self, point: Vector, vector: Vector, batches: ClientBatches, round: int, index: int
     ) -> Vector:
         """Return a client's full-batch Hessian at a point [P] times a vector [P], like :meth:`gradient_at`."""
+        all_batches = self._full_batches(batches, round, index)
+        return self.gradients.hessian_vector(point, vector, all_batches, batches.size, self.optimizer.decay)
+
+    def _full_batches(self, batches: ClientBatches, round: int, index: int) -> Iterator[tuple[Any, int]]:
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
-        stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
-        return self.gradients.hessian_vector(
-            point, vector, self.to_device(batches).full(stream), batches.size, self.optimizer.decay
-        )
+        return self.to_device(batches).full(generator(self.seed, Purpose.FULL_GRADIENT, round, index))
 
     @contextmanager
     def losses_at(self, point: Vector, round: int) -> Iterator[Callable[[ClientBatches, int], float]]:

@@ -1,6 +1,6 @@
 """The hooks between batches that a module or a callback uses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_fed.algorithms.base import Algorithm
@@ -61,20 +61,13 @@ def has_transfer_hooks(trainer: pl.Trainer) -> bool:
     )
 
 
-def overridden_hooks(trainer: pl.Trainer) -> list[str]:
-    """Return the module's and callbacks' hooks of single batches and steps, as ``Class.hook``."""
-    module = trainer.lightning_module
-    found = [
-        f"{type(module).__name__}.{hook}"
-        for hook in (*_BATCH_HOOKS, *STEP_HOOKS)
-        if is_overridden(hook, module, pl.LightningModule)
-    ]
+def overridden_hooks(trainer: pl.Trainer, of_batches: Sequence[str] = _BATCH_HOOKS) -> list[str]:
+    """Return the module's and callbacks' hooks of single batches, unless left out, and of steps, as ``Class.hook``."""
+    module, hooks = trainer.lightning_module, (*of_batches, *STEP_HOOKS)
+    found = [f"{type(module).__name__}.{h}" for h in hooks if is_overridden(h, module, pl.LightningModule)]
     for callback in trainer.callbacks:
-        found += [
-            f"{type(callback).__name__}.{hook}"
-            for hook in (*_BATCH_HOOKS, *CALLBACK_STEP_HOOKS)
-            if uses_batch_hook(callback, hook)
-        ]
+        hooks = (*of_batches, *CALLBACK_STEP_HOOKS)
+        found += [f"{type(callback).__name__}.{hook}" for hook in hooks if uses_batch_hook(callback, hook)]
     return found
 
 

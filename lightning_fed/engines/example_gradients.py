@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import is_overridden
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import KeyedStream, Purpose, preserved_random_state
 from lightning_fed.engines.base import OnlySequentialError
-from lightning_fed.engines.batch_hooks import CALLBACK_STEP_HOOKS, STEP_HOOKS
+from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.changes import changed, marks, tensor_marks
 from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
@@ -43,15 +41,12 @@ class ExampleGradients:
 
     def _check_hooks(self, trainer: pl.Trainer) -> None:
         """Raise for hooks between batch and step, which would see no backward pass."""
-        module = self._module
-        hooks = [f"{type(module).__name__}.{h}" for h in STEP_HOOKS if is_overridden(h, module, pl.LightningModule)]
-        hooks += [f"{type(c).__name__}.{h}" for c in trainer.callbacks for h in CALLBACK_STEP_HOOKS if uses_hook(c, h)]
-        if hooks:
+        if hooks := overridden_hooks(trainer, of_batches=()):
             raise FederatedError(
                 f"client_privacy={self.privacy!r} cannot be combined with {hooks[0]}: gradients of single examples do"
                 " not go through hooks between batch and step. Remove it."
             )
-        if (name := hooked_parameter(module)) is not None:
+        if (name := hooked_parameter(self._module)) is not None:
             raise FederatedError(
                 f"client_privacy={self.privacy!r} cannot be combined with the hook of the parameter {name!r}: gradients"
                 " of single examples do not go through it. Remove it, or leave parameters that it masks out of the"

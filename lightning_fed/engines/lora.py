@@ -27,11 +27,7 @@ def _layers(module: nn.Module, lora: str) -> tuple[Any, list[tuple[str, Any]]]:
 
 
 def lora_a(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the matrices A of all adapters by name.
-
-    Raises:
-        FederatedError: If the module has no LoRA layer, or the weight of one is not linear in B.
-    """
+    """Return the matrices A of all adapters by name; raise if there are none, or a weight is not linear in B."""
     _, layers = _layers(module, "frozen_a")
     for name, layer in layers:
         if layer.lora_variant.keys() & set(layer.active_adapters):
@@ -46,11 +42,7 @@ def lora_a(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def lora_pairs(module: nn.Module, flat: FlatParameters) -> list[LoraPair]:
-    """Return the adapters of which clients train both matrices.
-
-    Raises:
-        FederatedError: If there are none, or the mean of merged weights cannot be exact for one.
-    """
+    """Return the adapters of which clients train both matrices; raise if there are none, or the mean is not exact."""
     package, layers = _layers(module, "exact")
     ends = torch.tensor(flat.layout.sizes).cumsum(0).tolist()
     shared = zip(flat.params[: flat.num_shared], ends, flat.layout.sizes, strict=True)

@@ -64,11 +64,7 @@ class Faults:
         return any(member.client_id in self.causes for member in members)
 
     def add(self, error: ClientError) -> None:
-        """Record a client that failed.
-
-        Raises:
-            ClientError: The given error, if the run must stop, or no client is to blame.
-        """
+        """Record a client that failed; raise its error if the run must stop, or no client is to blame."""
         if not self.drops or error.culprit is None:
             raise error
         self.causes.setdefault(error.culprit, str(error))
@@ -146,10 +142,8 @@ class Isolation:
     ) -> ChunkResult | None:
         """Train the clients that can be trained; return None if there are none.
 
-        ``failed`` receives the failed clients by stored index.
-
-        Raises:
-            ClientError: If a client fails and is not dropped, or an error is not a client's fault.
+        ``failed`` receives the failed clients by stored index. An error is raised if clients are not dropped, or none
+        is to blame.
         """
         undo = self.engine.savepoint() if self.drops else None
         try:

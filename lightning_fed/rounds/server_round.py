@@ -100,16 +100,11 @@ class ServerRound:
     # ------------------------------------------------------------------ replies
 
     def receive(self, reply: Reply) -> list[ClientId]:
-        """Add a reply of the current phase. Replies may come in any order.
+        """Add a reply of the current phase; return the clients whose replies have just been added.
 
-        Early replies wait. Duplicates and late replies are ignored.
-
-        Returns:
-            The clients whose replies have just been added.
-
-        Raises:
-            FederatedError: If its clients were not requested, or its messages are not the method's.
-            ClientError: If a client failed and is not dropped.
+        Replies may come in any order: early ones wait. Duplicates and late ones are ignored. A reply of clients that
+        were not requested raises, and so does one whose messages are not the method's, or of a client that failed and
+        is not dropped.
         """
         task = self._task
         if task is None or (reply.round, reply.phase) != (task.round, task.phase):
@@ -153,11 +148,8 @@ class ServerRound:
     def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Collectives | None = None) -> bool:
         """Complete the phase, over all processes if given each one's :meth:`partial`.
 
-        Returns:
-            False if others depend on a failed client, so that the round must restart.
-
-        Raises:
-            ClientError: If too many clients failed, or one failed or is missing and is not dropped.
+        Return False if others depend on a failed client, so that the round must restart. Raise if too many clients
+        failed, or one failed or is missing and is not dropped.
         """
         faults, totals, phase = self.faults, self._totals, self._complete().phase
         if ranks is not None and ranks.size > 1:

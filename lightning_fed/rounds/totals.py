@@ -1,7 +1,7 @@
 """The sums of a round over clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` has all."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 
-_BLOCK = 2**16  # numbers in the differences of clients that fit a CPU's cache
+_BLOCK = 2**16  # numbers converted to float64 in one block
 
 Failed: TypeAlias = Callable[[ClientError], None]
 """Records a client that failed, or raises its error."""
@@ -61,7 +61,7 @@ class RoundTotals:
         self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged ones
         self._mean_buffers = BufferMean()
         self.moved_buffers = set[str]()  # the names of those that a client changed; no others are sent
-        self._drift, self.traffic = Drift(), Traffic(algorithm, server.x)
+        self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
         self.products = None if server.lora is None else ProductSums(server.lora.pairs)
         self._lacks_changes = False  # of some clients: the drift would be that of the others
         self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
@@ -155,8 +155,9 @@ class RoundTotals:
             pairs = [(own[name].to(self._buffers[name].device), self._buffers[name]) for name in names]
             self.moved_buffers |= {name for name, same in zip(names, are_equal(pairs), strict=True) if not same}
         if reply.changes is not None:
+            is_summed = models is not None and self._rule != "population"
             changes, weights = _rows(rows, reply.changes), self._messages.weights(steps, self._rule)
-            self._drift.update(changes, weights)
+            self._drift.update(changes, weights, is_summed)
             if self.products is not None:
                 self.products.update(changes, weights)
         else:
@@ -198,7 +199,7 @@ class RoundTotals:
         elif phase == GRADIENTS:
             self._gradients.merge(parts["gradients"], ranks, x)
         else:
-            self._drift.merge(parts["drift"], ranks, x)
+            self._drift.merge(parts["drift"], ranks, x)  # first: it reads the models that this process has summed
             self._messages.merge(parts["messages"], ranks, x)
             if self.products is not None:
                 self.products.merge(parts["products"], ranks)
@@ -275,6 +276,11 @@ def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
     if len(rows) == len(stacked):
         return stacked
     return stacked[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else stacked[rows]
+
+
+def _blocks(vector: Tensor) -> Sequence[Tensor]:
+    """Return blocks of a vector [P], so that intermediate results of each fit a CPU's cache."""
+    return vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
 
 
 class Traffic:
@@ -363,48 +369,74 @@ class Drift:
     It sums squared differences to a reference, the first client's change. Squares of the changes would cancel for
     similar clients: in float32, below a thousandth of the changes, only rounding would remain.
 
+    Args:
+        messages: The aggregation, whose sum of models, if any, saves a second sum.
+
     Attributes:
         weight: The sum of the weights of this process's clients; after :meth:`merge`, of all clients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Aggregation) -> None:
+        self._messages = messages
         self._reference: Tensor | None = None  # [P]; this process's mean after centering
-        self._sum: Tensor | None = None  # the weighted sum [P] of differences
+        self._own: Tensor | None = None  # the weighted sum [P] of differences that the aggregation does not have
         self._memory: Tensor | None = None  # of differences: for large models, allocation is slower than the arithmetic
         self._norms: list[Tensor] = []  # of differences
-        self._weights: list[float] = []  # of their clients
+        self._weights: list[Sequence[float]] = []  # of their clients
         self._squares = self.weight = 0.0
         self._is_merged = False
 
-    def update(self, deltas: Tensor, weights: Sequence[float]) -> None:
-        """Add several clients' changes [S, P]."""
-        wide = torch.promote_types(deltas.dtype, torch.float32)  # half precision would lose small weights in the sum
-        if self._reference is None or self._sum is None:
-            self._reference, self._sum = deltas[0].clone(), torch.zeros_like(deltas[0], dtype=wide)
+    def update(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
+        """Add several clients' changes [S, P]; ``is_summed``: the aggregation sums models with these weights."""
+        if self._reference is None:
+            self._reference = deltas[0].clone()
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
         for start in range(0, len(deltas), several):
             some = deltas[start : start + several]
             if self._memory is None or len(self._memory) < len(some):
-                self._memory = torch.empty_like(some, dtype=wide)
+                self._memory = torch.empty_like(some)
             differences = torch.sub(some, self._reference, out=self._memory[: len(some)])
             self._norms.append(torch.linalg.vector_norm(differences, dim=1))
-            self._sum.addmv_(differences.t(), differences.new_tensor(weights[start : start + several]))
-        self._weights += weights
+            if not is_summed:
+                own = differences.new_tensor(weights[start : start + several]) @ differences
+                self._own = own if self._own is None else self._own.add_(own)
+        self._weights.append(weights)
         self.weight += sum(weights)
 
-    def _center(self) -> None:
-        """Convert the squares to those of differences to this process's mean, which becomes the reference."""
-        if self._reference is None or self._sum is None or self.weight == 0:
+    def _center(self, changes: Iterable[Tensor] | None, moves: bool) -> None:
+        """Convert the squares to those of differences to this process's mean, given blocks of the aggregation's sum.
+
+        ``moves`` if that mean becomes the reference, which several processes need.
+        """
+        numbers = iter(torch.cat(self._norms).tolist() if self._norms else [])
+        for weights in self._weights:
+            squares = 0.0
+            for weight, norm in zip(weights, numbers, strict=False):
+                squares += weight * norm**2
+            self._squares += squares
+        if self._reference is None or self.weight == 0:
             return
-        *norms, norm = torch.cat([*self._norms, torch.linalg.vector_norm(self._sum)[None]]).tolist()
-        for weight, own in zip(self._weights, norms, strict=True):
-            self._squares += weight * own**2
-        self._squares -= norm**2 / self.weight
-        self._reference.add_(self._sum, alpha=1 / self.weight)
+        references = _blocks(self._reference)
+        nothing = [None] * len(references)
+        owns: Iterable[Tensor | None] = nothing if self._own is None else _blocks(self._own)
+        for r, change, own in zip(references, changes or nothing, owns, strict=True):
+            if change is None:
+                offset = torch.zeros(r.shape, **accumulation(r.device))
+            else:
+                offset = change.sub(r.to(change.device), alpha=self._messages.models_weight)
+            if own is not None:
+                offset += own.to(offset.device)
+            self._squares -= float(offset @ offset) / self.weight
+            if moves:
+                r.copy_(r.to(offset.device).add_(offset, alpha=1 / self.weight))
 
     def merge(self, weights: Sequence[float], ranks: Collectives, x: Tensor) -> None:
         """Combine the parts of all processes, given each one's :attr:`weight`."""
-        self._center()
+        models, changes = self._messages.models, None
+        if models is not None:
+            blocks, models_weight = zip(_blocks(models), _blocks(x), strict=True), self._messages.models_weight
+            changes = (y.sub(x_.to(y.device), alpha=models_weight) for y, x_ in blocks)
+        self._center(changes, moves=True)
         total = sum(weights)
         mine = torch.zeros_like(x) if self._reference is None else self._reference
         mean = mine * (self.weight / total if total else 0.0)
@@ -415,8 +447,9 @@ class Drift:
         self._squares, self.weight, self._is_merged = float(sums), total, True
 
     def compute(self) -> float:
-        """Return the drift; nan if there are no clients."""
+        """Return the drift, once the aggregation has computed the mean change; nan if there are no clients."""
         if not self._is_merged:
-            self._center()
+            changes = self._messages.models
+            self._center(None if changes is None else _blocks(changes), moves=False)
             self._is_merged = True
         return math.sqrt(max(0.0, self._squares / self.weight)) if self.weight else math.nan

@@ -155,13 +155,7 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
 
 
 def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: bool = False) -> Optimizer:
-    """Return the single local optimizer.
-
-    Raises:
-        FederatedError: If there is no optimizer, it does not support corrections, it has a state that clients would
-            hand on, both the method and the optimizer precondition gradients, or the optimizer or clipping would undo
-            the method's factor of a rate.
-    """
+    """Return the single local optimizer; raise for one that is not a client's alone, or that a method cannot use."""
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
     (optimizer,) = trainer.optimizers  # Lightning has already rejected several
     if type(optimizer).__name__ == "_MockOptimizer":

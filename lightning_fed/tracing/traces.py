@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fed.tracing.cross_entropy import restore_cross_entropy
 from lightning_fed.tracing.in_place import SplitGraph, split_graph
-from lightning_fed.tracing.passes import generalize, simplify
+from lightning_fed.tracing.passes import generalize, restore_cross_entropy, simplify
 
 try:
     from torch._guards import TracingContext, tracing
@@ -49,17 +48,16 @@ class Traces:
         """The number of traces."""
         return sum(trace is not None for trace in self._traces.values())
 
-    def forbid(self, why: str = "") -> Literal[False]:
-        """Drop all traces and record no more, with the reason as a warning, if given; return False."""
+    def forbid(self, why: str = "") -> None:
+        """Drop all traces and record no more, with the reason as a warning, if given."""
         self.drop()
         if self.allowed and why:
             self._warn(why)
         self.allowed = False
-        return False
 
-    def forbid_after(self, error: Exception, when: str) -> Literal[False]:
-        """Forbid traces because of an error; return False."""
-        return self.forbid(f"Local steps run untraced, which is slower: {type(error).__name__} {when} ({error}).")
+    def forbid_after(self, error: Exception, when: str) -> None:
+        """Forbid traces because of an error."""
+        self.forbid(f"Local steps run untraced, which is slower: {type(error).__name__} {when} ({error}).")
 
     def drop(self) -> None:
         """Drop all traces; later uses record them again."""

@@ -16,6 +16,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Ditto, FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.callbacks import ClientModels, RoundProgressBar, UpdateCosine
 from lightning_fed.engines.client_settings import ClientSettings
+from tests.engines.sequential.test_engine import Teacher
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
@@ -682,3 +683,57 @@ def test_weights_and_buffers_that_hooks_change_are_discarded_by_both_engines() -
         options = {"max_rounds": 2, **options_of(attribute)}
         t = run(engine, callbacks=[Sets(edit, lambda client, _: UNALIKE[client])], **options)
         assert same(state_of(t), state_of(run(engine, **options)))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_a_teacher_that_follows_is_refused_by_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*as_buffers=\['teacher\.\*'\]"):
+        run(engine, Teacher)
+
+
+class FromTheSecondRound(Teacher):
+    """Has a teacher that follows from the second round on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch:
+            self.follow()
+        return Ordinary.training_step(self, batch, batch_idx)
+
+
+class InLaterBatches(Teacher):
+    """Has a teacher that follows from the third batch on, which the first clients do not have, in place."""
+
+    def follow(self) -> None:
+        for old, new in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            self.follow()
+        return Ordinary.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "engine"),
+    [(FromTheSecondRound, "sequential"), (InLaterBatches, "sequential"), (InLaterBatches, "vectorized")],
+)
+def test_a_teacher_that_begins_to_follow_later_is_refused_too(module: Any, engine: str) -> None:
+    """Its changes would go from one client to the next: 130 % off after four rounds."""
+    with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*as_buffers=\['teacher\.\*'\]"):
+        run(engine, module, partial(data, (8, 8, 8, 24)))
+
+
+class Outside(Teacher):
+    """Has a teacher among trained layers, which would have a gradient if the optimizer trained it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict({"teacher": self.teacher.requires_grad_(True), "head": self.head})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.1)
+
+
+def test_the_pattern_that_is_offered_fits_no_trained_parameter() -> None:
+    with pytest.raises(FederatedError, match="as_buffers=\\['teacher\\.\\*'\\]"):
+        run("sequential", Outside)

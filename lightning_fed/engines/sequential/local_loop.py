@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.callbacks.base import uses_hook
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     Closure,
@@ -26,10 +25,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
 from lightning_fed.engines.batch_hooks import (
-    CALLBACK_STEP_HOOKS,
-    STEP_HOOKS,
     has_transfer_hooks,
     is_users_own,
+    overridden_hooks,
     plugin_step_hooks,
     uses_batch_hook,
 )
@@ -68,7 +66,7 @@ class ClientOptimization(_AutomaticOptimization):
         self.has_fast_path = False
         self._has_context = True  # around forward passes
 
-    def prepare(self, callbacks: Sequence[pl.Callback]) -> None:
+    def prepare(self) -> None:
         """Check once per fit whether only forward and backward happen between batch and step."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self._module, self._precision = module, trainer.precision_plugin  # properties that take several calls a step
@@ -86,8 +84,7 @@ class ClientOptimization(_AutomaticOptimization):
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
             and not plugin_step_hooks(trainer)
-            and not any(is_overridden(hook, module, pl.LightningModule) for hook in STEP_HOOKS)
-            and not any(uses_hook(callback, hook) for callback in callbacks for hook in CALLBACK_STEP_HOOKS)
+            and not overridden_hooks(trainer, of_batches=())
         )
 
     def rest(self) -> None:
@@ -299,7 +296,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             or any(uses_batch_hook(callback, hook) for callback in trainer.callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
-        self.automatic_optimization.prepare(trainer.callbacks)
+        self.automatic_optimization.prepare()
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
         self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)

@@ -196,7 +196,7 @@ class RowLookup:
         """
         if self._whole is None:
             for step in steps:
-                own = [self._pick(self._clients[client], rows) for client, rows in step]
+                own = [_on_device(self._trainer, self._clients[client].look_up(rows)) for client, rows in step]
                 yield own[0] if len(own) == 1 else [torch.cat(column) for column in zip(*own, strict=True)]
             return
         places, lengths = list[Tensor](), list[int]()
@@ -211,12 +211,9 @@ class RowLookup:
             waiting.append(length)
             count += length
             if i + 1 == len(lengths) or count >= self._ahead:
-                found, rest = self._pick(self._whole, rest[:count]), rest[count:]
+                found, rest = _on_device(self._trainer, self._whole.look_up(rest[:count])), rest[count:]
                 yield from map(list, zip(*(t.split_with_sizes(waiting) for t in found), strict=True))
                 waiting, count = [], 0
-
-    def _pick(self, batches: TensorBatches, rows: Tensor) -> list[Tensor]:
-        return _on_device(self._trainer, batches.look_up(rows))
 
 
 def rows_of_one_kind(clients: Iterable[ClientBatches]) -> list[TensorBatches]:

@@ -283,7 +283,10 @@ class VectorizedEngine(Engine):
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
         """Yield the clients' full-batch gradients, together if all of a chunk have one batch of equal size."""
-        count = self._gradients_together(plans)
+        batch_size, count = self.schedule.batch_size, self.chunk_size
+        if self.flat.y.device.type != "cpu" and batch_size is not None:  # its chunks are for batches of local steps
+            largest = max((plan.batches.size for plan in plans), default=0)
+            count = max(1, count * batch_size // max(batch_size, largest))
         for chunk in (plans[i : i + count] for i in range(0, len(plans), count)):
             found = self._gradients_at_once(inputs, chunk)
             if found is not None:
@@ -293,14 +296,6 @@ class VectorizedEngine(Engine):
                 if isinstance(answer, ClientError) and answer.culprit is not None:
                     self._check_gradients_alone(answer.__cause__, inputs, [plan])
                 yield plan, answer
-
-    def _gradients_together(self, plans: Sequence[WorkPlan]) -> int:
-        """Return how many clients compute gradients at once; accelerators' chunks are for batches of local steps."""
-        batch_size = self.schedule.batch_size
-        if self.flat.y.device.type == "cpu" or batch_size is None:
-            return self.chunk_size
-        largest = max((plan.batches.size for plan in plans), default=0)
-        return max(1, self.chunk_size * batch_size // max(batch_size, largest))
 
     def _check_gradients_alone(
         self, cause: BaseException | None, inputs: RoundInputs, plans: Sequence[WorkPlan]

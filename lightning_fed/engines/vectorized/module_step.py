@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -239,9 +239,9 @@ class ModuleStep:
             )
         return True
 
-    def give_up(self, what: str) -> Literal[False]:
-        """Use no more traces and warn, since the module differs from its trace; return False."""
-        return self.traces.forbid(
+    def give_up(self, what: str) -> None:
+        """Use no more traces and warn, since the module differs from its trace."""
+        self.traces.forbid(
             f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads changing values"
             " other than self and the batch. Local steps run untraced from here on, which is slower."
         )
