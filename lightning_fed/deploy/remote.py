@@ -107,7 +107,13 @@ class RemoteClients(FederatedDataModule):
         run: RunState = trainer.fit_loop.run_state
         assert self._stated is not None
         words = self._known_words(trainer.fit_loop)
-        run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": run.sites.get("versions") or {}}
+        versions = run.sites.get("versions") or {}
+        if any(isinstance(version, int) for version in versions.values()):
+            raise FederatedError(
+                "The run was begun with an earlier version of lightning_fed, whose sites kept states under other names."
+                " Continue with that version, or start a new run."
+            )
+        run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": versions}
         self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size)
         server_facts = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
         exchange = Exchange(self.transport, trainer, sites, run.sites["run"], server_facts)

@@ -128,3 +128,16 @@ def test_a_plain_trainer_and_several_processes_are_refused(tmp_path: Path, monke
     with pytest.raises(FederatedError, match="are asked by a trainer of one process, found 2 processes"):
         wire.run()
     assert not wire.phases
+
+
+def test_a_checkpoint_with_other_names_of_states_is_refused(tmp_path: Path) -> None:
+    """Sites of earlier versions kept states by the number of the round alone."""
+    wire, trainer = Wire(tmp_path, MAKE), MAKE(max_rounds=1)
+    trainer.fit(model(), wire.clients())
+    run = trainer.fit_loop.run_state
+    run.sites["versions"] = {index: number for index, (number, _) in run.sites["versions"].items()}
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(
+        FederatedError, match="begun with an earlier version of lightning_fed, whose sites kept states under"
+    ):
+        trainer.fit(trainer.lightning_module, wire.clients())
