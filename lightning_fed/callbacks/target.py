@@ -14,7 +14,8 @@ class TargetMetric(FederatedCallback):
     At that time, it logs ``target/rounds``, ``target/bytes_up`` and ``target/bytes_down``, the totals of the run so
     far, once. A TensorBoard logger also gets the rounds as ``hp_metric``, for its page of hyper-parameters; -1 stands
     for a target not reached. A line at the end of the fit reports the result. The run continues; to stop it there, use
-    Lightning's ``EarlyStopping(stopping_threshold=...)``.
+    Lightning's ``EarlyStopping(stopping_threshold=...)``. Several of these callbacks log under the same names: each
+    one's own numbers are in ``reached``.
 
     Args:
         monitor: The metric's logged name, from ``validation_step`` or from a callback, such as
