@@ -1,5 +1,6 @@
 """Failed clients: which of a chunk failed, why, and how many may fail before the run stops."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from statistics import median
@@ -90,11 +91,11 @@ class Faults:
 
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
         """Record and return the clients whose norm of a message, ``what``, is too large compared to the median."""
-        norms = {client_id: norm for client_id, norm in norms.items() if norm == norm}  # a site may send none
-        if self.max_ratio is None or not norms:
+        known = list(filter(math.isfinite, norms.values()))  # a site may send none
+        if self.max_ratio is None or not known:
             return set()
-        middle = median(norms.values())
-        if max(norms.values()) <= self.max_ratio * middle:
+        middle = median(known)
+        if len(known) == len(norms) and max(known) <= self.max_ratio * middle:
             return set()
         # If most clients hardly move, their median is rounding, which says nothing about clients that still learn. The
         # floor is at least float32's: float64 rounds so little that any sound step would be too large compared to it.

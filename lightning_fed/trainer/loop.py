@@ -30,7 +30,6 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.rounds.client_half import ClientHalf
-from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.failures import warn_of
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous.base import Asynchronous
@@ -304,7 +303,8 @@ class FederatedLoop(_FitLoop):
         call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
         trainer.validating = True
         epoch_loop.val_loop.run()
-        self._outrank_sites()
+        if self.run_state.sites:
+            self._outrank_sites()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = None
 
@@ -335,7 +335,8 @@ class FederatedLoop(_FitLoop):
             run.server_model.forget_kept()
         if self.settings.is_private or self.settings.client_privacy is not None:
             results.forget_clients()
-        self._outrank_sites()
+        if run.sites:
+            self._outrank_sites()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         if run.may_draw:  # in every process alike
@@ -492,7 +493,8 @@ class FederatedLoop(_FitLoop):
         """Write a round's values to the loggers, and let callbacks monitor them."""
         if new := values.keys() - self._names:
             self._names |= new
-            self._outrank_sites()
+            if self.run_state.sites:
+                self._outrank_sites()
             self._warn_of_clashes(new)
         connector = self.trainer._logger_connector
         connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
@@ -500,8 +502,6 @@ class FederatedLoop(_FitLoop):
 
     def _outrank_sites(self) -> None:
         """Leave out what sites report under the name of a value of the server's: a single one could set that value."""
-        if isinstance(self.clients, ClientWork):
-            return
         for name in self.epoch_loop._results.forget_clients(self._names | self.epoch_loop.val_loop._results.names):
             if name not in self._outranked:
                 self._outranked.add(name)
