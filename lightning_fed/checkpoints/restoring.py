@@ -26,13 +26,8 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
-_TRAINERS = (
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "accumulate_grad_batches",
-    "limit_train_batches",
-    "precision",
-)
+_OF_TRAINER = ("accumulate_grad_batches", "limit_train_batches", "precision")
+_OF_DATA = ("batch_size", "drop_last", "shuffle")
 _MISMATCHES = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
 
@@ -101,8 +96,8 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
     clip, by = trainer.fit_loop.corrected_clip or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     notes = {
         **prepared.settings.work(),
-        **{name: repr(getattr(trainer.datamodule, name)) for name in ("batch_size", "drop_last", "shuffle")},
-        **{name: repr(getattr(trainer, name)) for name in _TRAINERS},
+        **{name: repr(getattr(trainer.datamodule, name)) for name in _OF_DATA},
+        **{name: repr(getattr(trainer, name)) for name in _OF_TRAINER},
         "gradient_clip_val": repr(clip),
         "gradient_clip_algorithm": repr(getattr(by, "value", by or "norm")),
         "optimizer": type(prepared.optimizer.base).__name__,
@@ -152,9 +147,8 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             f"{origin.name} {origin.ran} local_schedule={counted}, so its clients have not counted the steps that"
             f" 'continue' goes on from. {origin.remedy('the local_schedule')}"
         )
-    if others := sorted(
-        differing - {"sizes", "optimizer", "schedules"}
-    ):  # the last two raise when their state is loaded
+    raised_later = {"optimizer", "schedules"}  # when their state is loaded
+    if others := sorted(differing - {"sizes"} - raised_later):
         listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
         rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
 
