@@ -79,11 +79,12 @@ def test_a_late_copy_of_an_old_task_does_not_delete_newer_states(states: SiteSta
 
 def test_of_two_servers_of_a_run_the_one_that_falls_behind_is_refused(states: SiteStates) -> None:
     ahead, behind = 8 * "a", 8 * "b"
-    states.write(RUN, 0, (0, 8 * "0"), (1, behind), {"c": torch.zeros(2)})
+    states.agree("r", {"clients": [3], "words": {}})
+    states.write("r", 0, (0, 8 * "0"), (1, behind), {"c": torch.zeros(2)})
     for number in range(3):
-        states.write(RUN, 0, (number, ahead), (number + 1, ahead), {"c": torch.ones(2)})
+        states.write("r", 0, (number, ahead), (number + 1, ahead), {"c": torch.ones(2)})
     with pytest.raises(FederatedError, match=f"after 1 rounds, of fit {behind}, and .* has versions 2 of fit {ahead}"):
-        states.read(RUN, "c0", 0, (1, behind))
+        states.read("r", 3, 0, (1, behind))
 
 
 def test_a_state_that_cannot_be_written_is_named_and_the_one_before_stays(
