@@ -32,6 +32,19 @@ from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFac
 MAX_FAILED_SHARE = 0.5
 MAX_UPDATE_RATIO = 1e6
 
+_WORK = (
+    "local_epochs",
+    "local_steps",
+    "local_schedule",
+    "sampler",
+    "heterogeneity",
+    "attack",
+    "weighting",
+    "buffers",
+    "gradient_clip_on",
+    "local_optimizer_state",
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -195,9 +208,7 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling, weights and local work, for checkpoints."""
-        names: tuple[str, ...] = ("local_epochs", "local_steps", "local_schedule", "sampler", "heterogeneity", "attack")
-        names += ("weighting", "buffers", "gradient_clip_on", "local_optimizer_state")
-        return {name: _named(getattr(self, name)) for name in names}
+        return {name: _named(getattr(self, name)) for name in _WORK}
 
     # ------------------------------------------------------------------ checks
 
