@@ -208,7 +208,8 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling, weights and local work, for checkpoints."""
-        return {name: _named(getattr(self, name)) for name in _WORK}
+        gradients = "the sampler" if self.gradient_sampler is self.sampler else _named(self.gradient_sampler)
+        return {**{name: _named(getattr(self, name)) for name in _WORK}, "gradient_sampler": gradients}
 
     # ------------------------------------------------------------------ checks
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_fed import FederatedError
-from lightning_fed.algorithms import FedAvg, Scaffold
-from lightning_fed.server import FedAdam
+from lightning_fed.algorithms import FedAvg, FedDane, Scaffold
+from lightning_fed.server import FedAdam, UniformSampler
 from tests.helpers.engines import Ordinary
 from tests.helpers.training import data, trainer
 
@@ -110,6 +110,11 @@ def test_unchanged_settings_cause_no_warning(tmp_path: Path, settings: dict[str,
         ),
         ({}, {"local_epochs": 3}, "written with local_epochs=1 (this run has 3). The run continues with this run's"),
         ({}, {"clients_per_round": 2}, "sampler=UniformSampler(3) (this run has UniformSampler(2))"),
+        (
+            {"algorithm": FedDane(0.1)},
+            {"gradient_sampler": UniformSampler(2)},
+            "gradient_sampler=the sampler (this run has UniformSampler(2))",
+        ),
         ({}, {"batch_size": 8}, "batch_size=4 (this run has 8)"),
         ({}, {"weighting": "uniform"}, "weighting='examples' (this run has 'uniform')"),
         ({}, {"buffers": "server"}, "buffers='average' (this run has 'server')"),
