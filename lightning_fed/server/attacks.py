@@ -91,7 +91,7 @@ class SignFlipAttack(Attack):
     """Bad clients send their messages with the opposite sign, times a factor.
 
     Li et al., *RSA: Byzantine-Robust Stochastic Aggregation Methods for Distributed Learning from Heterogeneous
-    Datasets*, AAAI 2019 (https://arxiv.org/abs/1811.03761), Section 5.
+    Datasets*, AAAI 2019 (https://arxiv.org/abs/1811.03761), whose experiments flip signs and multiply by a constant.
 
     Args:
         clients: The bad clients: a list of ids, or a share of the population in [0, 1], drawn from the run's seed.
@@ -147,7 +147,7 @@ class LabelFlipAttack(Attack):
     """Bad clients train on labels C - 1 - y in place of y.
 
     Fang et al., *Local Model Poisoning Attacks to Byzantine-Robust Federated Learning*, USENIX Security 2020
-    (https://arxiv.org/abs/1911.11815), Section 5.1.
+    (https://arxiv.org/abs/1911.11815), the label flipping that they compare their attacks with.
 
     The labels of a batch are the last entry of a tuple or list, or the entry "targets", "labels", "target" or "label"
     of a mapping. For other batches, flip the labels in the clients' data sets.

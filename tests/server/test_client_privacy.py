@@ -65,7 +65,7 @@ def test_poisson_batches_are_accounted_for_as_opacus_does(size: int, steps: int)
 
 
 def test_one_gaussian_mechanism_is_within_its_exact_privacy() -> None:
-    # Balle and Wang, ICML 2018, Theorem 5: the exact delta of a Gaussian mechanism of multiplier z
+    # Balle and Wang, ICML 2018, Theorem 8: the exact delta of a Gaussian mechanism of multiplier z
     epsilon, z = PRIVATE.epsilon({1: 1}), 1.1
 
     def phi(t: float) -> float:

@@ -139,9 +139,9 @@ class EMNIST(_IdxImages):
     mnist       10      60,000           10,000         0-9, in MNIST's format
     =========== ======= ================ ============== ==================================================
 
-    SCAFFOLD, Mime and FedJAX train on these characters with 3,400 writers as clients. EMNIST's files do not contain the
-    writers, so the clients here are synthetic: their labels are skewed, but they do not differ in handwriting. Results
-    are not comparable. LEAF's :class:`FEMNIST` has the writers.
+    Mime and FedJAX train on these characters with 3,400 writers as clients. EMNIST's files do not contain the writers,
+    so the clients here are synthetic: their labels are skewed, but they do not differ in handwriting. Results are not
+    comparable. LEAF's :class:`FEMNIST` has the writers. SCAFFOLD splits by :class:`Similarity` instead.
 
     Images are [1, 28, 28] and upright (the files store them transposed). Labels begin at 0 in every split. ``val`` is
     the test part, unless ``val_fraction`` is positive.

@@ -52,9 +52,10 @@ class FeatureShift(Partition):
     The indices come from ``partition``; the labels do not change. The images of client i of N are rotated
     counter-clockwise about their center, by angles such as the 0, 90, 180 and 270 degrees of Rotated MNIST in IFCA
     (Ghosh et al., 2020, arXiv:2006.04088, section 6). Then noise with the standard deviation ``noise * (i + 1) / N`` is
-    added: the noise-based feature imbalance of Li et al., 2022 (arXiv:2102.02079), who count clients from 1. The noise
-    is a function of (seed, client, example), so an example is the same in every round, in every process, on every
-    machine, and for any other clients.
+    added: the noise-based feature imbalance of Li et al., 2022 (arXiv:2102.02079), who count clients from 1. They call
+    that number a variance, and their code uses it as the standard deviation, as here. The noise is a function of (seed,
+    client, example), so an example is the same in every round, in every process, on every machine, and for any other
+    clients.
 
     A client's inputs are the first element of its examples: float tensors or uint8 images. Multiples of 90 degrees move
     the pixels of square images without changing them; other angles interpolate linearly, with zeros outside of the

@@ -117,10 +117,11 @@ class Dirichlet(SeededPartition):
 
     For every class, proportions over the clients are drawn from Dir(alpha, ..., alpha), and split the shuffled examples
     of the class: the unbalanced recipe of Yurochkin et al., 2019 (arXiv:1905.12022) and Li et al., 2022
-    (arXiv:2102.02079, distribution-based label imbalance). A small ``alpha`` gives clients with few classes and very
-    different sizes; a large one approaches equal shares of every class. If a client has fewer than ``min_size``
-    examples, everything is redrawn, up to 1,000 times (but at least 10 times; fewer than 1,000 if the clients and
-    classes are so many that it would take minutes).
+    (arXiv:2102.02079, distribution-based label imbalance). Their code also gives no more examples to a client that has
+    n / N of them, which the papers do not mention and this class does not do. A small ``alpha`` gives clients with few
+    classes and very different sizes; a large one approaches equal shares of every class. If a client has fewer than
+    ``min_size`` examples, everything is redrawn, up to 1,000 times (but at least 10 times; fewer than 1,000 if the
+    clients and classes are so many that it would take minutes).
 
     Args:
         num_clients: The number of clients N.

@@ -81,7 +81,7 @@ class QSGD(Compressor):
     r"""Unbiased stochastic quantization.
 
     Alistarh et al., *QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding*, NeurIPS 2017
-    (https://arxiv.org/abs/1610.02132), Section 3.1, equation 1, in buckets of consecutive entries: with the bucket's
+    (https://arxiv.org/abs/1610.02132), Section 3.1, in buckets of consecutive entries: with the bucket's
     Euclidean norm and s levels, an entry becomes
 
     .. math::

@@ -24,7 +24,8 @@ _BLOCK = 2**14  # columns sorted in one block, which bounds the extra memory of 
 class NormClipping(Aggregator):
     r"""The weighted mean of messages whose norms are bounded.
 
-    Sun et al., *Can You Really Backdoor Federated Learning?*, 2019 (https://arxiv.org/abs/1911.07963), Section 4.1:
+    Sun et al., *Can You Really Backdoor Federated Learning?*, 2019 (https://arxiv.org/abs/1911.07963), norm
+    thresholding:
 
     .. math::
         m \leftarrow \sum_i p_i \frac{m_i}{\max(1, \lVert m_i \rVert / M)}
@@ -306,9 +307,9 @@ class GeometricMedian(RobustAggregator):
     their own numbers of examples; ``weighting="uniform"`` ignores these.
 
     Args:
-        iterations: The number of iterations, 3 in the paper. Each multiplies what bad messages add to the mean by about
-            b / (1 - b), b their share of the weight. Use 10 to 20 if they may be thousands of times longer than good
-            ones.
+        iterations: The number of iterations after the weighted mean. The authors' code counts that mean as the first of
+            its 3 averages, which are 2 iterations. Each multiplies what bad messages add to the mean by about b / (1 -
+            b), b their share of the weight. Use 10 to 20 if they may be thousands of times longer than good ones.
         nu: The smoothing :math:`\nu > 0`.
 
     Raises:

@@ -56,9 +56,10 @@ class FedAsync(Asynchronous):
         x^{r+1} = (1 - \alpha_r) x^r + \alpha_r y, \qquad \alpha_r = \alpha \, s(\tau)
 
     with :math:`\tau` the server steps since the client began, and s(tau) = 1 ("constant"), :math:`(1 + \tau)^{-a}`
-    ("polynomial"), or 1 up to b and then :math:`1 / (a (\tau - b) + 1)` ("hinge"). The paper's clients have a proximal
-    term: use :class:`lightning_fed.algorithms.FedProx`. Leave the server's optimizer at SGD with rate 1; another one is
-    applied to :math:`\alpha_r (y - x^r)`.
+    ("polynomial"), or 1 up to b and then :math:`1 / (a (\tau - b) + 1)` ("hinge"). A model that nobody overtook has
+    :math:`\tau = 0`, and so the weight :math:`\alpha`; in the paper's Algorithm 1, read literally, its :math:`t - \tau`
+    is 1. The paper's clients have a proximal term: use :class:`lightning_fed.algorithms.FedProx`. Leave the server's
+    optimizer at SGD with rate 1; another one is applied to :math:`\alpha_r (y - x^r)`.
 
     Args:
         concurrency: The number of clients training at a time.
