@@ -49,6 +49,10 @@ class OortSampler(CountingSampler):
     interpolated. Clients built on demand that turn out to be empty are not drawn. Clients that took part in more than
     ``most_rounds`` rounds, if set, are drawn last, uniformly.
 
+    The authors' code differs from Algorithm 1: it scales utilities to [0, 1] before it adds the second term, T is a
+    percentile of the durations, the pacer raises T every W rounds if U hardly changes, and unexplored clients are drawn
+    by size.
+
     Args:
         clients_per_round: K, as a count or a share.
         exploration: The first :math:`\varepsilon`.
