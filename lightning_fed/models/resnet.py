@@ -26,8 +26,9 @@ class ResNet(Classifier):
     the paper's three CIFAR stages of 16, 32 and 64 channels, and shortcuts without parameters (option A).
 
     Batch normalization works badly if clients' labels differ, and group normalization works well (Hsieh et al., ICML
-    2020, arXiv:1910.00189). Two groups are the default, as in Reddi et al. (ICLR 2021, arXiv:2003.00295). The running
-    statistics of batch normalization are buffers, which the server averages.
+    2020, arXiv:1910.00189). Two groups are the default, as in Reddi et al. (ICLR 2021, arXiv:2003.00295), whose network
+    differs otherwise: it is ResNet v2 with a 7x7 convolution and pooling. The running statistics of batch normalization
+    are buffers, which the server averages.
 
     Args:
         depth: 18 (11.2 million parameters) or 20 (0.27 million).
