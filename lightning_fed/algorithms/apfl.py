@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import number
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -40,7 +40,7 @@ class APFL(Algorithm):
     uses_path_gradient = False
 
     def __init__(self, alpha: float) -> None:
-        self.alpha = number(self, "alpha", alpha, "[0, 1]")
+        self.alpha = check_number(self, "alpha", alpha, "[0, 1]")
 
     def init_client(self, x: Vector) -> State:
         """Return the initial v_i = x^0."""

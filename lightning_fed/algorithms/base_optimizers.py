@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import ArgumentsRepr, choice, number
+from lightning_fed.core.arguments import ArgumentsRepr, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State, Vector
 
@@ -76,8 +76,8 @@ class SGDm(BaseOptimizer):
     """
 
     def __init__(self, beta: float = 0.9, momentum_form: Literal["ema", "heavy_ball"] = "ema") -> None:
-        self.beta = number(self, "beta", beta, "[0, 1)")
-        self.momentum_form = choice(self, "momentum_form", momentum_form, "ema", "heavy_ball")
+        self.beta = check_number(self, "beta", beta, "[0, 1)")
+        self.momentum_form = check_one_of(self, "momentum_form", momentum_form, ("ema", "heavy_ball"))
 
     def init(self, x: Vector) -> State:
         """Return m = 0."""
@@ -101,11 +101,11 @@ class _Adaptive(BaseOptimizer):
     """
 
     def __init__(self, eps: float, v0: float | Literal["grad"], stats: str) -> None:
-        self.eps = number(self, "eps", eps, "(0, inf)")
+        self.eps = check_number(self, "eps", eps, "(0, inf)")
         if isinstance(v0, str) and v0 != "grad":
             raise FederatedError(f"{type(self).__name__}(v0={v0!r}): v0 must be a finite number in [0, inf) or 'grad'.")
-        self.v0 = v0 if isinstance(v0, str) else number(self, "v0", v0, "[0, inf)")
-        self.stats = choice(self, "stats", stats, "new", "old")
+        self.v0 = v0 if isinstance(v0, str) else check_number(self, "v0", v0, "[0, inf)")
+        self.stats = check_one_of(self, "stats", stats, ("new", "old"))
 
     def init(self, x: Vector) -> State:
         """Return v = v0 and a step count of zero."""
@@ -169,9 +169,9 @@ class RMSProp(_Adaptive):
         stats: Literal["new", "old"] = "new",
         bias_correction: bool = False,
     ) -> None:
-        self.beta = number(self, "beta", beta, "[0, 1)")
+        self.beta = check_number(self, "beta", beta, "[0, 1)")
         super().__init__(eps, v0, stats)
-        choice(self, "bias_correction", bias_correction, True, False)
+        check_one_of(self, "bias_correction", bias_correction, (True, False))
 
     def _second(self, g: Tensor, v: Tensor) -> Tensor:
         return (1.0 - self.beta) * g * g + self.beta * v
@@ -215,11 +215,11 @@ class Adam(_Adaptive):
         stats: Literal["new", "old"] = "new",
         bias_correction: bool | None = None,
     ) -> None:
-        self.beta1 = number(self, "beta1", beta1, "[0, 1)")
-        self.beta2 = number(self, "beta2", beta2, "[0, 1)")
+        self.beta1 = check_number(self, "beta1", beta1, "[0, 1)")
+        self.beta2 = check_number(self, "beta2", beta2, "[0, 1)")
         super().__init__(eps, v0, stats)
         wanted = stats == "new" and v0 != "grad" if bias_correction is None else bias_correction
-        self.bias_correction = choice(self, "bias_correction", wanted, True, False)
+        self.bias_correction = check_one_of(self, "bias_correction", wanted, (True, False))
         if self.bias_correction and self.stats == "old":
             raise FederatedError(
                 f"{type(self).__name__}(stats='old', bias_correction=True): the stored v has seen no gradient in the"
@@ -285,7 +285,7 @@ class Adagrad(Adam):
         stats: Literal["new", "old"] = "new",
         bias_correction: bool = False,
     ) -> None:
-        choice(self, "bias_correction", bias_correction, False)
+        check_one_of(self, "bias_correction", bias_correction, (False,))
         super().__init__(beta1, beta2, eps, v0, stats, bias_correction)
 
     def _second(self, g: Tensor, v: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ class Yogi(Adam):
         stats: Literal["new", "old"] = "new",
         bias_correction: bool = False,
     ) -> None:
-        choice(self, "bias_correction", bias_correction, True, False)
+        check_one_of(self, "bias_correction", bias_correction, (True, False))
         super().__init__(beta1, beta2, eps, v0, stats, bias_correction)
 
     def _second(self, g: Tensor, v: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import check_count, choice, number
+from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -50,12 +50,12 @@ class Ditto(Algorithm):
         personal_epochs: int | None = None,
         batches: Literal["same", "own"] = "same",
     ) -> None:
-        self.lam = number(self, "lam", lam, "[0, inf)")
-        self.personal_rate = number(self, "personal_rate", personal_rate, "(0, inf)")
+        self.lam = check_number(self, "lam", lam, "[0, inf)")
+        self.personal_rate = check_number(self, "personal_rate", personal_rate, "(0, inf)")
         self.personal_epochs = personal_epochs
         if personal_epochs is not None:
-            check_count(type(self).__name__, "personal_epochs", personal_epochs)
-        self.batches = choice(self, "batches", batches, "same", "own")
+            check_count(self, "personal_epochs", personal_epochs)
+        self.batches = check_one_of(self, "batches", batches, ("same", "own"))
         self.own_solve = _OwnModel(self)
 
     def init_client(self, x: Vector) -> State:

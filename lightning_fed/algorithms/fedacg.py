@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import number
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector
 
@@ -39,8 +39,8 @@ class FedACG(Algorithm):
     default_weighting = "uniform"
 
     def __init__(self, lam: float = 0.85, beta: float = 0.01) -> None:
-        self.lam = number(self, "lam", lam, "[0, 1)")
-        self.beta = number(self, "beta", beta, "[0, inf)")
+        self.lam = check_number(self, "lam", lam, "[0, 1)")
+        self.beta = check_number(self, "beta", beta, "[0, inf)")
 
     def init_server(self, x: Vector) -> State:
         """Return the initial m = 0."""

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice
+from lightning_fed.core.arguments import check_one_of
 from lightning_fed.core.rounds import Run, Update
 from lightning_fed.core.types import Vector
 
@@ -37,7 +37,7 @@ class FedAvg(Algorithm):
     """
 
     def __init__(self, pseudo_grad: Literal["raw", "normalized"] = "raw") -> None:
-        self.pseudo_grad = choice(self, "pseudo_grad", pseudo_grad, "raw", "normalized")
+        self.pseudo_grad = check_one_of(self, "pseudo_grad", pseudo_grad, ("raw", "normalized"))
         self.uses_path_gradient = pseudo_grad == "normalized"
 
     def finish(self, y: Vector, run: Run) -> Update:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -49,9 +49,9 @@ class FedCM(Algorithm):
     default_weighting = "uniform"
 
     def __init__(self, alpha: float, eta_g: float = 1.0, eta_g_mode: Literal["relative", "paper"] = "relative") -> None:
-        self.alpha = number(self, "alpha", alpha, "(0, 1]")
-        self.eta_g = number(self, "eta_g", eta_g, "(0, inf)")
-        self.eta_g_mode = choice(self, "eta_g_mode", eta_g_mode, "relative", "paper")
+        self.alpha = check_number(self, "alpha", alpha, "(0, 1]")
+        self.eta_g = check_number(self, "eta_g", eta_g, "(0, inf)")
+        self.eta_g_mode = check_one_of(self, "eta_g_mode", eta_g_mode, ("relative", "paper"))
 
     def init_server(self, x: Vector) -> State:
         """Return the initial Delta = 0."""

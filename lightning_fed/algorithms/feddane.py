@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Step
 
 
@@ -40,8 +40,8 @@ class FedDane(Algorithm):
     full_grad_at = ("x",)
 
     def __init__(self, mu: float, grad_cohort: Literal["own", "same"] = "own") -> None:
-        self.mu = number(self, "mu", mu, "[0, inf)")
-        self.grad_cohort = choice(self, "grad_cohort", grad_cohort, "own", "same")
+        self.mu = check_number(self, "mu", mu, "[0, inf)")
+        self.grad_cohort = check_one_of(self, "grad_cohort", grad_cohort, ("own", "same"))
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         """Return g with the client's gradient at x replaced by the cohort's, plus the proximal term."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -51,9 +51,9 @@ class FedDyn(Algorithm):
         alpha_scaling: Literal["none", "inverse_size"] = "none",
         evaluate: Literal["theta", "mean"] = "theta",
     ) -> None:
-        self.alpha = number(self, "alpha", alpha, "(0, inf)")
-        self.alpha_scaling = choice(self, "alpha_scaling", alpha_scaling, "none", "inverse_size")
-        self.evaluate = choice(self, "evaluate", evaluate, "theta", "mean")
+        self.alpha = check_number(self, "alpha", alpha, "(0, inf)")
+        self.alpha_scaling = check_one_of(self, "alpha_scaling", alpha_scaling, ("none", "inverse_size"))
+        self.evaluate = check_one_of(self, "evaluate", evaluate, ("theta", "mean"))
         self.uses_mean_examples = self.alpha_scaling == "inverse_size"
 
     def init_server(self, x: Vector) -> State:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Update
 from lightning_fed.core.types import State, Vector
 
@@ -50,9 +50,9 @@ class FedExP(Algorithm):
     def __init__(
         self, eps: float = 0.001, eps_scaling: Literal["paper", "cohort"] = "paper", eps_decay: float = 1.0
     ) -> None:
-        self.eps = number(self, "eps", eps, "(0, inf)")
-        self.eps_scaling = choice(self, "eps_scaling", eps_scaling, "paper", "cohort")
-        self.eps_decay = number(self, "eps_decay", eps_decay, "(0, 1]")
+        self.eps = check_number(self, "eps", eps, "(0, inf)")
+        self.eps_scaling = check_one_of(self, "eps_scaling", eps_scaling, ("paper", "cohort"))
+        self.eps_decay = check_number(self, "eps_decay", eps_decay, "(0, 1]")
 
     def init_server(self, x: Vector) -> State:
         """Return the other iterate to average with, x^0, the weight of x (1 at first), and eta_g = 1."""

@@ -33,7 +33,7 @@ class FedPer(Algorithm):
     """
 
     def __init__(self, personal: Sequence[str]) -> None:
-        self.personal = list(check_patterns(type(self).__name__, personal, least=1))
+        self.personal = list(check_patterns(self, personal, least=1))
 
     def personal_names(self, module: nn.Module) -> Sequence[str]:
         """Return the given patterns."""

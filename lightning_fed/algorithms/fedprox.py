@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import number
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector
@@ -44,7 +44,7 @@ class FedProx(Algorithm):
     """
 
     def __init__(self, mu: float, adaptive: Mapping[str, float] | bool | None = None) -> None:
-        self.mu = number(self, "mu", mu, "[0, inf)")
+        self.mu = check_number(self, "mu", mu, "[0, inf)")
         self.adaptive = self._adaptive(adaptive)
         self.population_loss = self.adaptive is not None
 
@@ -82,7 +82,7 @@ class FedProx(Algorithm):
         rule = {"step": 0.1, "patience": 5, **({} if given is True else given)}
         if unknown := sorted(map(str, rule.keys() - {"step", "patience"})):
             raise FederatedError(f"FedProx(adaptive=...): unknown {unknown}; allowed are 'step' and 'patience'.")
-        patience = number(self, "adaptive['patience']", rule["patience"], "[1, inf)")
+        patience = check_number(self, "adaptive['patience']", rule["patience"], "[1, inf)")
         if not patience.is_integer():
             raise FederatedError(f"FedProx(adaptive['patience']={patience!r}): patience must be a whole number.")
-        return {"step": number(self, "adaptive['step']", rule["step"], "(0, inf)"), "patience": int(patience)}
+        return {"step": check_number(self, "adaptive['step']", rule["step"], "(0, inf)"), "patience": int(patience)}

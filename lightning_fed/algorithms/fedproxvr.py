@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import State, Vector
 
@@ -44,8 +44,8 @@ class FedProxVR(Algorithm):
     full_grad_for = "client"
 
     def __init__(self, mu: float, estimator: Literal["svrg", "sarah"] = "svrg") -> None:
-        self.mu = number(self, "mu", mu, "[0, inf)")
-        self.estimator = choice(self, "estimator", estimator, "svrg", "sarah")
+        self.mu = check_number(self, "mu", mu, "[0, inf)")
+        self.estimator = check_one_of(self, "estimator", estimator, ("svrg", "sarah"))
         self.anchor_at = "x" if self.estimator == "svrg" else None
 
     def init_local(self, x: Vector, server: State, client: State) -> State:

@@ -40,7 +40,7 @@ class FedRep(FedPer):
 
     def __init__(self, personal: Sequence[str], head_epochs: int = 10) -> None:
         super().__init__(personal)
-        self.head_epochs = check_count(type(self).__name__, "head_epochs", head_epochs, least=1)
+        self.head_epochs = check_count(self, "head_epochs", head_epochs, least=1)
         self.own_solve = _Head(self.head_epochs)
 
 

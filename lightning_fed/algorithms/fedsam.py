@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.fedcm import FedCM
-from lightning_fed.core.arguments import number
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.types import Vector
 
@@ -49,8 +49,8 @@ class FedSAM(Algorithm):
     default_weighting = "uniform"
 
     def __init__(self, rho: float, eps: float = 0.0) -> None:
-        self.rho = number(self, "rho", rho, "[0, inf)")
-        self.eps = number(self, "eps", eps, "[0, inf)")
+        self.rho = check_number(self, "rho", rho, "[0, inf)")
+        self.eps = check_number(self, "eps", eps, "[0, inf)")
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
         """Return the point of highest loss within rho, to first order."""
@@ -102,9 +102,9 @@ class MoFedSAM(FedCM):
         eta_g_mode: Literal["relative", "paper"] = "relative",
         eps: float = 0.0,
     ) -> None:
-        self.rho = number(self, "rho", rho, "[0, inf)")
+        self.rho = check_number(self, "rho", rho, "[0, inf)")
         super().__init__(alpha, eta_g, eta_g_mode)
-        self.eps = number(self, "eps", eps, "[0, inf)")
+        self.eps = check_number(self, "eps", eps, "[0, inf)")
 
     def second_gradient_at(self, g: Vector, y: Vector, step: Step) -> Vector:
         """Return the point of highest loss within rho, to first order."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.fedsam import unit
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
@@ -62,12 +62,12 @@ class FedSpeed(Algorithm):
         eps: float = 0.0,
         dual_average: Literal["cohort", "all"] = "cohort",
     ) -> None:
-        self.lam = number(self, "lam", lam, "(0, inf)")
-        self.rho = number(self, "rho", rho, "[0, inf)")
-        self.alpha = number(self, "alpha", alpha, "[0, 1]")
-        self.perturb = choice(self, "perturb", perturb, "plain", "unit")
-        self.eps = number(self, "eps", eps, "[0, inf)")
-        self.dual_average = choice(self, "dual_average", dual_average, "cohort", "all")
+        self.lam = check_number(self, "lam", lam, "(0, inf)")
+        self.rho = check_number(self, "rho", rho, "[0, inf)")
+        self.alpha = check_number(self, "alpha", alpha, "[0, 1]")
+        self.perturb = check_one_of(self, "perturb", perturb, ("plain", "unit"))
+        self.eps = check_number(self, "eps", eps, "[0, inf)")
+        self.dual_average = check_one_of(self, "dual_average", dual_average, ("cohort", "all"))
         if self.perturb == "plain" and self.eps:
             raise FederatedError(f"FedSpeed: eps={eps!r} has no effect with perturb='plain'. Set perturb='unit'.")
         if self.dual_average == "all":

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Cohort, Step
 from lightning_fed.core.types import State, Vector
 
@@ -60,9 +60,9 @@ class MimeMVR(Algorithm):
         anchor: Literal["eq15", "lemma9", "current"] = "eq15",
         m0: Literal["grad", "zeros"] = "grad",
     ) -> None:
-        self.a = number(self, "a", a, "[0, 1]")
-        self.anchor = choice(self, "anchor", anchor, "eq15", "lemma9", "current")
-        self.m0 = choice(self, "m0", m0, "grad", "zeros")
+        self.a = check_number(self, "a", a, "[0, 1]")
+        self.anchor = check_one_of(self, "anchor", anchor, ("eq15", "lemma9", "current"))
+        self.m0 = check_one_of(self, "m0", m0, ("grad", "zeros"))
         self.anchor_at, self._center_at = _POINTS[self.anchor]
 
     def init_server(self, x: Vector) -> State:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import check_count, number
+from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -44,9 +44,9 @@ class PFedMe(Algorithm):
     uses_path_gradient = False
 
     def __init__(self, lam: float, inner_steps: int = 5, personal_rate: float = 1.0) -> None:
-        self.lam = number(self, "lam", lam, "(0, inf)")
-        self.inner_steps = check_count(type(self).__name__, "inner_steps", inner_steps, least=1)
-        self.personal_rate = number(self, "personal_rate", personal_rate, "(0, inf)")
+        self.lam = check_number(self, "lam", lam, "(0, inf)")
+        self.inner_steps = check_count(self, "inner_steps", inner_steps, least=1)
+        self.personal_rate = check_number(self, "personal_rate", personal_rate, "(0, inf)")
         self.steps_per_batch = self.inner_steps
 
     def init_client(self, x: Vector) -> State:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import number
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -45,7 +45,7 @@ class Scaffnew(Algorithm):
     uses_path_gradient = False
 
     def __init__(self, prob: float) -> None:
-        self.prob = number(self, "prob", prob, "(0, 1]")
+        self.prob = check_number(self, "prob", prob, "(0, 1]")
 
     def init_client(self, x: Vector) -> State:
         """Return the initial h_i = 0, without an update to add."""

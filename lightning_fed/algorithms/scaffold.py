@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice
+from lightning_fed.core.arguments import check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -55,8 +55,8 @@ class Scaffold(Algorithm):
     full_grad_mean = "population"
 
     def __init__(self, option: Literal["ii", "i"] = "ii", initial: Literal["zero", "gradient"] = "zero") -> None:
-        self.option = choice(self, "option", option, "ii", "i")
-        self.initial = choice(self, "initial", initial, "zero", "gradient")
+        self.option = check_one_of(self, "option", option, ("ii", "i"))
+        self.initial = check_one_of(self, "initial", initial, ("zero", "gradient"))
         self.full_grad_at = ("x",) if option == "i" or initial == "gradient" else ()
         self.full_grad_for = "both" if initial == "gradient" else "client"
         self.uses_path_gradient = option == "ii"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
 
@@ -49,9 +49,9 @@ class ScaffoldM(Algorithm):
     aside = ("lr_sum",)
 
     def __init__(self, beta: float, gamma: float = 1.0, gamma_mode: Literal["relative", "paper"] = "relative") -> None:
-        self.beta = number(self, "beta", beta, "(0, 1]")
-        self.gamma = number(self, "gamma", gamma, "(0, inf)")
-        self.gamma_mode = choice(self, "gamma_mode", gamma_mode, "relative", "paper")
+        self.beta = check_number(self, "beta", beta, "(0, 1]")
+        self.gamma = check_number(self, "gamma", gamma, "(0, inf)")
+        self.gamma_mode = check_one_of(self, "gamma_mode", gamma_mode, ("relative", "paper"))
 
     def init_server(self, x: Vector) -> State:
         """Return the initial c = 0 and g = 0."""

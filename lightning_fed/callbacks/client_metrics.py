@@ -56,9 +56,9 @@ class ClientAccuracy(ClientMeasure):
         on: Literal["val", "train"] = "val",
     ) -> None:
         super().__init__(every_n_rounds, clients)
-        self.mode: Literal["max", "min"] = check_one_of(type(self).__name__, "mode", mode, ("max", "min"))
-        self.on = check_one_of(type(self).__name__, "on", on, ("val", "train"))
-        check_texts(type(self).__name__, monitor=monitor)
+        self.mode: Literal["max", "min"] = check_one_of(self, "mode", mode, ("max", "min"))
+        self.on = check_one_of(self, "on", on, ("val", "train"))
+        check_texts(self, monitor=monitor)
         self.monitor = monitor
         self.table: dict[ClientId, dict[str, float]] = {}
         self.own_table: dict[ClientId, dict[str, float]] = {}
@@ -165,7 +165,7 @@ class PersonalizedAccuracy(ClientAccuracy):
         local_steps: int = 5,
     ) -> None:
         super().__init__(monitor, mode, every_n_rounds, clients, on)
-        self.steps = self.local_steps = check_count(type(self).__name__, "local_steps", local_steps, least=1)
+        self.steps = self.local_steps = check_count(self, "local_steps", local_steps, least=1)
 
     @property
     def needs(self) -> str:

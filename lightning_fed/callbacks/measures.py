@@ -13,7 +13,7 @@ import torch
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
+from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
@@ -57,7 +57,7 @@ class Measure(FederatedCallback):
     tag: str | None = None
 
     def __init__(self, every_n_rounds: int = 1) -> None:
-        self.every_n_rounds = check_count(type(self).__name__, "every_n_rounds", every_n_rounds, least=1)
+        self.every_n_rounds = check_count(self, "every_n_rounds", every_n_rounds, least=1)
 
     @property
     def written(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ClientMeasure(Measure):
 
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None) -> None:
         super().__init__(every_n_rounds)
-        self.clients = None if clients is None else check_count(type(self).__name__, "clients", clients, least=1)
+        self.clients = None if clients is None else check_count(self, "clients", clients, least=1)
         self.measured: list[ClientId] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -135,7 +135,7 @@ class WeightedMeasure(ClientMeasure):
 
     def __init__(self, every_n_rounds: int, clients: int | None, weighting: Weighting) -> None:
         super().__init__(every_n_rounds, clients)
-        self.weighting = check_one_of(type(self).__name__, "weighting", weighting, ("uniform", "examples"))
+        self.weighting = check_one_of(self, "weighting", weighting, ("uniform", "examples"))
 
     def weight(self, trainer: pl.Trainer, client_id: ClientId) -> float:
         """Return the weight of a client for averaging."""
@@ -365,8 +365,8 @@ class HessianDissimilarity(WeightedMeasure):
         max_iterations: int = 30,
     ) -> None:
         super().__init__(every_n_rounds, clients, weighting)
-        self.tolerance = check_fraction("HessianDissimilarity", "tolerance", tolerance)
-        self.max_iterations = check_count(type(self).__name__, "max_iterations", max_iterations, least=1)
+        self.tolerance = check_number("HessianDissimilarity", "tolerance", tolerance, "[0, 1)")
+        self.max_iterations = check_count(self, "max_iterations", max_iterations, least=1)
         self.delta: dict[ClientId, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -123,7 +123,7 @@ class RoundLines(FederatedCallback):
     """
 
     def __init__(self, seconds: float = 30.0, every_n_rounds: int | None = None) -> None:
-        self.seconds = check_number("RoundLines", "seconds", seconds, least=0)
+        self.seconds = check_number("RoundLines", "seconds", seconds, "[0, inf)")
         if every_n_rounds is not None:
             check_count("RoundLines", "every_n_rounds", every_n_rounds, least=1)
         self.every_n_rounds = every_n_rounds

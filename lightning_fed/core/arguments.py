@@ -13,6 +13,7 @@ from lightning_fed.core.unset import NamesUnset
 Choice = TypeVar("Choice")
 
 _LARGEST = 2**63 - 1  # the largest size of a tensor
+_ANY = "(-inf, inf)"
 
 
 def finite(value: Any) -> float:
@@ -42,97 +43,33 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def check_count(owner: str, name: str, value: Any, least: int = 1, most: int = _LARGEST) -> int:
+def _refusal(owner: object, name: str, value: Any, rule: str) -> FederatedError:
+    """Return the error for an argument that breaks a rule; ``owner`` is what takes it, or its name."""
+    of = owner if isinstance(owner, str) else type(owner).__name__
+    return FederatedError(f"{of}({name}={format_value(value)}): {name} must {rule}.")
+
+
+def check_count(owner: object, name: str, value: Any, least: int = 1, most: int = _LARGEST) -> int:
     """Return an argument that must be an integer of at least ``least``, and at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise FederatedError(f"{owner}({name}={value!r}): {name} must be an integer of at least {least}.")
+        raise _refusal(owner, name, value, f"be an integer of at least {least}")
     if int(value) > most:
         limit = f"{most:,}" if most < _LARGEST else f"2**{most.bit_length()} - 1"
-        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be an integer of at most {limit}.")
+        raise _refusal(owner, name, value, f"be an integer of at most {limit}")
     return int(value)
 
 
-def check_seed(owner: str, value: Any) -> int:
+def check_seed(owner: object, value: Any) -> int:
     """Return an argument ``seed``, which must be an integer of at least 0 and at most 128 bits."""
     return check_count(owner, "seed", value, least=0, most=2**128 - 1)
 
 
-def check_number(owner: str, name: str, value: Any, least: float = -math.inf, positive: bool = False) -> float:
-    """Return an argument that must be a finite number, and positive or at least ``least``."""
-    found = finite(value)
-    if math.isnan(found) or found < least or (positive and found <= 0):
-        bound = "" if math.isinf(least) else f" of at least {least:g}"
-        kind = "positive finite" if positive else "finite"
-        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be a {kind} number{bound}.")
-    return found
-
-
-def check_numbers(owner: str, name: str, value: Any) -> list[float]:
-    """Return an argument that must be a list of finite numbers."""
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be a list of finite numbers.")
-    return [check_number(owner, name, entry) for entry in value]
-
-
-def check_fraction(owner: str, name: str, value: Any) -> float:
-    """Return an argument that must be a share in [0, 1)."""
-    share = finite(value)
-    if not 0 <= share < 1:
-        raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must lie in [0, 1), such as 0.2.")
-    return share
-
-
-def check_one_of(owner: str, name: str, value: Any, allowed: Sequence[Choice]) -> Choice:
-    """Return an argument that must be one of a few values."""
-    for one in allowed:
-        if type(value) is type(one) and value == one:  # 1 is not True
-            return one
-    raise FederatedError(f"{owner}({name}={format_value(value)}): {name} must be {' or '.join(map(repr, allowed))}.")
-
-
-def check_flags(owner: str, **flags: Any) -> None:
-    """Raise if an argument, given by name, is not True or False."""
-    for name, value in flags.items():
-        check_one_of(owner, name, value, (True, False))
-
-
-def check_texts(owner: str, **texts: Any) -> None:
-    """Raise if an argument, given by name, is not a non-empty string."""
-    for name, value in texts.items():
-        if not isinstance(value, str) or not value:
-            raise FederatedError(
-                f"{owner}({name}={format_value(value)}): {name} must be a string, and not an empty one."
-            )
-
-
-def check_paths(owner: str, **paths: Any) -> None:
-    """Raise if an argument, given by name, is not a path; the file need not exist."""
-    for name, value in paths.items():
-        if not isinstance(value, str | os.PathLike) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
-            raise FederatedError(
-                f"{owner}({name}={format_value(value)}): {name} must be a path, as a string or a Path."
-            )
-
-
-def check_patterns(owner: str, patterns: Any, least: int = 0, name: str = "personal") -> tuple[str, ...]:
-    """Return the names, or patterns of names, of parameters and buffers."""
-    fits = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-    if not fits or len(patterns) < least or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise FederatedError(
-            f"{owner}({name}={format_value(patterns)}): {name} must be a list of names of parameters, or of"
-            " patterns of them, such as ['head.*']."
-        )
-    return tuple(patterns)
-
-
-def number(owner: object, name: str, value: object, interval: str) -> float:
-    """Return a hyper-parameter as a float; the error names the owner, the argument and the interval.
-
-    The interval is such as ``"[0, 1)"`` or ``"(0, inf)"``. Infinity is never allowed.
+def check_number(owner: object, name: str, value: Any, interval: str = _ANY) -> float:
+    """Return an argument that must be a finite number in an interval, such as ``"[0, 1)"`` or ``"(0, inf)"``.
 
     Example:
         >>> from lightning_fed.algorithms.base_optimizers import SGDm
-        >>> number(SGDm(), "beta", 1, "[0, 1)")
+        >>> check_number(SGDm(), "beta", 1, "[0, 1)")
         Traceback (most recent call last):
         lightning_fed.core.errors.FederatedError: SGDm(beta=1): beta must be a finite number in [0, 1).
     """
@@ -142,12 +79,51 @@ def number(owner: object, name: str, value: object, interval: str) -> float:
     below = found <= high if interval[-1] == "]" else found < high
     if above and below:
         return found
-    raise FederatedError(f"{type(owner).__name__}({name}={value!r}): {name} must be a finite number in {interval}.")
+    raise _refusal(owner, name, value, "be a finite number" + ("" if interval == _ANY else f" in {interval}"))
 
 
-def choice(owner: object, name: str, value: Choice, *allowed: Choice) -> Choice:
-    """Return a hyper-parameter that must be one of a few values; the error names these."""
-    return check_one_of(type(owner).__name__, name, value, allowed)
+def check_numbers(owner: object, name: str, value: Any) -> list[float]:
+    """Return an argument that must be a list of finite numbers."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise _refusal(owner, name, value, "be a list of finite numbers")
+    return [check_number(owner, name, entry) for entry in value]
+
+
+def check_one_of(owner: object, name: str, value: Any, allowed: Sequence[Choice]) -> Choice:
+    """Return an argument that must be one of a few values."""
+    for one in allowed:
+        if type(value) is type(one) and value == one:  # 1 is not True
+            return one
+    raise _refusal(owner, name, value, f"be {' or '.join(map(repr, allowed))}")
+
+
+def check_flags(owner: object, **flags: Any) -> None:
+    """Raise if an argument, given by name, is not True or False."""
+    for name, value in flags.items():
+        check_one_of(owner, name, value, (True, False))
+
+
+def check_texts(owner: object, **texts: Any) -> None:
+    """Raise if an argument, given by name, is not a non-empty string."""
+    for name, value in texts.items():
+        if not isinstance(value, str) or not value:
+            raise _refusal(owner, name, value, "be a string, and not an empty one")
+
+
+def check_paths(owner: object, **paths: Any) -> None:
+    """Raise if an argument, given by name, is not a path; the file need not exist."""
+    for name, value in paths.items():
+        if not isinstance(value, str | os.PathLike) or not os.fspath(value) or isinstance(os.fspath(value), bytes):
+            raise _refusal(owner, name, value, "be a path, as a string or a Path")
+
+
+def check_patterns(owner: object, patterns: Any, least: int = 0, name: str = "personal") -> tuple[str, ...]:
+    """Return the names, or patterns of names, of parameters and buffers."""
+    fits = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not fits or len(patterns) < least or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        rule = "be a list of names of parameters, or of patterns of them, such as ['head.*']"
+        raise _refusal(owner, name, patterns, rule)
+    return tuple(patterns)
 
 
 class ArgumentsRepr(NamesUnset):

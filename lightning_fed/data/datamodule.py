@@ -293,7 +293,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
 
     @num_clients.setter
     def num_clients(self, value: int) -> None:
-        self._num_clients = check_count(type(self).__name__, "num_clients", value, least=1)
+        self._num_clients = check_count(self, "num_clients", value, least=1)
         self._check_number(self._client_ids, self._num_clients)
 
     @property

@@ -44,17 +44,15 @@ def check_registration(message: Message) -> None:
 
 def check_budget(max_epsilon: Any, delta: Any, privacy: ClientPrivacy | None) -> None:
     """Raise for a budget of privacy that is not one, or that nothing is accounted for."""
-    for name, value in (("max_epsilon", max_epsilon), ("delta", delta)):
+    for name, value, interval in (("max_epsilon", max_epsilon, "(0, inf)"), ("delta", delta, "(0, 1)")):
         if value is None:
             continue
-        check_number("FederatedSite", name, value, positive=True)
+        check_number("FederatedSite", name, value, interval)
         if privacy is None:
             raise FederatedError(
                 f"FederatedSite({name}={value!r}): the trainer has no client_privacy, so nothing would bound what"
                 " answers reveal of an example. Set client_privacy=ClientPrivacy(...) for the server and all sites."
             )
-    if delta is not None and delta >= 1:
-        raise FederatedError(f"FederatedSite(delta={delta!r}): delta must lie in (0, 1), such as 1e-5.")
 
 
 class TaskChecks:

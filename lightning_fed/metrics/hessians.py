@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_count, check_fraction, check_numbers
+from lightning_fed.core.arguments import check_count, check_number, check_numbers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Vector
 
@@ -151,5 +151,5 @@ def _check(owner: str, products: Sequence[Product], start: Vector, tolerance: fl
         raise FederatedError(
             f"{owner}(start=...) got {start!r}: start must be a vector [P] of real numbers, not all 0."
         )
-    check_fraction(owner, "tolerance", tolerance)
+    check_number(owner, "tolerance", tolerance, "[0, 1)")
     check_count(owner, "max_iterations", max_iterations)

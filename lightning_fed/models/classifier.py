@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed.compat.package import pl
-from lightning_fed.core.arguments import check_count, check_fraction, check_number
+from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import check_floating, check_widths, sized
 
@@ -51,7 +51,7 @@ class Classifier(pl.LightningModule):
             raise FederatedError(f"{owner}(net={net!r}): net must be a torch.nn.Module, from inputs to logits.")
         check_count(owner, "num_classes", num_classes, least=2)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            check_number(owner, name, value, least=0)
+            check_number(owner, name, value, "[0, inf)")
             self.hparams.setdefault(name, value)  # the command line only saves the arguments of the subclass
         self.net = net
         # The loss raises for invalid labels.
@@ -158,7 +158,7 @@ class MLPClassifier(Classifier):
     ) -> None:
         owner = type(self).__name__
         check_count(owner, "num_classes", num_classes, least=2)
-        check_fraction(owner, "dropout", dropout)
+        check_number(owner, "dropout", dropout, "[0, 1)")
         layers: list[nn.Module] = [nn.Flatten()]
         width = check_count(owner, "in_features", in_features)
         widths = check_widths(owner, "hidden", hidden)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of
+from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.checks import as_images, check_widths, sized
 from lightning_fed.models.classifier import Classifier
@@ -64,8 +64,8 @@ class ConvNet(Classifier):
         check_count(owner, "kernel_size", kernel_size)
         check_one_of(owner, "padding", padding, ("valid", "same"))
         check_one_of(owner, "pool", pool, ("each", "last"))
-        check_fraction(owner, "conv_dropout", conv_dropout)
-        check_fraction(owner, "dropout", dropout)
+        check_number(owner, "conv_dropout", conv_dropout, "[0, 1)")
+        check_number(owner, "dropout", dropout, "[0, 1)")
         size, width = check_count(owner, "image_size", image_size), check_count(owner, "in_channels", in_channels)
         outputs = check_widths(owner, "channels", channels)
         units = check_widths(owner, "hidden", hidden)

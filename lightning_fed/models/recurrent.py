@@ -56,7 +56,7 @@ class CharLSTM(Classifier):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
     ) -> None:
-        check_count(type(self).__name__, "vocab_size", vocab_size, least=2)
+        check_count(self, "vocab_size", vocab_size, least=2)
         net = _StackedLSTM(type(self).__name__, vocab_size, embedding_dim, hidden_size, num_layers, vocab_size)
         super().__init__(net, vocab_size, lr, momentum, weight_decay)
 

@@ -85,7 +85,7 @@ class LinearRegression(_KnownOptimum):
         self.save_hyperparameters()
         owner = type(self).__name__
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            check_number(owner, name, value, least=0)
+            check_number(owner, name, value, "[0, inf)")
         check_count(owner, "in_features", in_features)
         check_count(owner, "out_features", out_features)
         check_flags(owner, bias=bias)
@@ -147,12 +147,11 @@ class Quadratic(_KnownOptimum):
     def __init__(self, x0: float | Sequence[float] = 1.0, lr: float = 0.1, optimum: float | None = None) -> None:
         super().__init__()
         self.save_hyperparameters()
-        owner = type(self).__name__
-        check_number(owner, "lr", lr, least=0)
+        check_number(self, "lr", lr, "[0, inf)")
         is_list = isinstance(x0, Sequence) and not isinstance(x0, str)
-        x = check_numbers(owner, "x0", x0) if is_list else check_number(owner, "x0", x0)
+        x = check_numbers(self, "x0", x0) if is_list else check_number(self, "x0", x0)
         if optimum is not None:
-            check_number(owner, "optimum", optimum)
+            check_number(self, "optimum", optimum)
         self.x = nn.Parameter(torch.tensor(x, dtype=torch.float64))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class SignFlipAttack(Attack):
 
     def __init__(self, clients: int | float | Sequence[ClientId], scale: float = 1.0) -> None:
         super().__init__(clients)
-        self.scale = check_number(type(self).__name__, "scale", scale, positive=True)
+        self.scale = check_number(self, "scale", scale, "(0, inf)")
 
     def message(self, message: Vector, stream: torch.Generator) -> Vector:
         """Return the message times -scale."""
@@ -136,7 +136,7 @@ class NoiseAttack(Attack):
 
     def __init__(self, clients: int | float | Sequence[ClientId], std: float) -> None:
         super().__init__(clients)
-        self.std = check_number(type(self).__name__, "std", std, positive=True)
+        self.std = check_number(self, "std", std, "(0, inf)")
 
     def message(self, message: Vector, stream: torch.Generator) -> Vector:
         """Return noise of the message's shape."""
@@ -167,7 +167,7 @@ class LabelFlipAttack(Attack):
 
     def __init__(self, clients: int | float | Sequence[ClientId], num_classes: int) -> None:
         super().__init__(clients)
-        self.num_classes = check_count(type(self).__name__, "num_classes", num_classes, least=2)
+        self.num_classes = check_count(self, "num_classes", num_classes, least=2)
 
     def batch(self, batch: Any) -> Any:
         """Return the batch with flipped labels."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number, check_one_of
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.aggregation.privacy import ORDERS, SetOnce, accountant, spent
 
 
@@ -72,15 +71,12 @@ class ClientPrivacy(SetOnce, ArgumentsRepr):
         sampling: Literal["poisson", "shuffle"] = "poisson",
         examples_at_once: int | None = None,
     ) -> None:
-        owner = type(self).__name__
-        self.noise_multiplier = check_number(owner, "noise_multiplier", noise_multiplier, least=0.0)
-        self.max_grad_norm = check_number(owner, "max_grad_norm", max_grad_norm, positive=True)
-        self.delta = check_number(owner, "delta", delta, positive=True)
-        if self.delta >= 1:
-            raise FederatedError(f"{owner}(delta={delta!r}): delta must lie in (0, 1), such as 1e-5.")
-        self.sampling = check_one_of(owner, "sampling", sampling, ("poisson", "shuffle"))
+        self.noise_multiplier = check_number(self, "noise_multiplier", noise_multiplier, "[0, inf)")
+        self.max_grad_norm = check_number(self, "max_grad_norm", max_grad_norm, "(0, inf)")
+        self.delta = check_number(self, "delta", delta, "(0, 1)")
+        self.sampling = check_one_of(self, "sampling", sampling, ("poisson", "shuffle"))
         if examples_at_once is not None:
-            examples_at_once = check_count(owner, "examples_at_once", examples_at_once)
+            examples_at_once = check_count(self, "examples_at_once", examples_at_once)
         self.examples_at_once = examples_at_once
 
     def epsilon(self, counts: Mapping[int, int]) -> float:

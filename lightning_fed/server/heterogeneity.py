@@ -6,8 +6,7 @@ from typing import Literal
 
 import torch
 
-from lightning_fed.core.arguments import ArgumentsRepr, finite
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.arguments import ArgumentsRepr, check_number, check_one_of
 from lightning_fed.core.seeds import Purpose, generator
 
 _LARGEST_EXPONENT = 700.0  # beyond 709 there is no float
@@ -58,18 +57,13 @@ class SystemsHeterogeneity(ArgumentsRepr):
         deadline: float | None = None,
         speed_spread: float = 0.5,
     ) -> None:
-        if policy not in ("keep", "drop"):
-            raise FederatedError(f"policy must be 'keep' or 'drop', found {policy!r}.")
-        for name, value, allowed, fits in (
-            ("stragglers", stragglers, "in [0, 1]", 0 <= finite(stragglers) <= 1),
-            ("dropout", dropout, "in [0, 1)", 0 <= finite(dropout) < 1),
-            ("deadline", deadline, "positive and finite, or None", deadline is None or finite(deadline) > 0),
-            ("speed_spread", speed_spread, "finite and at least 0", finite(speed_spread) >= 0),
-        ):
-            if not fits:
-                raise FederatedError(f"SystemsHeterogeneity({name}={value!r}): {name} must be {allowed}.")
+        check_number(self, "stragglers", stragglers, "[0, 1]")
+        check_number(self, "dropout", dropout, "[0, 1)")
+        check_number(self, "speed_spread", speed_spread, "[0, inf)")
+        if deadline is not None:
+            check_number(self, "deadline", deadline, "(0, inf)")
         self.stragglers = stragglers
-        self.policy = policy
+        self.policy = check_one_of(self, "policy", policy, ("keep", "drop"))
         self.dropout = dropout
         self.deadline = deadline
         self.speed_spread = speed_spread

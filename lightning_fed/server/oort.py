@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_count, check_fraction, check_number, check_texts
+from lightning_fed.core.arguments import check_count, check_number, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
@@ -91,14 +91,11 @@ class OortSampler(CountingSampler):
         super().__init__(clients_per_round)
         name = type(self).__name__
         for key, value in (("exploration", exploration), ("exploration_decay", exploration_decay), ("cutoff", cutoff)):
-            if not check_number(name, key, value, least=0.0) <= 1:
-                raise FederatedError(f"{name}({key}={value!r}): {key} must lie in [0, 1].")
+            check_number(name, key, value, "[0, 1]")
         self.exploration, self.exploration_decay, self.cutoff = exploration, exploration_decay, cutoff
-        self.least_exploration = check_fraction(name, "least_exploration", least_exploration)
-        self.clip = check_number(name, "clip", clip, positive=True)
-        if self.clip > 1:
-            raise FederatedError(f"{name}(clip={clip!r}): clip must lie in (0, 1].")
-        self.alpha = check_number(name, "alpha", alpha, least=0.0)
+        self.least_exploration = check_number(name, "least_exploration", least_exploration, "[0, 1)")
+        self.clip = check_number(name, "clip", clip, "(0, 1]")
+        self.alpha = check_number(name, "alpha", alpha, "[0, inf)")
         if clock is not None and clock != "reports" and not isinstance(clock, ClientClock):
             raise FederatedError(f"{name}(clock={clock!r}): clock must be a ClientClock, 'reports' or None.")
         if (clock is None) != (pacer_step is None):
@@ -107,7 +104,7 @@ class OortSampler(CountingSampler):
                 " round by pacer_step seconds, and durations come from the clock. Pass both, or neither."
             )
         self.clock = clock
-        self.pacer_step = None if pacer_step is None else check_number(name, "pacer_step", pacer_step, positive=True)
+        self.pacer_step = None if pacer_step is None else check_number(name, "pacer_step", pacer_step, "(0, inf)")
         self.window = check_count(name, "window", window)
         if squared_loss is not None:
             check_texts(name, squared_loss=squared_loss)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base_optimizers import Adagrad, Adam, BaseOptimizer, RMSProp, SGDm, Yogi
-from lightning_fed.core.arguments import choice, number
+from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 
 Params: TypeAlias = Any
@@ -37,11 +37,11 @@ class _ServerOptimizer(Optimizer):
         """Add a parameter group and check its hyper-parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        number(self, "lr", group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"], "[0, inf)")
+        check_number(self, "lr", group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"], "[0, inf)")
         if "tau" in group:
-            number(self, "tau", group["tau"], "(0, 1e150]")  # its square is a number too
+            check_number(self, "tau", group["tau"], "(0, 1e150]")  # its square is a number too
         if "bias_correction" in group:
-            choice(self, "bias_correction", group["bias_correction"], True, False)
+            check_one_of(self, "bias_correction", group["bias_correction"], (True, False))
         try:
             self._rule(group)
         except FederatedError as error:
@@ -110,7 +110,7 @@ class FedAvgM(_ServerOptimizer):
         super().__init__(params, lr, momentum=momentum, momentum_form=momentum_form)
 
     def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
-        number(self, "momentum", group["momentum"], "[0, 1)")
+        check_number(self, "momentum", group["momentum"], "[0, 1)")
         return SGDm(group["momentum"], group["momentum_form"])
 
 

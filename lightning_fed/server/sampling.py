@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import ArgumentsRepr, check_flags, finite
+from lightning_fed.core.arguments import ArgumentsRepr, check_flags, check_number, finite
 from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
@@ -219,8 +219,7 @@ class AvailabilitySampler(CountingSampler):
         super().__init__(clients_per_round)
         if not 0 <= finite(low) <= finite(high) <= 1:
             raise FederatedError(f"AvailabilitySampler needs 0 <= low <= high <= 1, found low={low!r}, high={high!r}.")
-        if not finite(rounds_per_day) > 0:
-            raise FederatedError(f"rounds_per_day must be positive and finite, found {rounds_per_day!r}.")
+        check_number(self, "rounds_per_day", rounds_per_day, "(0, inf)")
         self.rounds_per_day, self.low, self.high = rounds_per_day, low, high
 
     def __call__(self, seed: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:

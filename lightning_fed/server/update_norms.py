@@ -7,9 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import finite
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.client_weights import ClientWeights
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
@@ -58,11 +57,7 @@ class UpdateNormSampler(CountingSampler):
         weights: Literal["examples", "uniform"] | Mapping[ClientId, float] | str = "examples",
     ) -> None:
         super().__init__(clients_per_round)
-        if not 0 < finite(uniform_share) <= 1:
-            raise FederatedError(
-                f"{type(self).__name__}(uniform_share={uniform_share!r}): uniform_share must lie in (0, 1], such as"
-                " 0.1. At 0, a client whose update was zero once would never be drawn again."
-            )
+        check_number(self, "uniform_share", uniform_share, "(0, 1]")
         self.uniform_share = uniform_share
         self.weights: ClientWeights | str = "uniform" if weights == "uniform" else ClientWeights(weights)
         self._norms: dict[ClientId, float] = {}  # the last norms of updates

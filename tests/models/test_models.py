@@ -321,7 +321,7 @@ def test_settings_that_the_optimizer_cannot_take_are_refused(setting: str) -> No
         (lambda: MLPClassifier(in_features=2.0), r"in_features=2.0\): in_features must be an integer"),
         (lambda: MLPClassifier(hidden=[8, 0]), r"hidden\[1\]=0"),
         (lambda: MLPClassifier(hidden=8), r"hidden=8\): hidden must be a list"),
-        (lambda: MLPClassifier(dropout=1.0), r"dropout=1.0\): dropout must lie in \[0, 1\)"),
+        (lambda: MLPClassifier(dropout=1.0), r"dropout=1.0\): dropout must be a finite number in \[0, 1\)"),
         (lambda: ConvNet(channels=[0]), r"channels\[0\]=0"),
         (lambda: ConvNet(kernel_size=0), r"kernel_size=0"),
         (lambda: ConvNet(in_channels=0), r"in_channels=0"),

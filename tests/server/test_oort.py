@@ -206,11 +206,11 @@ def test_there_are_always_as_many_as_asked_for(k: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exploration": 1.2}, r"exploration must lie in \[0, 1\]"),
-        ({"exploration_decay": -1}, "exploration_decay must be a finite number of at least 0"),
-        ({"cutoff": 2}, r"cutoff must lie in \[0, 1\]"),
-        ({"clip": 0}, "clip must be a positive"),
-        ({"clip": 1.5}, r"clip must lie in \(0, 1\]"),
+        ({"exploration": 1.2}, r"exploration must be a finite number in \[0, 1\]"),
+        ({"exploration_decay": -1}, r"exploration_decay must be a finite number in \[0, 1\]"),
+        ({"cutoff": 2}, r"cutoff must be a finite number in \[0, 1\]"),
+        ({"clip": 0}, r"clip must be a finite number in \(0, 1\]"),
+        ({"clip": 1.5}, r"clip must be a finite number in \(0, 1\]"),
         ({"clock": 3.0}, "clock must be a ClientClock, 'reports' or None"),
         ({"clock": "reports"}, "Pass both, or neither"),
         ({"pacer_step": 2.0}, "Pass both, or neither"),

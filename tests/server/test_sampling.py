@@ -417,7 +417,9 @@ def test_impossible_availabilities_are_refused(span: tuple[float, float]) -> Non
 
 @pytest.mark.parametrize("day", [0.0, -1, math.inf, math.nan])
 def test_impossible_days_are_refused(day: float) -> None:
-    with pytest.raises(FederatedError, match=f"rounds_per_day must be positive and finite, found {day}"):
+    with pytest.raises(
+        FederatedError, match=rf"\(rounds_per_day={day}\): rounds_per_day must be a finite number in \(0, inf\)"
+    ):
         AvailabilitySampler(1, rounds_per_day=day)
 
 

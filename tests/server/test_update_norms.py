@@ -128,7 +128,7 @@ def test_the_mean_of_the_sum_over_all_cohorts_is_the_step_of_full_participation(
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, math.nan, None])
 def test_a_share_of_zero_would_never_draw_some_clients_again(share: Any) -> None:
-    with pytest.raises(FederatedError, match=r"uniform_share must lie in \(0, 1\]"):
+    with pytest.raises(FederatedError, match=r"uniform_share must be a finite number in \(0, 1\]"):
         UpdateNormSampler(2, uniform_share=share)
 
 

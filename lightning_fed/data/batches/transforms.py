@@ -126,7 +126,7 @@ class Shrink(_OfImages):
     """
 
     def __init__(self, factor: int) -> None:
-        self.factor = check_count(type(self).__name__, "factor", factor, least=1)
+        self.factor = check_count(self, "factor", factor, least=1)
 
     def _change(self, images: Tensor, *generator: torch.Generator) -> Tensor:
         height, width = images.shape[2:]
@@ -166,7 +166,7 @@ class RandomCrop(_OfImages):
     _random = True
 
     def __init__(self, padding: int = 4) -> None:
-        self.padding = check_count(type(self).__name__, "padding", padding, least=0)
+        self.padding = check_count(self, "padding", padding, least=0)
 
     def _change(self, images: Tensor, *generator: torch.Generator) -> Tensor:
         num_images, _, height, width = images.shape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_fed.core.arguments import check_count, check_flags, check_fraction, check_paths, check_seed, check_texts
+from lightning_fed.core.arguments import check_count, check_flags, check_number, check_paths, check_seed, check_texts
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.files.stored import StoredDataModule, find, read_table
 from lightning_fed.data.files.tables import as_number
@@ -60,7 +60,7 @@ class Concrete(StoredDataModule):
         self.root = root
         self._pieces = num_clients if partition is not None else check_count("Concrete", "num_clients", num_clients)
         self.sort_by = sort_by
-        self.test_fraction = check_fraction("Concrete", "test_fraction", test_fraction)
+        self.test_fraction = check_number("Concrete", "test_fraction", test_fraction, "[0, 1)")
         self.standardize_target = standardize_target
         self.seed = check_seed("Concrete", seed)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_fed.core.arguments import check_flags, check_fraction, finite
+from lightning_fed.core.arguments import check_flags, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.examples import BareInputs
@@ -58,9 +58,8 @@ class Digits(FederatedDataModule):
         client_val_fraction: float = 0.0,
     ) -> None:
         check_flags("Digits", flatten=flatten)
-        check_fraction("Digits", "client_val_fraction", client_val_fraction)
-        if not 0 < finite(test_fraction) < 1 - _VAL_FRACTION:
-            raise FederatedError(f"Digits(test_fraction={test_fraction!r}): test_fraction must lie in (0, 0.9).")
+        check_number("Digits", "client_val_fraction", client_val_fraction, "[0, 1)")
+        check_number("Digits", "test_fraction", test_fraction, "(0, 0.9)")  # the rest is for validation
         images, labels = _load()
         images = images.view(-1, 64) if flatten else images
         train, val, test = (TensorDataset(images[part], labels[part]) for part in _split(labels, test_fraction))

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_fed.core.arguments import check_flags, check_fraction, check_paths
+from lightning_fed.core.arguments import check_flags, check_number, check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
@@ -44,16 +44,15 @@ class ImageDataModule(StoredDataModule):
         transform: Sequence[BatchTransform] | BatchTransform,
         augment: Sequence[BatchAugmentation] | BatchAugmentation | None,
     ) -> None:
-        owner = type(self).__name__
-        check_flags(owner, download=download, flatten=flatten)
+        check_flags(self, download=download, flatten=flatten)
         functions: list[Any] = [*transform] if isinstance(transform, list | tuple) else [transform]
         if flatten:
             functions.append(Flatten())
         super().__init__(partition=partition, batch_size=batch_size, transform=functions, augment=augment)
-        check_paths(owner, root=root)
+        check_paths(self, root=root)
         self.root = Path(root)
         self.download = download
-        self.val_fraction = check_fraction(owner, "val_fraction", val_fraction)
+        self.val_fraction = check_number(self, "val_fraction", val_fraction, "[0, 1)")
         self.flatten = flatten
 
     def prepare_data(self) -> None:

@@ -67,8 +67,8 @@ class Quadratics(FederatedDataModule):
     ) -> None:
         hessians = _second_derivatives(a)
         self.a = hessians.tolist()
-        self.G = check_number("Quadratics", "G", G, least=0)
-        self.noise = check_number("Quadratics", "noise", noise, least=0)
+        self.G = check_number("Quadratics", "G", G, "[0, inf)")
+        self.noise = check_number("Quadratics", "noise", noise, "[0, inf)")
         self.rows = check_count("Quadratics", "rows", rows, most=_MAX_NUMBERS)
         if self.noise and self.rows % 2:
             raise FederatedError(
@@ -142,8 +142,8 @@ class LeastSquares(FederatedDataModule):
         numbers = range(check_count(name, "num_clients", num_clients, least=1))
         self.dim = check_count(name, "dim", dim, least=1)
         self.samples = check_count(name, "samples", samples, least=1)
-        self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, least=0)
-        self.noise = check_number(name, "noise", noise, least=0)
+        self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, "[0, inf)")
+        self.noise = check_number(name, "noise", noise, "[0, inf)")
         self.seed = check_seed(name, seed)
         examples, given = num_clients * samples, f"{name}(num_clients={num_clients}, dim={dim}, samples={samples})"
         if examples * (dim + 1) > _MAX_NUMBERS:

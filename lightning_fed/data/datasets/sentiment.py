@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.compat.private import rank_zero_info
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths, check_seed
+from lightning_fed.core.arguments import check_count, check_number, check_one_of, check_paths, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datasets.leaf import read_leaf
@@ -174,7 +174,7 @@ class Sentiment140(StoredDataModule):
             raise FederatedError(f"Sentiment140(tokenizer={tokenizer!r}) must be a function from a text to its words.")
         self.tokenizer = tokenizer
         if test_fraction is not None:
-            check_fraction("Sentiment140", "test_fraction", test_fraction)
+            check_number("Sentiment140", "test_fraction", test_fraction, "[0, 1)")
             if source == "leaf":
                 raise FederatedError("Sentiment140(source='leaf'): LEAF's files are split already; drop test_fraction.")
         self.test_fraction = test_fraction

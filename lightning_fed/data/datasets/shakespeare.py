@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from lightning_fed.compat.private import rank_zero_info
-from lightning_fed.core.arguments import check_count, check_fraction, check_one_of, check_paths, kind_of
+from lightning_fed.core.arguments import check_count, check_number, check_one_of, check_paths, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.examples import size_of
@@ -170,7 +170,7 @@ class Shakespeare(StoredDataModule):
             check_count("Shakespeare", "eval_stride", eval_stride, least=1)
         self.test_fraction = test_fraction
         if test_fraction is not None:
-            check_fraction("Shakespeare", "test_fraction", test_fraction)
+            check_number("Shakespeare", "test_fraction", test_fraction, "[0, 1)")
         self.targets = check_one_of("Shakespeare", "targets", targets, ("next", "sequence"))
         self.min_examples = check_count("Shakespeare", "min_examples", min_examples, least=1)
         if source == "leaf" and (stride != 1 or eval_stride not in (None, 1) or test_fraction is not None):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fed.core.arguments import check_count, check_flags, check_number, check_one_of, check_seed, finite
+from lightning_fed.core.arguments import check_count, check_flags, check_number, check_one_of, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import Floats, random_state
@@ -72,18 +72,17 @@ class Synthetic(FederatedDataModule):
         batch_size: int = 10,
         seed: int = 0,
     ) -> None:
-        self.alpha = check_number("Synthetic", "alpha", alpha, least=0)
-        self.beta = check_number("Synthetic", "beta", beta, least=0)
+        self.alpha = check_number("Synthetic", "alpha", alpha, "[0, inf)")
+        self.beta = check_number("Synthetic", "beta", beta, "[0, inf)")
         check_flags("Synthetic", iid=iid)
         if iid and (alpha or beta):
             raise FederatedError(
                 f"Synthetic(alpha={alpha!r}, beta={beta!r}, iid=True): clients that share one distribution have no"
                 " spread. Leave alpha and beta at 0, or drop iid."
             )
-        if not 0 < finite(test_fraction) < 0.9:
-            raise FederatedError(f"Synthetic(test_fraction={test_fraction!r}): test_fraction must lie in (0, 0.9).")
         self.iid = iid
         self.spread = check_one_of("Synthetic", "spread", spread, ("std", "variance"))
+        check_number("Synthetic", "test_fraction", test_fraction, "(0, 0.9)")
         self.test_fraction = test_fraction
         self.seed = check_seed("Synthetic", seed)
         numbers = range(check_count("Synthetic", "num_clients", num_clients, most=_MAX_CLIENTS))

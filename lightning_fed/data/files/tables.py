@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import (
     check_count,
-    check_fraction,
+    check_number,
     check_one_of,
     check_paths,
     check_seed,
@@ -376,7 +376,7 @@ class ClientTable(StoredDataModule):
                 f"ClientTable: {repeated} is named more than once among client, target, features and split."
             )
         if val_fraction is not None:
-            check_fraction("ClientTable", "val_fraction", val_fraction)
+            check_number("ClientTable", "val_fraction", val_fraction, "[0, 1)")
             if split is not None:
                 raise FederatedError(f"ClientTable(split={split!r}, val_fraction={val_fraction!r}): give one of them.")
         self.path = path

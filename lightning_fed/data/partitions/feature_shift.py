@@ -108,7 +108,7 @@ class FeatureShift(Partition):
             )
         self.partition = partition
         self.rotation = _check_rotation(rotation)
-        self.noise = check_number("FeatureShift", "noise", noise, least=0)
+        self.noise = check_number("FeatureShift", "noise", noise, "[0, inf)")
         self.angles = check_one_of("FeatureShift", "angles", angles, ("spaced", "drawn"))
         self.seed = check_seed("FeatureShift", seed)
 

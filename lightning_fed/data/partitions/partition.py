@@ -64,8 +64,8 @@ class SeededPartition(Partition):
     """
 
     def __init__(self, num_clients: int, seed: int = 0) -> None:
-        self.num_clients = check_count(type(self).__name__, "num_clients", num_clients, least=1)
-        self.seed = check_seed(type(self).__name__, seed)
+        self.num_clients = check_count(self, "num_clients", num_clients, least=1)
+        self.seed = check_seed(self, seed)
 
     @abstractmethod
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
@@ -138,7 +138,7 @@ class Dirichlet(SeededPartition):
 
     def __init__(self, num_clients: int, alpha: float, min_size: int = 1, seed: int = 0) -> None:
         super().__init__(num_clients, seed)
-        self.alpha: float = check_number("Dirichlet", "alpha", alpha, positive=True)
+        self.alpha: float = check_number("Dirichlet", "alpha", alpha, "(0, inf)")
         self.min_size: int = check_count("Dirichlet", "min_size", min_size, least=0)
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:

@@ -55,7 +55,7 @@ class BalancedDirichlet(SeededPartition):
         seed: int = 0,
     ) -> None:
         super().__init__(num_clients, seed)
-        self.alpha = check_number("BalancedDirichlet", "alpha", alpha, positive=True)
+        self.alpha = check_number("BalancedDirichlet", "alpha", alpha, "(0, inf)")
         self.concentration = check_one_of("BalancedDirichlet", "concentration", concentration, ("per_class", "total"))
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
@@ -106,11 +106,7 @@ class Similarity(SeededPartition):
 
     def __init__(self, num_clients: int, similarity: float, seed: int = 0) -> None:
         super().__init__(num_clients, seed)
-        self.similarity = check_number("Similarity", "similarity", similarity, least=0)
-        if self.similarity > 1:
-            raise FederatedError(
-                f"Similarity(similarity={similarity!r}): similarity must be a share in [0, 1], such as 0.1 for 10 %."
-            )
+        self.similarity = check_number("Similarity", "similarity", similarity, "[0, 1]")
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         """Cut the sorted examples into one piece per client, and fill up with the others."""
@@ -151,7 +147,7 @@ class ClassesPerClient(SeededPartition):
 
     def __init__(self, num_clients: int, classes_per_client: int, seed: int = 0) -> None:
         super().__init__(num_clients, seed)
-        self.classes_per_client = check_count(type(self).__name__, "classes_per_client", classes_per_client, least=1)
+        self.classes_per_client = check_count(self, "classes_per_client", classes_per_client, least=1)
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
         """Assign the classes to clients, then split each class."""
@@ -216,7 +212,7 @@ class PowerLaw(ClassesPerClient):
         seed: int = 0,
     ) -> None:
         super().__init__(num_clients, classes_per_client, seed)
-        self.sigma = check_number("PowerLaw", "sigma", sigma, least=0)
+        self.sigma = check_number("PowerLaw", "sigma", sigma, "[0, inf)")
         self.min_per_class = check_count("PowerLaw", "min_per_class", min_per_class, least=1)
 
     def _cut(self, size: int, num_viewers: int, random: np.random.RandomState) -> Ints:
@@ -230,7 +226,7 @@ class _SizeSkew(SeededPartition):
 
     def __init__(self, num_clients: int, min_size: int, seed: int) -> None:
         super().__init__(num_clients, seed)
-        self.min_size = check_count(type(self).__name__, "min_size", min_size, least=0)
+        self.min_size = check_count(self, "min_size", min_size, least=0)
 
     @abstractmethod
     def _log_weights(self, random: np.random.RandomState) -> Floats:
@@ -267,7 +263,7 @@ class LogNormalSizes(_SizeSkew):
 
     def __init__(self, num_clients: int, sigma: float, min_size: int = 1, seed: int = 0) -> None:
         super().__init__(num_clients, min_size, seed)
-        self.sigma = check_number("LogNormalSizes", "sigma", sigma, least=0)
+        self.sigma = check_number("LogNormalSizes", "sigma", sigma, "[0, inf)")
 
     def _log_weights(self, random: np.random.RandomState) -> Floats:
         return self.sigma * random.standard_normal(self.num_clients)
@@ -296,7 +292,7 @@ class QuantitySkew(_SizeSkew):
 
     def __init__(self, num_clients: int, alpha: float, min_size: int = 1, seed: int = 0) -> None:
         super().__init__(num_clients, min_size, seed)
-        self.alpha = check_number("QuantitySkew", "alpha", alpha, positive=True)
+        self.alpha = check_number("QuantitySkew", "alpha", alpha, "(0, inf)")
 
     def _log_weights(self, random: np.random.RandomState) -> Floats:
         return log_gamma(np.array(self.alpha), (self.num_clients,), random)

@@ -63,9 +63,7 @@ class TopK(Compressor):
     error_feedback = True
 
     def __init__(self, share: float) -> None:
-        self.share = check_number(type(self).__name__, "share", share, positive=True)
-        if self.share > 1:
-            raise FederatedError(f"TopK(share={share!r}): share must lie in (0, 1], such as 0.01.")
+        self.share = check_number(self, "share", share, "(0, 1]")
 
     def __call__(self, message: Vector, stream: torch.Generator) -> tuple[Vector, int]:
         """Return the message with all but the largest entries set to zero."""
@@ -106,8 +104,8 @@ class QSGD(Compressor):
     """
 
     def __init__(self, levels: int = 127, bucket_size: int = 512) -> None:
-        self.levels = check_count(type(self).__name__, "levels", levels)
-        self.bucket_size = check_count(type(self).__name__, "bucket_size", bucket_size)
+        self.levels = check_count(self, "levels", levels)
+        self.bucket_size = check_count(self, "bucket_size", bucket_size)
 
     def __call__(self, message: Vector, stream: torch.Generator) -> tuple[Vector, int]:
         """Return the quantized message."""

@@ -27,7 +27,7 @@ class _PairwiseRule(RobustAggregator):
     weighted = False
 
     def __init__(self, num_bad: int) -> None:
-        self.num_bad = check_count(type(self).__name__, "num_bad", num_bad, least=0)
+        self.num_bad = check_count(self, "num_bad", num_bad, least=0)
 
     @property
     @abstractmethod
@@ -129,7 +129,7 @@ class MultiKrum(_PairwiseRule):
     def __init__(self, num_bad: int, num_selected: int | None = None) -> None:
         super().__init__(num_bad)
         if num_selected is not None:
-            num_selected = check_count(type(self).__name__, "num_selected", num_selected)
+            num_selected = check_count(self, "num_selected", num_selected)
         self.num_selected = num_selected
 
     @property

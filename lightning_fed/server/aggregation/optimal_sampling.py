@@ -54,7 +54,7 @@ class OptimalClientSampling(Aggregator):
     """
 
     def __init__(self, expected_clients: int) -> None:
-        self.expected_clients = check_count(type(self).__name__, "expected_clients", expected_clients, least=1)
+        self.expected_clients = check_count(self, "expected_clients", expected_clients, least=1)
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
         """Return the aggregator; raise if the method's clients send more than the change of their models."""

@@ -73,12 +73,9 @@ class DifferentialPrivacy(SetOnce, Aggregator):
     weighted = False
 
     def __init__(self, max_norm: float, noise_multiplier: float, delta: float) -> None:
-        owner = type(self).__name__
-        self.max_norm = check_number(owner, "max_norm", max_norm, positive=True)
-        self.noise_multiplier = check_number(owner, "noise_multiplier", noise_multiplier, positive=True)
-        self.delta = check_number(owner, "delta", delta, positive=True)
-        if self.delta >= 1:
-            raise FederatedError(f"{owner}(delta={delta!r}): delta must lie in (0, 1), such as 1e-6.")
+        self.max_norm = check_number(self, "max_norm", max_norm, "(0, inf)")
+        self.noise_multiplier = check_number(self, "noise_multiplier", noise_multiplier, "(0, inf)")
+        self.delta = check_number(self, "delta", delta, "(0, 1)")
         self._account: tuple[float, Any] | None = None  # of a run: q, and the Rényi divergences of a round
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:

@@ -46,15 +46,13 @@ class NormClipping(Aggregator):
     """
 
     def __init__(self, max_norm: float | dict[str, float]) -> None:
-        owner = type(self).__name__
         self.max_norm: float | dict[str, float]
         if isinstance(max_norm, Mapping):
             self.max_norm = {
-                name: check_number(owner, f"max_norm[{name!r}]", value, positive=True)
-                for name, value in max_norm.items()
+                name: check_number(self, f"max_norm[{name!r}]", value, "(0, inf)") for name, value in max_norm.items()
             }
         else:
-            self.max_norm = check_number(owner, "max_norm", max_norm, positive=True)
+            self.max_norm = check_number(self, "max_norm", max_norm, "(0, inf)")
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
         """Return the aggregator; raise unless it has a bound for exactly the messages of the method."""
@@ -282,9 +280,7 @@ class TrimmedMean(RobustAggregator):
     weighted = False
 
     def __init__(self, beta: float) -> None:
-        self.beta = check_number(type(self).__name__, "beta", beta, least=0.0)
-        if self.beta >= 0.5:
-            raise FederatedError(f"TrimmedMean(beta={beta!r}): beta must lie in [0, 0.5), such as 0.2.")
+        self.beta = check_number(self, "beta", beta, "[0, 0.5)")
 
     def combine(self, messages: Tensor, weights: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the trimmed mean [P]."""
@@ -328,8 +324,8 @@ class GeometricMedian(RobustAggregator):
     """
 
     def __init__(self, iterations: int = 3, nu: float = 1e-6) -> None:
-        self.iterations = check_count(type(self).__name__, "iterations", iterations)
-        self.nu = check_number(type(self).__name__, "nu", nu, positive=True)
+        self.iterations = check_count(self, "iterations", iterations)
+        self.nu = check_number(self, "nu", nu, "(0, inf)")
 
     def combine(self, messages: Tensor, weights: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the geometric median [P]."""

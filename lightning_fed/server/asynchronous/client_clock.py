@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fed.core.arguments import ArgumentsRepr, check_flags, check_fraction, check_number
+from lightning_fed.core.arguments import ArgumentsRepr, check_flags, check_number
 from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
@@ -60,13 +60,13 @@ class ClientClock(ArgumentsRepr):
         if isinstance(seconds, str | Mapping):
             self.seconds = ClientWeights(seconds, name=f"{owner}(seconds=...)", column="seconds")
         else:
-            self.seconds = check_number(owner, "seconds", seconds, positive=True)
+            self.seconds = check_number(owner, "seconds", seconds, "(0, inf)")
         check_flags(owner, per_example=per_example)
         self.per_example = per_example
-        self.slow_share = check_fraction(owner, "slow_share", slow_share)
-        self.slow_factor = check_number(owner, "slow_factor", slow_factor, least=1.0)
-        self.spread = check_number(owner, "spread", spread, least=0.0)
-        self.jitter = check_number(owner, "jitter", jitter, least=0.0)
+        self.slow_share = check_number(owner, "slow_share", slow_share, "[0, 1)")
+        self.slow_factor = check_number(owner, "slow_factor", slow_factor, "[1, inf)")
+        self.spread = check_number(owner, "spread", spread, "[0, inf)")
+        self.jitter = check_number(owner, "jitter", jitter, "[0, inf)")
         self._base: tuple[int, Sequence[ClientId], Tensor] | None = None
 
     def seconds_of(self, seed: int, population: Sequence[ClientId], client: int, round: int) -> float:

@@ -39,7 +39,7 @@ class FedBuff(Asynchronous):
         self, size: int, concurrency: int, staleness_exponent: float = 0.5, clock: ClientClock | None = None
     ) -> None:
         super().__init__(size, concurrency, clock)
-        self.staleness_exponent = check_number("FedBuff", "staleness_exponent", staleness_exponent, least=0.0)
+        self.staleness_exponent = check_number("FedBuff", "staleness_exponent", staleness_exponent, "[0, inf)")
 
     def weight(self, staleness: int) -> float:
         """Return (1 + staleness)^-a."""
@@ -87,12 +87,10 @@ class FedAsync(Asynchronous):
         clock: ClientClock | None = None,
     ) -> None:
         super().__init__(1, concurrency, clock)
-        self.alpha = check_number("FedAsync", "alpha", alpha, positive=True)
-        if alpha > 1:
-            raise FederatedError(f"FedAsync(alpha={alpha!r}): alpha must lie in (0, 1].")
+        self.alpha = check_number("FedAsync", "alpha", alpha, "(0, 1]")
         self.staleness = check_one_of("FedAsync", "staleness", staleness, ("constant", "polynomial", "hinge"))
-        self.a = check_number("FedAsync", "a", a, least=0.0)
-        self.b = check_number("FedAsync", "b", b, least=0.0)
+        self.a = check_number("FedAsync", "a", a, "[0, inf)")
+        self.b = check_number("FedAsync", "b", b, "[0, inf)")
         if b and staleness != "hinge":
             raise FederatedError(f"FedAsync(b={b!r}) is of no use to staleness={staleness!r}. Leave it unset.")
 

@@ -93,5 +93,5 @@ def test_a_share_of_each_clients_own_examples_is_held_out_from_its_training():
 
 
 def test_a_share_that_is_held_out_lies_below_one():
-    with pytest.raises(FederatedError, match="client_val_fraction must lie in"):
+    with pytest.raises(FederatedError, match="client_val_fraction must be a finite number in"):
         Digits(client_val_fraction=1.0)

@@ -176,7 +176,7 @@ def test_missing_files_and_accounts_are_named(root, tmp_path):
         ({"length": 0}, "length=0"),
         ({"max_words": 0}, "max_words=0"),
         ({"tokenizer": "split"}, "must be a function from a text to its words"),
-        ({"test_fraction": -0.1}, "test_fraction must lie in"),
+        ({"test_fraction": -0.1}, "test_fraction must be a finite number in"),
         ({"source": "leaf", "test_fraction": 0.1}, "LEAF's files are split already"),
         ({"seed": -1}, "seed=-1"),
     ],

@@ -254,7 +254,7 @@ def test_missing_files_name_what_is_there(leaf_root, tmp_path):
         ({"length": 0}, "length=0"),
         ({"stride": 0}, "stride=0"),
         ({"eval_stride": 0}, "eval_stride=0"),
-        ({"test_fraction": 1.0}, r"test_fraction must lie in \[0, 1\)"),
+        ({"test_fraction": 1.0}, r"test_fraction must be a finite number in \[0, 1\)"),
         ({"targets": "all"}, "targets must be 'next' or 'sequence'"),
         ({"min_examples": 0}, "min_examples=0"),
         ({"source": "leaf", "stride": 2}, "cut into windows and split already"),

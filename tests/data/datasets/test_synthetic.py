@@ -152,11 +152,11 @@ def test_a_client_depends_on_the_seed_and_its_number_alone(data):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alpha": -1.0}, r"alpha=-1.0\): alpha must be a finite number of at least 0"),
+        ({"alpha": -1.0}, r"alpha=-1.0\): alpha must be a finite number in \[0, inf\)"),
         ({"beta": float("nan")}, "beta=nan"),
         ({"alpha": 1.0, "iid": True}, "Leave alpha and beta at 0, or drop iid"),
         ({"spread": "deviation"}, "spread must be 'std' or 'variance'"),
-        ({"test_fraction": 0.95}, r"must lie in \(0, 0.9\)"),
+        ({"test_fraction": 0.95}, r"must be a finite number in \(0, 0.9\)"),
         ({"num_clients": 0}, "num_clients=0"),
         ({"seed": -1}, "seed=-1"),
     ],

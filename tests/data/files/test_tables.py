@@ -274,7 +274,7 @@ def test_a_split_without_training_rows_is_refused(tmp_path):
         ({"features": "x"}, "features must be a list of columns, or None"),
         ({"targets": "labels"}, "targets must be 'classes' or 'values'"),
         ({"split": "part", "val_fraction": 0.1}, "give one of them"),
-        ({"val_fraction": 1}, "val_fraction must lie in"),
+        ({"val_fraction": 1}, "val_fraction must be a finite number in"),
         ({"seed": -1}, "seed=-1"),
         ({"classes": ["a", "a"]}, r"classes names a word twice, found \['a', 'a'\]"),
         ({"classes": "ab"}, "classes must be a list of words"),

@@ -352,7 +352,7 @@ COLOURS_LAST = TensorDataset(torch.zeros(4, 8, 8, 3), torch.zeros(4, dtype=torch
         (lambda: FeatureShift(Iid(2), rotation=True), r"rotation=True"),
         (lambda: FeatureShift(Iid(2), rotation=[]), r"rotation=\[\].*at least one angle"),
         (lambda: FeatureShift(Iid(2), rotation=[0, None]), r"rotation=None"),
-        (lambda: FeatureShift(Iid(2), noise=-0.1), r"noise=-0.1.*at least 0"),
+        (lambda: FeatureShift(Iid(2), noise=-0.1), r"noise=-0.1.*in \[0, inf\)"),
         (lambda: FeatureShift(Iid(2), noise=float("inf")), r"noise=inf"),
         (lambda: FeatureShift(Iid(2), angles="even"), r"angles='even'.*'spaced' or 'drawn'"),
         (lambda: FeatureShift(Iid(2), seed=-1), r"FeatureShift\(seed=-1\)"),

@@ -321,7 +321,7 @@ ZEROS = torch.zeros(6, dtype=torch.int64)
     ("make", "message"),
     [
         (lambda: BalancedDirichlet(0, 1.0), r"BalancedDirichlet\(num_clients=0\)"),
-        (lambda: BalancedDirichlet(3, 0.0), r"BalancedDirichlet\(alpha=0.0\).*positive"),
+        (lambda: BalancedDirichlet(3, 0.0), r"BalancedDirichlet\(alpha=0.0\).*in \(0, inf\)"),
         (lambda: BalancedDirichlet(3, math.nan), r"alpha=nan"),
         (lambda: BalancedDirichlet(3, True), r"alpha=True"),
         (lambda: BalancedDirichlet(3, "0.3"), r"alpha='0.3'"),
@@ -337,7 +337,7 @@ ZEROS = torch.zeros(6, dtype=torch.int64)
         (lambda: ClassesPerClient(3, 2)(ZEROS), r"for 1 classes: classes_per_client is at most that"),
         (lambda: ClassesPerClient(1, 1)(torch.arange(6)), r"leave out some of the 6 classes. Raise num_clients"),
         (lambda: ClassesPerClient(7, 1)(ZEROS), r"one class to 7 clients, each at least 1, and it has 6"),
-        (lambda: PowerLaw(3, sigma=-1.0), r"PowerLaw\(sigma=-1.0\).*finite number of at least 0"),
+        (lambda: PowerLaw(3, sigma=-1.0), r"PowerLaw\(sigma=-1.0\).*finite number in \[0, inf\)"),
         (lambda: PowerLaw(3, min_per_class=0), r"min_per_class=0"),
         (lambda: PowerLaw(2, 1)(ZEROS), r"to 2 clients, each at least 5, and it has 6"),
         (lambda: LogNormalSizes(3, math.inf), r"sigma=inf"),

@@ -441,11 +441,11 @@ def test_what_rounds_will_spend_is_known_before_a_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0.0, 1.0, 1e-5), "max_norm must be a positive"),
-        ((1.0, 0.0, 1e-5), "noise_multiplier must be a positive"),
-        ((1.0, math.inf, 1e-5), "noise_multiplier must be a positive"),
-        ((1.0, 1.0, 0.0), "delta must be a positive"),
-        ((1.0, 1.0, 1.0), r"delta must lie in \(0, 1\)"),
+        ((0.0, 1.0, 1e-5), "max_norm must be a finite"),
+        ((1.0, 0.0, 1e-5), "noise_multiplier must be a finite"),
+        ((1.0, math.inf, 1e-5), "noise_multiplier must be a finite"),
+        ((1.0, 1.0, 0.0), "delta must be a finite"),
+        ((1.0, 1.0, 1.0), r"delta must be a finite number in \(0, 1\)"),
         (("1", 1.0, 0.1), "max_norm must be"),
     ],
 )

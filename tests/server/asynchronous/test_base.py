@@ -327,7 +327,7 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], said: str
         (lambda: FedBuff(2, 0), r"FedBuff\(concurrency=0\)"),
         (lambda: FedBuff(2, 4, staleness_exponent=-1), r"staleness_exponent=-1"),
         (lambda: FedBuff(2, 4, clock=3), r"clock=3"),
-        (lambda: FedAsync(4, alpha=1.5), r"alpha must lie in \(0, 1\]"),
+        (lambda: FedAsync(4, alpha=1.5), r"alpha must be a finite number in \(0, 1\]"),
         (lambda: FedAsync(4, staleness="cubic"), "staleness='cubic'"),
         (lambda: FedAsync(4, b=2.0), "b=2.0"),
         (lambda: ClientClock(0.0), r"ClientClock\(seconds=0"),
