@@ -15,7 +15,10 @@ OWN = {
         "lightning_fed.lab.diagnosis.command:diagnose",
         "Find what limits a run: step size, drift, noise, data, a fault.",
     ),
-    "deploy": ("lightning_fed.deploy.command:deploy", "Try a configuration over Flower or NVFlare, on this machine."),
+    "deploy": (
+        "lightning_fed.deploy.configured:deploy",
+        "Try a configuration over Flower or NVFlare, on this machine.",
+    ),
     "reproduce": ("lightning_fed.lab.reproducing:reproduce", "Run an experiment of a paper, and check its claims."),
     "sweep": ("lightning_fed.lab.sweeping:sweep", "Run a grid of settings over a configuration."),
     "compare": ("lightning_fed.lab.comparing:compare", "Compare runs: a table and a plot of their logs."),

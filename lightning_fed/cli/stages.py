@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.callbacks.progress import shows_information
-from lightning_fed.checkpoints.search import last_of_newest_run, roots
+from lightning_fed.checkpoints.folders import last_of_newest_run, roots
 from lightning_fed.cli.commands import STAGES
 from lightning_fed.cli.parser import LightningArgumentParser, LightningCLI, Parser, arrange
 from lightning_fed.compat.package import NAMES, USED, pl

@@ -13,7 +13,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.tables import sorted_words
 from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted
 from lightning_fed.deploy.registrations import Registrations
-from lightning_fed.deploy.reply_checks import NAMES, words_in
+from lightning_fed.deploy.replies import NAMES, words_in
 from lightning_fed.deploy.transport import Absent, Refusal, Transport
 
 _SHOWN = 5  # clients that one error or one line of the log names

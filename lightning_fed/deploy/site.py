@@ -28,8 +28,7 @@ from lightning_fed.deploy.message import (
     quoted,
     task_in,
 )
-from lightning_fed.deploy.replies import reply_to
-from lightning_fed.deploy.reply_checks import words_in
+from lightning_fed.deploy.replies import reply_to, words_in
 from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
 from lightning_fed.deploy.site_privacy import SitePrivacy
 from lightning_fed.deploy.site_states import SiteStates, Version

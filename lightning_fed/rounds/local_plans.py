@@ -23,10 +23,10 @@ from lightning_fed.data.batches.batches import (
     ChangedBatches,
     ClientBatches,
     LoaderBatches,
+    PoissonBatches,
     RepeatedBatches,
     TensorBatches,
 )
-from lightning_fed.data.batches.poisson import PoissonBatches
 from lightning_fed.engines.base import WorkPlan
 from lightning_fed.engines.batch_hooks import has_transfer_hooks, uses_batch_hook
 from lightning_fed.engines.changes import Snapshot

@@ -19,7 +19,7 @@ from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import LOSS, TRAIN, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server.client_states.state import ClientStates
-from lightning_fed.server.learning_sampler import LossesOf
+from lightning_fed.server.sampling import LossesOf
 from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, metrics_alone
 

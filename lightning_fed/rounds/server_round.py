@@ -16,8 +16,7 @@ from lightning_fed.rounds.cohort import DrawnCohort
 from lightning_fed.rounds.failures import Faults
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, ReplyOrder, Task
 from lightning_fed.rounds.totals import RoundTotals
-from lightning_fed.server.aggregation.base import averaged_points
-from lightning_fed.server.aggregation.mean import Collectives
+from lightning_fed.server.aggregation.mean import Collectives, averaged_points
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings

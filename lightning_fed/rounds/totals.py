@@ -15,9 +15,8 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
-from lightning_fed.server.aggregation.base import FULL_GRAD
 from lightning_fed.server.aggregation.lora import ProductSums
-from lightning_fed.server.aggregation.mean import Aggregation, Collectives
+from lightning_fed.server.aggregation.mean import FULL_GRAD, Aggregation, Collectives
 from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server

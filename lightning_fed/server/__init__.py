@@ -1,8 +1,8 @@
 """Client sampling, aggregation, server optimizers and client states."""
 
-from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK
 from lightning_fed.server.aggregation.krum import Bulyan, Krum, MultiKrum
+from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.aggregation.robust import (
@@ -12,19 +12,18 @@ from lightning_fed.server.aggregation.robust import (
     RobustAggregator,
     TrimmedMean,
 )
-from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous.base import Asynchronous, FedAsync, FedBuff
 from lightning_fed.server.asynchronous.client_clock import ClientClock
-from lightning_fed.server.asynchronous.methods import FedAsync, FedBuff
 from lightning_fed.server.attacks import Attack, LabelFlipAttack, NoiseAttack, SignFlipAttack
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
-from lightning_fed.server.learning_sampler import LearningSampler
 from lightning_fed.server.oort import OortSampler
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 from lightning_fed.server.power_of_choice import PowerOfChoiceSampler
 from lightning_fed.server.sampling import (
     AvailabilitySampler,
     BernoulliSampler,
+    LearningSampler,
     RoundRobinSampler,
     UniformSampler,
     WeightedSampler,

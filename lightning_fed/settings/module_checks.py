@@ -25,7 +25,7 @@ from lightning_fed.core.torch_optimizers import (
 from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.files.tables import ClientTable
-from lightning_fed.server.aggregation.base import Aggregator
+from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.server.client_privacy import ClientPrivacy
 
 

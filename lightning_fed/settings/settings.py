@@ -14,18 +14,16 @@ from lightning_fed.core.arguments import check_patterns
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.types import LocalScheduleMode, Weighting
-from lightning_fed.server.aggregation.base import Aggregator, averaged_points
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
+from lightning_fed.server.aggregation.mean import Aggregator, averaged_points
 from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
-from lightning_fed.server.asynchronous.base import Asynchronous
-from lightning_fed.server.asynchronous.methods import FedAsync
+from lightning_fed.server.asynchronous.base import Asynchronous, FedAsync
 from lightning_fed.server.attacks import Attack
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
-from lightning_fed.server.learning_sampler import learns
-from lightning_fed.server.sampling import Sampler, UniformSampler
+from lightning_fed.server.sampling import Sampler, UniformSampler, learns
 from lightning_fed.server.server import resolve_weighting
 from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
 

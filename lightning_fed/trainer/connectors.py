@@ -11,12 +11,15 @@ from lightning_fed.checkpoints.contents import SafeContents, fill_in
 from lightning_fed.checkpoints.files import AtomicCheckpointIO
 from lightning_fed.checkpoints.folders import (
     adapt_checkpoint_callbacks,
+    best_of_newest_run,
+    check_exists,
     folders,
+    last_of_newest_run,
     newest,
     restore_scores,
+    roots,
 )
 from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from, warn_of_schedules
-from lightning_fed.checkpoints.search import best_of_newest_run, check_exists, last_of_newest_run, roots
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     MisconfigurationException,

@@ -15,7 +15,7 @@ from lightning_fed.core.seeds import preserved_random_state
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.random_states import RandomStates
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.server.aggregation.base import Aggregator
+from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.settings.settings import Settings
 
 _REMEDIES = {

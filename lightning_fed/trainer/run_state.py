@@ -28,8 +28,7 @@ from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
 from lightning_fed.trainer.own_parts import OwnGenerators, OwnParts
-from lightning_fed.trainer.round_start import EARLY_HOOKS, RoundStart, has_round_hooks
-from lightning_fed.trainer.server_model import ServerModel
+from lightning_fed.trainer.server_model import EARLY_HOOKS, RoundStart, ServerModel, has_round_hooks
 
 
 class RunState:

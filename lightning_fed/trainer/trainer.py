@@ -14,8 +14,8 @@ from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_wa
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import LocalScheduleMode, Weighting
-from lightning_fed.server.aggregation.base import Aggregator
 from lightning_fed.server.aggregation.compression import Compressor
+from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.server.asynchronous.base import Asynchronous
 from lightning_fed.server.attacks import Attack
 from lightning_fed.server.client_privacy import ClientPrivacy

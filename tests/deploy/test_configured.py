@@ -1,11 +1,13 @@
 """The app of a configuration, whatever carries its messages."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.deploy import configured
 from lightning_fed.deploy.configured import share_clients, write_app
 
 
@@ -34,3 +36,25 @@ def test_templates_are_written_as_a_tree_once(tmp_path: Path) -> None:
         write_app(
             "deploy", config, templates, tmp_path / "file" / "out", tmp_path / "file" / "out" / "package", None, {}
         )
+
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(("transport", "called"), [("flower", "Flower"), ("nvflare", "NVFlare")])
+def test_the_extra_of_a_transport_is_named(transport: str, called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configured, "find_spec", lambda name: None)
+    said = rf'deploy {transport}: {called} is missing: pip install "lightning_fed\[{transport}\]"'
+    with pytest.raises(FederatedError, match=said):
+        configured.deploy([transport, "--config", QUICKSTART])
+
+
+@pytest.mark.parametrize(("option", "value"), [("--rounds", "0"), ("--sites", "0"), ("--sites", "31")])
+def test_bad_numbers_are_refused_before_anything_is_written(
+    option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configured, "find_spec", lambda name: name)
+    wrong: Any = ["flower", "--config", QUICKSTART, "--out", str(tmp_path / "out"), option, value]
+    with pytest.raises(FederatedError, match=option):
+        configured.deploy(wrong)
+    assert not (tmp_path / "out").exists()

@@ -22,7 +22,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClientAccuracy
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import KeyedStream, Purpose, generator
-from lightning_fed.data.batches.poisson import PoissonBatches
+from lightning_fed.data.batches.batches import PoissonBatches
 from lightning_fed.deploy import FederatedSite, Message, site_privacy
 from lightning_fed.deploy.site_privacy import SitePrivacy, digest_of, seed_of
 from lightning_fed.server import ClientPrivacy, SignFlipAttack, TopK

@@ -20,7 +20,7 @@ from lightning_fed.algorithms import FedAvg, FedDyn, FedProx, Scaffold
 from lightning_fed.callbacks import ClientAccuracy, ClientModels
 from lightning_fed.core.seeds import KeyedStream, Purpose, generator
 from lightning_fed.data import ClientTable
-from lightning_fed.data.batches.poisson import PoissonBatches
+from lightning_fed.data.batches.batches import PoissonBatches
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPrivacy, SignFlipAttack
 from lightning_fed.server.aggregation.privacy import gaussian_noise

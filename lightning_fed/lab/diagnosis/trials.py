@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fed import callbacks
 from lightning_fed.callbacks.measures import WeightedMeasure, Weighting
-from lightning_fed.checkpoints.search import best_of_newest_run, check_exists, last_of_newest_run
+from lightning_fed.checkpoints.folders import best_of_newest_run, check_exists, last_of_newest_run
 from lightning_fed.cli.configuration import CellParts
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError, refusal_in

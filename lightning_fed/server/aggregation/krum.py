@@ -13,8 +13,7 @@ from lightning_fed.core.arguments import check_count
 from lightning_fed.core.devices import accumulation, widened
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import Weighting
-from lightning_fed.server.aggregation.base import Aggregator
-from lightning_fed.server.aggregation.mean import Aggregation
+from lightning_fed.server.aggregation.mean import Aggregation, Aggregator
 from lightning_fed.server.aggregation.robust import RobustAggregator
 from lightning_fed.server.sampling import Sampler
 

@@ -13,8 +13,7 @@ from lightning_fed.core.devices import accumulation, narrowed, widened
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector, Weighting
-from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Collectives
+from lightning_fed.server.aggregation.mean import Aggregation, Aggregator, Collectives, averaged_points
 from lightning_fed.server.aggregation.robust import not_finite
 from lightning_fed.server.participation import no_weight
 from lightning_fed.server.sampling import Sampler

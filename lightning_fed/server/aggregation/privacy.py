@@ -16,8 +16,7 @@ from lightning_fed.core.devices import accumulation, narrowed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import KeyedStream, Purpose
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
-from lightning_fed.server.aggregation.base import Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Collectives
+from lightning_fed.server.aggregation.mean import Aggregation, Aggregator, Collectives, averaged_points
 from lightning_fed.server.aggregation.robust import ClippedAggregation
 from lightning_fed.server.sampling import BernoulliSampler, Sampler
 

@@ -13,8 +13,7 @@ from lightning_fed.core.arguments import check_count, check_number, kind_of
 from lightning_fed.core.devices import accumulation, narrowed, widened
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import State, Vector, Weighting
-from lightning_fed.server.aggregation.base import FULL_GRAD, Aggregator, averaged_points
-from lightning_fed.server.aggregation.mean import Aggregation, Collectives
+from lightning_fed.server.aggregation.mean import FULL_GRAD, Aggregation, Aggregator, Collectives, averaged_points
 from lightning_fed.server.participation import Participant, no_weight
 from lightning_fed.server.sampling import Sampler
 

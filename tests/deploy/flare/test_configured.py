@@ -21,7 +21,7 @@ from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 from lightning_fed.cli.main import main
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
-from lightning_fed.deploy.command import deploy
+from lightning_fed.deploy.configured import deploy
 from lightning_fed.deploy.flare import configured
 from tests.deploy.processes import is_alive, needs_linux, wait_for
 

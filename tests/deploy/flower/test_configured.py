@@ -20,8 +20,7 @@ from flwr.cli.config_utils import load_and_validate
 from lightning_fed.cli.main import main
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
-from lightning_fed.deploy.command import deploy
-from lightning_fed.deploy.configured import share_clients
+from lightning_fed.deploy.configured import deploy, share_clients
 from lightning_fed.deploy.flower import configured
 
 ROOT = Path(__file__).parents[3]

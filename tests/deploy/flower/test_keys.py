@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
-from lightning_fed.deploy.flower.local import LocalFlower
+from lightning_fed.deploy.flower.configured import LocalFlower
 from tests.deploy.flower.test_example import example
 from tests.deploy.flower.test_local import MAKERS, ROOT, wait_for, written_app
 from tests.deploy.processes import needs_linux

@@ -15,10 +15,18 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Scaffold
-from lightning_fed.server import WeightedSampler
+from lightning_fed.server import (
+    CoordinateMedian,
+    GeometricMedian,
+    NormClipping,
+    RobustAggregator,
+    TrimmedMean,
+    WeightedSampler,
+)
 from lightning_fed.server.aggregation.mean import Aggregation
 from lightning_fed.server.participation import Participant
-from tests.helpers.aggregation import add_one
+from tests.helpers import engines
+from tests.helpers.aggregation import add_one, combined, matrix
 from tests.helpers.training import trainer
 
 
@@ -436,3 +444,30 @@ def test_weighting_by_steps_counts_the_steps_taken(module: type[Line]) -> None:
     assert dict(record.reports[0].weights) == pytest.approx(dict(enumerate(weights)), rel=1e-10)
     want = sum(w * b * (1 - 0.5**n) for w, b, n in zip(weights, B, steps, strict=True))
     assert float(model.x.detach()) == pytest.approx(want, rel=1e-10)
+
+
+def test_messages_by_examples_are_refused_where_clients_count_alike() -> None:
+    class ByExamples(FedAvg):
+        reduces = {"delta": "examples"}
+
+    with pytest.raises(FederatedError, match="averages messages by examples"):
+        trainer(algorithm=ByExamples(), aggregator=CoordinateMedian())
+    trainer(algorithm=ByExamples(), aggregator=GeometricMedian())
+
+
+class Widest(RobustAggregator):
+    """A rule of one's own: the largest value."""
+
+    def combine(self, messages: Tensor, weights: Tensor, sum_: Any) -> Tensor:
+        return messages.max(dim=0).values
+
+
+def test_a_rule_of_ones_own_is_a_few_lines() -> None:
+    assert torch.equal(combined(Widest(), matrix([1, 5, 0], [2, 3, -1])), matrix([2, 5, 0])[0])
+    assert repr(Widest()) == "Widest()"
+    engines.run("sequential", aggregator=Widest(), sampler=WeightedSampler(3), clients_per_round=None, max_rounds=1)
+
+
+def test_a_rule_shows_itself_as_it_would_be_written() -> None:
+    shown = [repr(rule) for rule in (TrimmedMean(0.1), GeometricMedian(), NormClipping(2))]
+    assert shown == ["TrimmedMean(beta=0.1)", "GeometricMedian(iterations=3, nu=1e-06)", "NormClipping(max_norm=2.0)"]
