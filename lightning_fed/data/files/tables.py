@@ -5,7 +5,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
@@ -157,84 +157,6 @@ class Columns:
     def _refuse(self, rows: npt.NDArray[np.bool_], name: str, problem: str) -> None:
         if rows.any():
             raise FederatedError(f"{self.path}, {self.line(int(rows.argmax()))}: column {name!r} {problem}")
-
-
-def read_columns(
-    path: Path,
-    keys: Sequence[str],
-    numeric: Sequence[str],
-    rest: bool,
-    words: Mapping[str, Sequence[str] | None],
-    may_miss: Callable[[str], bool],
-    delimiter: str,
-    decimal: str,
-    unknown: Collection[str] = (),
-) -> Columns:
-    """Read columns from a ``.csv`` or ``.parquet`` file.
-
-    Args:
-        path: The file.
-        keys: Columns to leave unchanged.
-        numeric: Columns of numbers.
-        rest: Whether to read all other numeric columns too, except for a row index written by pandas.
-        words: Columns of words, with their vocabularies; None for the words that are there.
-        may_miss: Whether a column of numbers or words may have missing values.
-        delimiter: What separates the fields of a CSV file.
-        decimal: The decimal mark in a CSV file.
-        unknown: The columns of words that may have others than those of their vocabulary.
-    """
-    from pyarrow import ArrowException, parquet, string
-    from pyarrow import csv as arrow_csv
-
-    columns = Columns(path, delimiter, decimal)
-    is_csv = path.suffix == ".csv"
-    if is_csv:
-        _check_quotes(path, delimiter)
-    try:
-        heading = (
-            list(parquet.read_schema(path).names)
-            if not is_csv
-            else next(read_rows(path, delimiter=delimiter), (0, []))[1]
-        )
-        if absent := [name for name in (*keys, *numeric, *words) if name not in heading]:
-            other = next((mark for mark in (",", ";", "\t") if len(heading) == 1 and mark in heading[0]), None)
-            hint = f" Its fields seem to be separated by {other!r}: set delimiter." if other and is_csv else ""
-            raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.{hint}")
-        if twice := sorted({name for name in heading if heading.count(name) > 1}):
-            raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
-        taken = {*keys, *numeric, *words}
-        others = [name for name in heading if name not in taken] if rest else []
-        if row_indices := [name for name in others if _INDEX.fullmatch(name)]:
-            rank_zero_info(f"ClientTable leaves out {row_indices} of {path}: the names are those of a row index.")
-        numbers = [*numeric, *(name for name in others if name not in row_indices)]
-        names = [*keys, *numbers, *words]
-        if is_csv:
-            table = arrow_csv.read_csv(
-                path,
-                arrow_csv.ReadOptions(block_size=_BLOCK),
-                arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, string()), include_columns=names),
-            )
-        else:
-            table = parquet.read_table(path, columns=names)
-    except (ArrowException, OSError) as error:
-        if is_csv and sum(1 for _ in read_table(path, delimiter)) < 2:  # a row of another length raises first
-            raise FederatedError(f"{path} has no rows.") from error
-        kind = "CSV" if is_csv else "Parquet"
-        raise FederatedError(f"{path} cannot be read as a {kind} file: {error}.") from error
-    for name in keys:
-        columns.add_key(name, table.column(name))
-    for name in numbers:
-        columns.add_numbers(name, table.column(name), may_miss(name))
-        if name in numeric and name in columns.left_out:
-            raise FederatedError(
-                f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}. Correct the row, or"
-                " declare the words of the column."
-            )
-    for name, vocabulary in words.items():
-        columns.add_words(name, table.column(name), vocabulary, may_miss(name), name in unknown)
-    columns.heading = heading
-    return columns
 
 
 def _check_quotes(path: Path, delimiter: str) -> None:
@@ -447,13 +369,64 @@ class ClientTable(StoredDataModule):
     def _read(
         self, keys: Sequence[str], numeric: Sequence[str], rest: bool, words: Mapping[str, Sequence[str] | None]
     ) -> Columns:
+        """Read columns unchanged (``keys``), as numbers, or as words of a vocabulary, by default of their own words.
+
+        ``rest`` reads all other numeric columns too, except for a row index written by pandas.
+        """
+        from pyarrow import ArrowException, parquet, string
+        from pyarrow import csv as arrow_csv
+
         path = find("ClientTable", Path(self.path), "Write the table there.", "Or correct path.")
         if not path.is_file():
             raise FederatedError(f"ClientTable: {path} is not a file. Correct path.")
-        return read_columns(
-            path, keys, numeric, rest, words, lambda name: self._rule(name) != "refuse", self.delimiter, self.decimal,
-            self.unknown,
-        )  # fmt: skip
+        columns, is_csv = Columns(path, self.delimiter, self.decimal), path.suffix == ".csv"
+        if is_csv:
+            _check_quotes(path, self.delimiter)
+        try:
+            if is_csv:
+                _, heading = next(read_rows(path, delimiter=self.delimiter), (0, []))
+            else:
+                heading = list(parquet.read_schema(path).names)
+            taken = [*keys, *numeric, *words]
+            if absent := [name for name in taken if name not in heading]:
+                other = next((mark for mark in (",", ";", "\t") if len(heading) == 1 and mark in heading[0]), None)
+                hint = f" Its fields seem to be separated by {other!r}: set delimiter." if other and is_csv else ""
+                raise FederatedError(f"{path} has no column {absent[0]!r}; its columns are {heading}.{hint}")
+            if twice := sorted({name for name in heading if heading.count(name) > 1}):
+                raise FederatedError(f"{path} has more than one column {twice[0]!r}: rename them.")
+            others = [name for name in heading if name not in taken] if rest else []
+            if row_indices := [name for name in others if _INDEX.fullmatch(name)]:
+                rank_zero_info(f"ClientTable leaves out {row_indices} of {path}: the names are those of a row index.")
+            numbers = [*numeric, *(name for name in others if name not in row_indices)]
+            names = [*keys, *numbers, *words]
+            if is_csv:
+                table = arrow_csv.read_csv(
+                    path,
+                    arrow_csv.ReadOptions(block_size=_BLOCK),
+                    arrow_csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True),
+                    arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, string()), include_columns=names),
+                )
+            else:
+                table = parquet.read_table(path, columns=names)
+        except (ArrowException, OSError) as error:
+            if is_csv and sum(1 for _ in read_table(path, self.delimiter)) < 2:  # a row of another length raises first
+                raise FederatedError(f"{path} has no rows.") from error
+            kind = "CSV" if is_csv else "Parquet"
+            raise FederatedError(f"{path} cannot be read as a {kind} file: {error}.") from error
+        for name in keys:
+            columns.add_key(name, table.column(name))
+        for name in numbers:
+            columns.add_numbers(name, table.column(name), self._rule(name) != "refuse")
+            if name in numeric and name in columns.left_out:
+                raise FederatedError(
+                    f"{path}: column {name!r} must hold finite numbers; {columns.left_out[name]}. Correct the row, or"
+                    " declare the words of the column."
+                )
+        for name, vocabulary in words.items():
+            may_miss, may_be_unknown = self._rule(name) != "refuse", name in self.unknown
+            columns.add_words(name, table.column(name), vocabulary, may_miss, may_be_unknown)
+        columns.heading = heading
+        return columns
 
     def _load(self) -> None:
         words = {
