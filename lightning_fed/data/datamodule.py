@@ -33,8 +33,14 @@ from lightning_fed.data.batches.settings import (
     check_options,
     settings_of,
 )
-from lightning_fed.data.dataset import FederatedDataset, check_partition
-from lightning_fed.data.partitions.partition import Partition, PartitionFunction, check_client_id, check_client_ids
+from lightning_fed.data.dataset import FederatedDataset
+from lightning_fed.data.partitions.partition import (
+    Partition,
+    PartitionFunction,
+    check_client_id,
+    check_client_ids,
+    check_partition,
+)
 
 if TYPE_CHECKING:
     AnyDataset: TypeAlias = Dataset[Any]

@@ -22,12 +22,19 @@ from lightning_fed.data.batches.examples import (
     class_counts,
     column_of,
     has_labels_at_hand,
+    label_distance,
     labels_of,
     size_of,
     targets_of,
 )
 from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
-from lightning_fed.data.partitions.partition import ByKey, Partition, PartitionFunction, check_client_id
+from lightning_fed.data.partitions.partition import (
+    ByKey,
+    Partition,
+    PartitionFunction,
+    check_client_id,
+    check_partition,
+)
 
 
 class FederatedDataset:
@@ -297,7 +304,7 @@ class _PartitionedDataset(FederatedDataset):
             raise _unknown(client_id, self.ids) from error
 
     def _label_skew(self) -> float | None:
-        """Return the mean total variation distance, by examples, of clients' label distributions to the overall one."""
+        """Return the distance of clients' label distributions to that of all; None if labels are not known."""
         if self._is_by_function:  # which may not have used the labels
             try:
                 self._look_up()
@@ -306,22 +313,7 @@ class _PartitionedDataset(FederatedDataset):
         labels = self._labels
         if labels is None or labels.is_floating_point() or len(self._order) == 0:
             return None
-        _, counts = class_counts(labels[self._order].split(self._sizes))
-        expected = counts.sum(1, keepdim=True) * (counts.sum(0) / counts.sum())
-        return float((counts - expected).abs().sum() / 2 / counts.sum())
-
-
-def check_partition(partition: Any) -> None:
-    """Raise if the argument is not a partition."""
-    if isinstance(partition, type):
-        raise FederatedError(
-            f"partition={partition.__name__} is a class: instantiate it, as in {partition.__name__}(num_clients=10)."
-        )
-    if not callable(partition):
-        raise FederatedError(
-            f"partition={partition!r} must be a Partition, such as Dirichlet(num_clients=10, alpha=0.3), or a callable"
-            " from labels to each client's indices."
-        )
+        return label_distance(class_counts(labels[self._order].split(self._sizes))[1])
 
 
 def _unknown(client_id: Any, ids: Sequence[ClientId]) -> FederatedError:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.examples import class_counts, targets_of
+from lightning_fed.data.batches.examples import class_counts, label_distance, targets_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.partitions.partition import Floats
@@ -239,7 +239,7 @@ def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
     weights = sizes / sizes.sum()
     return {
         "classes": len(classes),
-        "label_distance": float(weights @ (mixtures - pooled).abs().sum(1) / 2),
+        "label_distance": label_distance(counts),
         "label_entropy": float(weights @ entropies[:-1]),
         "global_entropy": float(entropies[-1]),
     }

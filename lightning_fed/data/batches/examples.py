@@ -20,21 +20,6 @@ _REMEDY = (
 )
 
 
-class BareInputs(Dataset[Tensor]):
-    """Inputs [n, ...] without labels: the batches that ``forward`` takes."""
-
-    def __init__(self, inputs: Tensor) -> None:
-        self.inputs = inputs
-
-    def __len__(self) -> int:
-        """Return the number of examples n."""
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Return one input."""
-        return self.inputs[index]
-
-
 def labels_of(dataset: Dataset[Any]) -> Tensor:
     """Return each example's class, int64 [n]; see :meth:`FederatedDataset.from_partition` for the lookup order."""
     for name, values in _own_labels(dataset).items():
@@ -91,6 +76,16 @@ def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
     owners = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
     counts = torch.bincount(owners * len(classes) + codes, minlength=len(parts) * len(classes))
     return classes.tolist(), counts.view(len(parts), len(classes)).double()
+
+
+def label_distance(counts: Tensor) -> float:
+    """Return the mean total variation distance, by examples, of clients' label distributions to that of all.
+
+    ``counts`` are :func:`class_counts` [N, C].
+    """
+    sizes = counts.sum(1)
+    mixtures = counts / sizes.clamp(min=1)[:, None]
+    return float(sizes / sizes.sum() @ (mixtures - counts.sum(0) / counts.sum()).abs().sum(1) / 2)
 
 
 def inner_indices(subset: Subset[Any], indices: Any) -> Any:

@@ -1,6 +1,6 @@
 """A small real data set that needs no download: handwritten digits, split into clients."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from lightning_fed.core.arguments import check_flags, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions.partition import Dirichlet, Partition, PartitionFunction
 
@@ -68,7 +67,7 @@ class Digits(FederatedDataModule):
             partition=Dirichlet(num_clients, alpha, seed=seed) if partition is None else partition,
             val=val,
             test=test,
-            predict=BareInputs(test.tensors[0]),
+            predict=cast("Dataset[Any]", test.tensors[0]),
             batch_size=batch_size,
         )
         if client_val_fraction:

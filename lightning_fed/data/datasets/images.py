@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed.core.arguments import check_flags, check_number, check_paths
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.batches.examples import BareInputs
 from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.batches.transforms import Flatten
 from lightning_fed.data.files.stored import StoredDataModule
@@ -59,7 +58,7 @@ class ImageDataModule(StoredDataModule):
         """Download missing files, if ``download`` is set."""
         if self.download and self._missing_path() is not None:
             try:
-                self._fetch()
+                self._torchvision(download=True, **self._options)
             except (OSError, RuntimeError) as error:
                 raise FederatedError(
                     f"{type(self).__name__}: the download to {self.root.absolute()} failed: {error}. Get the files"
@@ -72,11 +71,11 @@ class ImageDataModule(StoredDataModule):
         if missing is not None:
             raise FederatedError(
                 f"{type(self).__name__}: there is no {missing} (looked in {missing.parent.absolute()})."
-                f" {self._remedy()}."
+                f" Set download=True, or {self._by_hand()}."
             )
         train, test = (TensorDataset(*self._read(is_train)) for is_train in (True, False))
         self.test = self.val = test
-        self.predict = BareInputs(test.tensors[0])
+        self.predict = cast("Dataset[Any]", test.tensors[0])
         self.train: Dataset[Any] | None = train
         if self.val_fraction:
             order = np.random.RandomState(0).permutation(len(train))
@@ -102,13 +101,6 @@ class ImageDataModule(StoredDataModule):
         from torchvision import datasets
 
         return getattr(datasets, self._torchvision_class)(self.root, **options)
-
-    def _fetch(self) -> None:
-        self._torchvision(download=True, **self._options)
-
-    def _remedy(self) -> str:
-        """Return the fix for missing files; overridden if there is no download."""
-        return f"Set download=True, or {self._by_hand()}"
 
     def _missing_path(self) -> Path | None:
         return next((path for path in self._paths() if not path.exists()), None)

@@ -13,7 +13,14 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed.core.arguments import check_number, check_one_of, check_seed, kind_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.partition import Partition, PartitionFunction, Parts, random_state, seed_words
+from lightning_fed.data.partitions.partition import (
+    Partition,
+    PartitionFunction,
+    Parts,
+    check_partition,
+    random_state,
+    seed_words,
+)
 
 
 def rotate(images: Tensor, degrees: float) -> Tensor:
@@ -97,11 +104,7 @@ class FeatureShift(Partition):
         angles: Literal["spaced", "drawn"] = "spaced",
         seed: int = 0,
     ) -> None:
-        if isinstance(partition, type) or not callable(partition):
-            raise FederatedError(
-                f"FeatureShift(partition={partition!r}): give a partition, such as Iid(num_clients=10), or a callable"
-                " from labels to each client's indices."
-            )
+        check_partition(partition)
         if isinstance(partition, FeatureShift):
             raise FederatedError(
                 "FeatureShift(partition=FeatureShift(...)): give rotation and noise to one of them; it rotates first."

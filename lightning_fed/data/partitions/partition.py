@@ -247,6 +247,19 @@ PartitionFunction: TypeAlias = Callable[[Tensor], Parts]
 """Any callable from labels [n] to each client's indices, instead of a :class:`Partition`."""
 
 
+def check_partition(partition: Any) -> None:
+    """Raise if the argument is not a partition."""
+    if isinstance(partition, type):
+        raise FederatedError(
+            f"partition={partition.__name__} is a class: instantiate it, as in {partition.__name__}(num_clients=10)."
+        )
+    if not callable(partition):
+        raise FederatedError(
+            f"partition={partition!r} must be a Partition, such as Dirichlet(num_clients=10, alpha=0.3), or a callable"
+            " from labels to each client's indices."
+        )
+
+
 def check_client_id(client_id: Any) -> ClientId:
     """Return a client id as a plain int or str, which a checkpoint can store."""
     if isinstance(client_id, str):

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import Dirichlet, FederatedDataModule, FederatedDataset
-from lightning_fed.data.batches.examples import BareInputs, check_map_style, column_of, labels_of, rows_in
+from lightning_fed.data.batches.examples import check_map_style, column_of, labels_of, rows_in
 
 
 def tensors(n):
@@ -179,8 +179,3 @@ def test_indices_of_a_subset_that_are_no_positions_are_refused(indices, found):
 )
 def test_positions_of_any_kind_are_taken(indices):
     assert FederatedDataModule([Subset(tensors(4), indices)]).client_size(0) == len(indices)
-
-
-def test_bare_inputs_are_examples_without_labels():
-    bare = BareInputs(torch.arange(6).reshape(3, 2))
-    assert (len(bare), bare[1].tolist()) == (3, [2, 3])

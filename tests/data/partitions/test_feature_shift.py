@@ -344,7 +344,7 @@ COLOURS_LAST = TensorDataset(torch.zeros(4, 8, 8, 3), torch.zeros(4, dtype=torch
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FeatureShift(Iid), r"FeatureShift\(partition=<class.*such as Iid\(num_clients=10\)"),
+        (lambda: FeatureShift(Iid), r"partition=Iid is a class: instantiate it, as in Iid\(num_clients=10\)"),
         (lambda: FeatureShift(None), r"partition=None"),
         (lambda: FeatureShift(FeatureShift(Iid(2))), r"rotation and noise to one of them"),
         (lambda: FeatureShift(Iid(2), rotation="90"), r"FeatureShift\(rotation='90'\)"),
