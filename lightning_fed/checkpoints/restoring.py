@@ -57,15 +57,11 @@ def _continue(
 ) -> None:
     """Restore a new server to the state of another one of the same run, except for client states."""
     settings.check_transport(saved.get("transport", {}), origin)
-    built, its = options_of(server.step.optimizer), origin.name[0].lower() + origin.name[1:]
     schedules = [] if server.step.scheduler is None else [server.step.scheduler]
-    planned = [schedule_options(schedule) for schedule in schedules]
-    server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
-    loaded, is_scheduled = options_of(server.step.optimizer), server.step.scheduler is not None
-    if differing := differing_options(built, loaded, is_scheduled, origin):
-        rank_zero_warn(f"The server's optimizer continues with {its}'s {', '.join(differing)}.")
-    warn_of_schedules(schedules, planned, origin)
+    with warning_of_options("server's optimizer", server.step.optimizer, schedules, origin):
+        server.load_state_dict({**saved, "client_states": {}}, any_seed=not settings.seed_is_given, origin=origin)
     if saved["seed"] != settings.seed and not settings.seed_is_given and "PL_GLOBAL_SEED" in os.environ:
+        its = origin.name[0].lower() + origin.name[1:]
         rank_zero_warn(f"The run continues with {its}'s seed {saved['seed']}, not with {settings.seed}.")
     compare_work(saved.get("work", {}), notes, keeps_states, origin)
     if keeps_states and server.expected_state.own and saved["step"]["x"].dtype != server.x.dtype:
@@ -113,12 +109,19 @@ def _schedules_of(trainer: pl.Trainer) -> str:
     return ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs) or "none"
 
 
-def warn_of_schedules(schedules: Sequence[Any], built: Sequence[Mapping[str, Any]], origin: Origin) -> None:
-    """Warn of options of schedules that loading their states has changed; ``built`` has those before."""
-    for schedule, options in zip(schedules, built, strict=True):
+@contextmanager
+def warning_of_options(
+    what: str, optimizer: torch.optim.Optimizer, schedules: Sequence[Any], origin: Origin, remedy: str = ""
+) -> Iterator[None]:
+    """Warn of options of an optimizer and its schedules that loading their states inside has changed."""
+    built, planned = options_of(optimizer), [schedule_options(schedule) for schedule in schedules]
+    yield
+    its = origin.name[0].lower() + origin.name[1:]
+    for schedule, options in zip(schedules, planned, strict=True):
         if differing := differing_options([options], [schedule_options(schedule)], True, origin):
-            its = origin.name[0].lower() + origin.name[1:]
             rank_zero_warn(f"{type(schedule).__name__} continues with {its}'s {', '.join(differing)}.")
+    if differing := differing_options(built, options_of(optimizer), bool(schedules), origin):
+        rank_zero_warn(f"The {what} continues with {its}'s {', '.join(differing)}.{remedy}")
 
 
 def _digest(content: bytes) -> str:
@@ -189,17 +192,12 @@ class EarlierFit:
                     f" {EARLIER_FIT.remedy('the optimizer and the schedules')}"
                 )
         optimizer = prepared.optimizer.base
-        built, schedules = options_of(optimizer), [config.scheduler for config in prepared.trainer.lr_scheduler_configs]
-        planned = [schedule_options(schedule) for schedule in schedules]
-        optimizer.load_state_dict(self.optimizer)
-        for schedule, state in zip(schedules, self.schedules, strict=True):
-            schedule.load_state_dict(state)
-        warn_of_schedules(schedules, planned, EARLIER_FIT)
-        if differing := differing_options(built, options_of(optimizer), bool(self.schedules), EARLIER_FIT):
-            rank_zero_warn(
-                f"The local optimizer continues with the earlier fit's {', '.join(differing)}. To train with other"
-                " options, make a new FederatedTrainer."
-            )
+        schedules = [config.scheduler for config in prepared.trainer.lr_scheduler_configs]
+        remedy = " To train with other options, make a new FederatedTrainer."
+        with warning_of_options("local optimizer", optimizer, schedules, EARLIER_FIT, remedy):
+            optimizer.load_state_dict(self.optimizer)
+            for schedule, state in zip(schedules, self.schedules, strict=True):
+                schedule.load_state_dict(state)
         if not torch.equal(prepared.flat.y, server.evaluation_x()):
             rank_zero_warn(
                 f"The model's parameters have changed since this trainer's earlier fit. This fit continues from the"

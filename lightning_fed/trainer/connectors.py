@@ -1,6 +1,7 @@
 """Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_fed.checkpoints.folders import (
     restore_scores,
     roots,
 )
-from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from, warn_of_schedules
+from lightning_fed.checkpoints.restoring import check_optimizer_states, restored_from, warning_of_options
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import (
     MisconfigurationException,
@@ -30,7 +31,7 @@ from lightning_fed.compat.private import (
     rank_zero_warn,
 )
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.origin import CHECKPOINT, differing_options, options_of, schedule_options
+from lightning_fed.core.origin import CHECKPOINT
 from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
@@ -84,10 +85,12 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super().restore_training_state()
             return
         optimizers = self.trainer.optimizers
-        built = [options_of(optimizer) for optimizer in optimizers]
         schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        planned = [schedule_options(schedule) for schedule in schedules]
-        with restored_from(self.trainer.ckpt_path, "optimizers and schedules"):
+        remedy = (
+            " To train with other options, start from its weights alone: Model.load_from_checkpoint(path), then fit"
+            " without ckpt_path."
+        )
+        with restored_from(self.trainer.ckpt_path, "optimizers and schedules"), ExitStack() as watched:
             run = self._loaded_checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
             there, here = run.get("work", {}).get("optimizer"), [type(optimizer).__name__ for optimizer in optimizers]
             if there is not None and here != [there]:
@@ -100,18 +103,11 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 raise FederatedError(
                     f"The checkpoint's schedules: {before}. This run's: {kinds}. {CHECKPOINT.remedy('the schedules')}"
                 )
+            for optimizer in optimizers:
+                watched.enter_context(warning_of_options("local optimizer", optimizer, schedules, CHECKPOINT, remedy))
             super().restore_training_state()
-            warn_of_schedules(schedules, planned, CHECKPOINT)
             for optimizer in optimizers:
                 check_optimizer_states(optimizer, "the local optimizer")
-        for optimizer, options in zip(optimizers, built, strict=True):
-            is_scheduled = bool(self.trainer.lr_scheduler_configs)
-            if differing := differing_options(options, options_of(optimizer), is_scheduled):
-                rank_zero_warn(
-                    f"The local optimizer continues with the checkpoint's {', '.join(differing)}. To train with other"
-                    " options, start from its weights alone: Model.load_from_checkpoint(path), then fit without"
-                    " ckpt_path."
-                )
 
     def _take(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Check a checkpoint before it is restored, and leave only weights in one of another kind of run."""
