@@ -1,7 +1,6 @@
 """The state between rounds: x, the server state, client states and the server optimizer."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,7 @@ from lightning_fed.core.devices import are_equal
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.origin import CHECKPOINT, Origin
-from lightning_fed.core.plain import as_plain, plain_options
+from lightning_fed.core.plain import plain_options
 from lightning_fed.core.rounds import AdvanceSolver, Cohort
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.lora import ExactLora, ProductSums, lora_needs_mean
@@ -85,8 +84,7 @@ class Server:
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
         self.ledger: PrivacyLedger | None = None  # of record-level privacy
         self._participation = Participation(len(ids))
-        # compared after the first rounds: the method's options, and from then on its private attributes
-        self._attributes: list[dict[str, Any]] = [plain_options(algorithm.options()), {}]
+        self._options: dict[str, Any] | None = plain_options(algorithm.options())  # compared after the first round
 
     @property
     def x(self) -> Vector:
@@ -175,34 +173,21 @@ class Server:
         if self.step.scheduler is not None:
             self.step.end_round()
         self.round += 1
-        if self._attributes:
-            self._check_attributes(self._attributes.pop(0))
+        if self._options is not None:
+            options, self._options = self._options, None
+            self._check_options(options)
         return norm
 
-    def _check_attributes(self, before: Mapping[str, Any]) -> None:
-        """Raise if the method's options changed in the first round, and warn if private attributes did in the second.
-
-        A resumed run would not have them.
-        """
-        name, attributes = type(self.algorithm).__name__, vars(self.algorithm)
-        private = {key: as_plain(value) for key, value in attributes.items() if key.startswith("_")}
-        if not self._attributes:
-            if changed := sorted(key for key in private if private[key] != before.get(key)):
-                warnings.warn(
-                    f"{name} has changed its attribute {changed[0]!r} again in its second round. Attributes are not in"
-                    " checkpoints, and other processes have their own: keep what changes in the states that hooks"
-                    " return.",
-                    stacklevel=2,
-                )
-            return
-        now, self._attributes = plain_options(self.algorithm.options()), [private]
+    def _check_options(self, before: Mapping[str, Any]) -> None:
+        """Raise if the method's options have changed in the first round: a resumed run would not have them."""
+        now = plain_options(self.algorithm.options())
         for key in now.keys() | before.keys():
             if now.get(key) != before.get(key):
                 raise FederatedError(
-                    f"{name} has changed its attribute {key!r} in a round. A method keeps hyper-parameters in"
-                    " attributes and all else in the states that its hooks return, so that it can be resumed. What"
-                    " depends on the round is a state too: begin_round(x, server, cohort) may return it, given"
-                    " cohort.round. If a callback sets it, give the method the value of the first round."
+                    f"{type(self.algorithm).__name__} has changed its attribute {key!r} in a round. A method keeps"
+                    " hyper-parameters in attributes and all else in the states that its hooks return, so that it can"
+                    " be resumed. What depends on the round is a state too: begin_round(x, server, cohort) may return"
+                    " it, given cohort.round. If a callback sets it, give the method the value of the first round."
                 )
 
     def take_buffers(self, buffers: State) -> None:

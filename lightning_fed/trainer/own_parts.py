@@ -19,6 +19,7 @@ from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.settings.settings import Settings
 
 _REMEDIES = {
+    "algorithm": "Keep what changes in the states that hooks return",
     "aggregator": "Override state_dict and load_state_dict, which checkpoints call",
     "compression": "Compute it from the message and its stream, or set error_feedback",
     "heterogeneity": "Compute it from the seed and the round",

@@ -146,10 +146,10 @@ class Cached(Algorithm):
 
 
 def test_a_private_attribute_that_holds_a_state_is_told_of() -> None:
-    with pytest.warns(UserWarning, match="Momentum has changed its attribute '_m' again.*keep what changes"):
+    with pytest.warns(UserWarning, match=r"algorithm=Momentum\(...\) changes its attribute '_m'.*Keep what changes"):
         fit(algorithm=Momentum(), max_rounds=2)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*has changed its attribute.*")
+        warnings.filterwarnings("error", message=".*changes its attribute.*")
         fit(algorithm=Cached(), max_rounds=3)
 
 
