@@ -87,10 +87,8 @@ class Exchange:
     def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
         """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
 
-        Clients that have not registered are asked to meanwhile.
-
-        Raises:
-            FederatedError: If clients do not answer and are not to be dropped.
+        Clients that have not registered are asked to meanwhile. Raise if clients do not answer and are not to be
+        dropped.
         """
         if not tasks:
             return

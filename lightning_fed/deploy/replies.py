@@ -93,17 +93,11 @@ def words_in(message: Message, who: str, columns: Iterable[str] | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The content of a method's messages in a round.
+    """The content of a method's messages in a round."""
 
-    Attributes:
-        like: Shape and type of each.
-        implied: The names of those that need not travel.
-        model: Whether the model comes in the place of the change "delta", so that the server knows the norm of that.
-    """
-
-    like: Mapping[str, tuple[torch.Size, torch.dtype]]
-    implied: frozenset[str]
-    model: bool
+    like: Mapping[str, tuple[torch.Size, torch.dtype]]  # shape and type of each
+    implied: frozenset[str]  # the names of those that need not travel
+    model: bool  # whether the model comes in place of the change "delta", so that the server knows the norm of that
 
     @staticmethod
     def of(algorithm: Algorithm, optimizer: FederatedOptimizer, task: Task, client: State) -> "Expected":

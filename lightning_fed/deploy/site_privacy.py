@@ -22,13 +22,8 @@ class SitePrivacy:
 
     A task's noise and batches follow from the site's secret and from all of the task. So the same task has the same
     answer, and any other task has independent noise. Every distinct task that was answered counts, in all runs of the
-    folder. A task whose answer would differ from the first one is refused: both have the same noise.
-
-    Args:
-        folder: A folder of this site alone, for the secret and the account.
-        privacy: The settings of the site's trainer.
-        max_epsilon: The site does not answer beyond it.
-        delta: The delta of epsilon; by default that of ``privacy``.
+    folder. A task whose answer would differ from the first one is refused: both have the same noise. The secret and the
+    account are in a folder of this site alone.
     """
 
     def __init__(
@@ -60,16 +55,8 @@ class SitePrivacy:
     def answer(self, task: Message, batches: int, steps: int, per_epoch: int, work: Callable[[], Message]) -> Message:
         """Return the answer of ``work``, which counts before it leaves the site, also if the work fails.
 
-        Args:
-            task: The task.
-            batches: The batches in an epoch of its client.
-            steps: The requested local steps.
-            per_epoch: The most steps in a local epoch.
-            work: Computes the answer.
-
-        Raises:
-            FederatedError: If the client would spend more than its budget, or if the answer is not the one that the
-                site has given before.
+        Raise if the client would spend more than its budget, or if the answer is not the one given before. The cost
+        follows from the batches in an epoch of the client, the requested local steps, and the most of them in an epoch.
         """
         client, key = task.client, digest_of(task)
         first, paid = self._answers.get((client, key), ("", Counter()))

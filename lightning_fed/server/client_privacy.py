@@ -118,10 +118,8 @@ def _rdp_of_one(batches: int, noise_multiplier: float) -> Any:
 class PrivacyLedger:
     """The noisy sums that every client has taken part with so far, from which its privacy follows.
 
-    Args:
-        privacy: The settings.
-        batches_of: Returns the batches in an epoch of a client by stored index and number of examples.
-        steps_of: Returns the local steps in a local epoch of a number of batches.
+    ``batches_of`` returns the batches in an epoch of a client by stored index and number of examples, ``steps_of`` the
+    local steps in a local epoch of a number of batches.
     """
 
     def __init__(

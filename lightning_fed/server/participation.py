@@ -18,12 +18,8 @@ from lightning_fed.core.types import ClientId, Weighting
 class Population(Sequence[ClientId]):
     """The sequence of client ids that can participate; clients without examples are left out.
 
-    Seeds, owners and client states use the stored index, so ids may be any strings or integers.
-
-    Args:
-        ids: The client ids in their stored order.
-        size_of: The number of training examples of a client, by id.
-        known_sizes: The sizes of all clients in order; None for clients built on demand.
+    Seeds, owners and client states use the stored index, so ids may be any strings or integers. ``size_of`` returns a
+    client's number of training examples; ``known_sizes`` is None for clients built on demand.
     """
 
     def __init__(
@@ -172,11 +168,7 @@ def unbiased(
 ) -> list[Participant]:
     """Return members with the share w_i / p_i of clients that were drawn independently.
 
-    Args:
-        members: The members of the cohort.
-        chances: The probabilities p_i [N] of the population's clients, in their order.
-        population: The clients of the run.
-        weighting: "examples" or "uniform", for w_i.
+    ``chances`` are the probabilities p_i [N] of the population's clients; ``weighting`` is "examples" or "uniform".
     """
     try:
         found = torch.as_tensor(chances, dtype=torch.float64)

@@ -135,13 +135,8 @@ class Server:
     ) -> float:
         """Take the server's step, keep the round's states, and return the Euclidean norm of the step.
 
-        Args:
-            mean: The averaged messages; if no client participated it is empty, and x stays as it is.
-            models: The mean of the client models if "delta" is their change.
-            state: The server state in use during the round.
-            cohort: The facts about the cohort that the method may read.
-            buffers: The new server buffers.
-            products: The sums of products of adapters' changes, with lora="exact".
+        ``mean`` has the averaged messages; if no client participated it is empty, and x stays as it is. ``models`` is
+        the mean of the client models if "delta" is their change, and ``state`` the server state during the round.
         """
         norm = 0.0
         if mean:
@@ -245,11 +240,7 @@ class Server:
     ) -> None:
         """Load the result of :meth:`state_dict`; raise if method, options, clients or model differ.
 
-        Args:
-            saved: The saved state.
-            any_seed: Whether to continue with the saved seed if it differs.
-            is_mine: Selects the clients, by stored index, whose states this process keeps.
-            origin: The source of the state, for error messages.
+        So do other seeds without ``any_seed``. ``is_mine`` selects the clients, by stored index, whose states this process keeps.
         """
         mine = self.identity()
         for key, what in _IDENTITY.items():

@@ -32,12 +32,8 @@ _ALIGNED = 16  # alignment of sent parts in bytes
 class Ranks:
     """The exchanges between the processes of a run: one record and one sum per round; none for one process.
 
-    Args:
-        rank: This process, from 0.
-        size: The number of processes.
-        device: The device of the process group's exchanges.
-        memory: Their shared memory, if any; other exchanges use the default process group.
-        peers: The connections that identify gone processes if an exchange fails.
+    They use shared memory, if any, or the default process group on a device. ``peers`` name gone processes if an
+    exchange fails.
     """
 
     def __init__(
@@ -99,10 +95,6 @@ class Ranks:
         """Do this process's work, and return all records and the bytes sent here; see :meth:`deliver`.
 
         An error in one process, or a request to stop, is raised in all, so that none waits for a process that is gone.
-
-        Raises:
-            ClientError: If another process failed.
-            SIGTERMException: If one got a request to stop, and none failed; or KeyboardInterrupt.
         """
         if self.size == 1:
             return [(work()[0], torch.empty(0, dtype=torch.uint8))]
@@ -245,9 +237,7 @@ class Ranks:
 def metrics_alone(trainer: pl.Trainer, what: str = "") -> Iterator[None]:
     """Make the module's metric objects compute from this process's data only, without exchanges.
 
-    Args:
-        trainer: The trainer.
-        what: What each process does by itself, if they are not at the same point: exchanges of the user are refused.
+    ``what`` each process does by itself, if they are not at the same point: exchanges of the user are refused.
     """
     if trainer.world_size == 1:
         yield

@@ -31,16 +31,8 @@ class SharedMemory:
     """Exchanges between the processes of one machine.
 
     Every process writes to its own memory, which the others read. It alternates between two halves. When a process
-    rewrites one, all others have begun the exchange in between, and so have read the earlier data.
-
-    Args:
-        rank: This process, from 0.
-        pids: All processes.
-        files: Open files, two per process.
-        timeout: The longest wait for another process, in seconds.
-
-    Attributes:
-        number: The number of exchanges begun.
+    rewrites one, all others have begun the exchange in between, and so have read the earlier data. ``files`` are open,
+    two per process, and ``timeout`` is in seconds.
     """
 
     def __init__(self, rank: int, pids: Sequence[int], files: Sequence[Sequence[int]], timeout: float) -> None:
@@ -48,7 +40,7 @@ class SharedMemory:
         self._pids, self._files = pids, files
         self._alive = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
         self._maps: dict[tuple[int, int], Tensor] = {}
-        self.number = 0
+        self.number = 0  # of exchanges begun
         self._has_begun = False  # an unfinished exchange
         weakref.finalize(self, _close, [*self._alive.values(), *(file for pair in files for file in pair)])
 

@@ -87,9 +87,7 @@ class BatchSplit:
     def in_step(self) -> Iterator[None]:
         """Raise an error inside one process in all, so that none waits for a process that is gone.
 
-        Raises:
-            ClientError: If another process failed.
-            SIGTERMException: If one got a request to stop, and none failed; or KeyboardInterrupt.
+        It is a ClientError in the others, or the request to stop that one got if none failed.
         """
         if self.size == 1:
             yield

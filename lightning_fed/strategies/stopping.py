@@ -63,9 +63,7 @@ class Failure:
     def raise_first(failures: Sequence["Failure | None"], own: BaseException | None = None) -> None:
         """Raise the error that ends all processes in each of them; return if none failed.
 
-        Raises:
-            OtherProcessError: If another process failed, unless this one has an exception too.
-            SIGTERMException: If none failed, and one got a request to stop; or KeyboardInterrupt.
+        A failure of this process comes before those of others, and both before a request to stop.
         """
         if own is not None and not stop_of(own):
             raise own

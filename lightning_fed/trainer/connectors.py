@@ -170,11 +170,8 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what a checkpoint holds: in the middle of a round, what this round began with.
 
-        Entries that could not be loaded without running code are left out; see :class:`SafeContents`.
-
-        Raises:
-            FederatedError: Before a plateau schedule has stepped for the last round, or where the state has ended with
-                other processes; unless only weights are saved.
+        Entries that could not be loaded without running code are left out; see :class:`SafeContents`. Raise before a
+        plateau schedule has stepped for the last round, or where the state has ended with other processes.
         """
         if not weights_only:
             self.trainer.fit_loop.run_state.check_is_here("What a checkpoint holds")

@@ -156,16 +156,10 @@ class ClientEvaluation:
     def of_client(
         self, x: Vector, buffers: State, client_id: ClientId, index: int, on: str, steps: int, round: int
     ) -> dict[str, float]:
-        """Return what ``validation_step`` logs on a client's examples.
+        """Return what ``validation_step`` logs on a client's examples, after some local steps of fine-tuning.
 
-        Args:
-            x: The parameters [P + Q], personal ones last.
-            buffers: The buffers to start from.
-            client_id: The client.
-            index: Its stored index.
-            on: "val" for its validation set, "train" for its training set.
-            steps: The local steps of fine-tuning; 0 evaluates ``x`` itself.
-            round: The completed rounds.
+        ``x`` are the parameters [P + Q], personal ones last, and ``buffers`` those to start from. ``on`` is "val" or
+        "train" for its validation or training set, ``index`` its stored index.
         """
         data, engine, y = self.trainer.datamodule, self.engine, x.clone()
         train = data.client_batches(client_id)

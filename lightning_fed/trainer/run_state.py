@@ -32,34 +32,20 @@ from lightning_fed.trainer.server_model import EARLY_HOOKS, RoundStart, ServerMo
 
 
 class RunState:
-    """A trainer's run between rounds, and from one fit to the next.
-
-    Attributes:
-        client_states: Where client states are kept.
-        population: The clients; None before the first fit.
-        prepared: The module, while a fit is running or clients work without one.
-        server_model: The server's model in it, while a fit is running.
-        clients: Answers for the clients; None before the first fit, and in a copy of the trainer.
-        rounds: Runs the rounds, while a fit is running.
-        ranks: The processes that share the clients.
-        has_hooks: Whether hooks of the user may change the run, or draw random numbers, between clients' work.
-        may_draw: Whether the server's step has a method, an aggregator or an optimizer of the user, which may draw.
-        round_start: What the current round began with, until it is complete.
-        steps_taken: The local steps of all clients in all completed rounds.
-        sites: For remote clients: the run's name at their sites ("run"), and the versions of the states there, by
-            stored index, each with the fit that it is of ("versions"). Checkpoints hold both.
-    """
+    """A trainer's run between rounds, and from one fit to the next."""
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
         self.trainer, self.settings = trainer, settings
         self.client_states = ClientStatesStorage(trainer, settings.client_states, settings.client_states_dir)
-        self.population: Population | None = None
-        self.prepared: PreparedModule | None = None
-        self.server_model: ServerModel | None = None
-        self.clients: ClientHalf | None = None
-        self.rounds: Rounds | None = None
+        self.population: Population | None = None  # None before the first fit
+        self.prepared: PreparedModule | None = None  # while a fit is running or clients work without one
+        self.server_model: ServerModel | None = None  # in it, while a fit is running
+        self.clients: ClientHalf | None = None  # None before the first fit, and in a copy of the trainer
+        self.rounds: Rounds | None = None  # while a fit is running
         self.ranks = Ranks()
-        self.steps_taken = 0
+        self.steps_taken = 0  # of all clients in all completed rounds
+        # of remote clients: the run's name at their sites ("run"), and the versions of the states there, by stored
+        # index, each with the fit that it is of ("versions")
         self.sites: dict[str, Any] = {}
         self._server: Server | None = None
         self._elsewhere: ClientHalf | None = None  # answers for the clients of a fit that starts, if not engines here
@@ -69,8 +55,9 @@ class RunState:
         self._notes: dict[str, str] = {}  # on data and optimizer
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
-        self.round_start: RoundStart | None = None
-        self.has_hooks = self.may_draw = False
+        self.round_start: RoundStart | None = None  # of the current round, until it is complete
+        self.has_hooks = False  # whether hooks of the user may change the run, or draw, between clients' work
+        self.may_draw = False  # whether the server's step has a method, aggregator or optimizer of the user
         self._watches: list[OwnParts | OwnGenerators] = []  # of a fit's first rounds
         self._sampler_is_checked = False  # whether checkpoints can hold its state
 
@@ -101,11 +88,7 @@ class RunState:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current fit, or of the last one.
-
-        Raises:
-            FederatedError: Before the first fit, in a copy of the trainer, and if the clients are elsewhere.
-        """
+        """The engine of the current fit, or of the last one, if there was one and the clients are here."""
         if self.clients is None:
             raise FederatedError("Clients can be measured once this trainer has begun a fit; a copy has not.")
         if not isinstance(self.clients, ClientWork):
@@ -222,11 +205,7 @@ class RunState:
     def load_population(self, among: Sequence[ClientId] | None = None) -> Population:
         """Read who the clients are, before a fit, or between rounds if others have come.
 
-        Args:
-            among: The ids of all clients, if the data module has only some of them.
-
-        Raises:
-            FederatedError: If ids or sizes are invalid, or samplers draw more clients than there are.
+        ``among`` are the ids of all clients, if the data module has only some of them.
         """
         data: FederatedDataModule = self.trainer.datamodule
         heed_assigned(data)
@@ -249,12 +228,7 @@ class RunState:
     def prepare_without_fit(
         self, clients: Sequence[ClientId] | None, among: Sequence[ClientId] | None
     ) -> tuple[PreparedModule, Population, ClientWork]:
-        """Return module, population and clients, ready to work without a fit.
-
-        Args:
-            clients: The clients whose data is here; all of them if None.
-            among: The ids of all clients, if the data module has only those that are here.
-        """
+        """Return module, population and clients, ready to work without a fit; ``clients`` are those with data here."""
         population = self.load_population(among)
         self.prepared = prepared = PreparedModule(self.trainer)
         self.clients = work = prepare_clients(prepared, population, self.settings.engine, clients)

@@ -67,18 +67,13 @@ class Untrained:
 
 
 class ServerModel:
-    """The server's model, which the module holds between the rounds of a fit.
-
-    Attributes:
-        change_digest: A digest of the model after hooks changed it since the last round, to compare between processes.
-        keeps_untrained: Whether hooks may change parameters that nobody trains before a round is complete.
-    """
+    """The server's model, which the module holds between the rounds of a fit."""
 
     def __init__(self, prepared: PreparedModule, server: Server) -> None:
         self._prepared, self._server = prepared, server
         self._loaded: Vector | None = None  # the parameters [P] that hooks find; None while clients work
-        self.change_digest: str | None = None
-        self.keeps_untrained = False
+        self.change_digest: str | None = None  # of what hooks have made since the last round, to compare processes
+        self.keeps_untrained = False  # whether hooks may change parameters that nobody trains in a round
         self._keeps = False  # whether what hooks change is kept as it was
         self._kept: _Model | None = None  # it, once they have changed something
         self._untrained: Untrained | None = None
@@ -227,19 +222,13 @@ class RoundStart:
 
     It is a checkpoint of the last completed round. A run that resumes from it calls the round's hooks again, so it must
     not hold what they have changed: the server's model, the options of the local optimizer, the states of callbacks.
-    Those of callbacks that save checkpoints are the present ones, with the files that are there.
-
-    Args:
-        trainer: The trainer.
-        server_model: The server's model, if hooks may change it and the others.
-
-    Attributes:
-        precision: The state of the precision plugin.
-        metrics: The metrics that callbacks may follow; without those of the round's first steps.
+    Those of callbacks that save checkpoints are the present ones, with the files that are there. Without hooks that may
+    change them, ``server_model`` is None.
     """
 
     def __init__(self, trainer: pl.Trainer, server_model: ServerModel | None) -> None:
         self.precision: dict[str, Any] = copy.deepcopy(trainer.precision_plugin.state_dict())
+        # that callbacks may follow, without those of the round's first steps
         self.metrics: dict[str, Tensor] = dict(trainer._logger_connector._callback_metrics)
         self._callbacks: dict[str, Any] = {}
         self._options: list[dict[str, Any]] = []  # of each parameter group

@@ -40,18 +40,7 @@ class FlowerTransport:
     answers a question that was asked after a task, and the task has no reply, the task is lost, and sent again.
 
     A client belongs to the first node that names it, for as long as Flower lists that node. A node that names it
-    meanwhile is logged and not asked for it.
-
-    Args:
-        grid: What Flower hands to a ServerApp.
-        client_ids: The ids of all clients.
-        timeout: The seconds after which a phase ends without the clients that have not answered.
-        ask_again: The seconds without a reply to a task after which its node is asked whether it still works at it.
-        owners: The file of a public key for each client that only the SuperNode with this key may have.
-        absent_after: The seconds without a node after which a client counts as absent.
-
-    Raises:
-        FederatedError: If two ids have the same text, or ``owners`` names another client or a file without a key.
+    meanwhile is logged and not asked for it. The arguments are those of :func:`server_app` and its configuration.
     """
 
     def __init__(

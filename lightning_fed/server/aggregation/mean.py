@@ -41,23 +41,10 @@ class Collectives(Protocol):
 
 
 class Aggregation:
-    """Sums of the messages of a cohort, each weighted as the method declared.
+    """Sums of the messages of a cohort, each weighted as the method declared in ``Algorithm.reduces``.
 
-    Args:
-        reduces: How each message is averaged; see ``Algorithm.reduces``.
-        weighting: The rule that "weighting" means in this run.
-        cohort: The participants and their planned steps. With local work, participants with ``steps == 0`` have weight
-            zero.
-        population: The number of clients, N.
-        local_work: Whether the method has local work.
-
-    Attributes:
-        models: The weighted sum [P] of the models y added so far, or None; after :meth:`compute`, the sum of their
-            changes y - x.
-        models_weight: The sum of their weights.
-        is_estimate: Whether the weighted sum estimates the mean over all clients, with weights that need not sum to
-            one.
-        senders: The clients that send their messages, by stored index, if not all that train do; known at the end.
+    ``weighting`` is the rule that "weighting" means in this run, ``cohort`` the participants with their planned steps,
+    and ``population`` the number of clients N. With local work, participants with ``steps == 0`` have weight zero.
     """
 
     needs_clients: bool = True
@@ -84,6 +71,7 @@ class Aggregation:
             rule: {index: raw_weight(weighs, p, p.steps) for index, p in self._members.items()}
             for rule, weighs in self._rules.items()
         }
+        # whether the sum estimates the mean over all clients, with weights that need not sum to one
         self.is_estimate = bool(cohort) and cohort[0].share is not None  # all have one, or none
         self._totals = {rule: 1.0 if self.is_estimate else sum(raw.values()) for rule, raw in self._raw.items()}
         for total in self._totals.values():
@@ -91,10 +79,10 @@ class Aggregation:
                 raise no_weight([p.client_id for p in self._members.values()])
         self._weight_sums = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
-        self.senders: Collection[int] | None = None
-        self.models_weight = 0.0
+        self.senders: Collection[int] | None = None  # by stored index, if not all that train send; known at the end
         self._sums: State = {}
-        self.models: Tensor | None = None
+        self.models: Tensor | None = None  # the weighted sum [P] of models y; after `compute`, of their changes y - x
+        self.models_weight = 0.0
 
     @property
     def members(self) -> Collection[Participant]:
@@ -119,13 +107,10 @@ class Aggregation:
                     self._raw[rule][index] = raw_weight(weighs, self._members[index], count)
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Add the messages of some clients; the grouping affects the sums only by float64 rounding.
+        """Add the messages of some clients [S, ...]; the grouping affects the sums only by float64 rounding.
 
-        Args:
-            steps: The local steps that each client took, by stored index, in the order of the rows; used by weightings
-                that depend on steps.
-            send: Their messages, stacked [S, ...].
-            models: Their parameters y [S, P], summed instead of the message "delta" if it equals ``y - x``.
+        ``steps`` has the local steps that each took, by stored index, in the order of the rows, and ``models`` their
+        parameters y [S, P], summed instead of the message "delta" if it equals ``y - x``.
         """
         self._check_names(send)
         self._note_steps(steps)

@@ -46,13 +46,9 @@ def method_part(client: State) -> State:
 
 
 def with_kept(keep: State, client: State, personal: Tensor, local_steps: int | Sequence[int] | None = None) -> State:
-    """Return clients' states with what methods do not use; an empty ``keep`` means unchanged.
+    """Return clients' states with what methods do not use: personal parameters [Q] or [S, Q], counts of local steps.
 
-    Args:
-        keep: The method's new states.
-        client: The method's states before.
-        personal: The personal parameters [Q] or [S, Q].
-        local_steps: The number of a client's local steps in all its rounds, or of each, if schedules count them.
+    ``keep`` has the method's new states; if it is empty, those before are unchanged.
     """
     more = {PERSONAL: personal} if personal.shape[-1] else {}
     if local_steps is not None:
