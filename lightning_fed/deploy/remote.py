@@ -17,7 +17,7 @@ from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
 from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
-from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.run_state import RunState
 

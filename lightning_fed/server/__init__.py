@@ -12,9 +12,9 @@ from lightning_fed.server.aggregation.robust import (
     RobustAggregator,
     TrimmedMean,
 )
-from lightning_fed.server.asynchronous.base import Asynchronous, FedAsync, FedBuff
-from lightning_fed.server.asynchronous.client_clock import ClientClock
+from lightning_fed.server.asynchronous import Asynchronous, FedAsync, FedBuff
 from lightning_fed.server.attacks import Attack, LabelFlipAttack, NoiseAttack, SignFlipAttack
+from lightning_fed.server.client_clock import ClientClock
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
 from lightning_fed.server.oort import OortSampler

@@ -240,7 +240,8 @@ class Server:
     ) -> None:
         """Load the result of :meth:`state_dict`; raise if method, options, clients or model differ.
 
-        So do other seeds without ``any_seed``. ``is_mine`` selects the clients, by stored index, whose states this process keeps.
+        Without ``any_seed``, the seed must not differ either. ``is_mine`` selects the clients, by stored index, whose
+        states are kept in this process.
         """
         mine = self.identity()
         for key, what in _IDENTITY.items():

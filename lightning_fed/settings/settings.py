@@ -19,7 +19,7 @@ from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_mo
 from lightning_fed.server.aggregation.mean import Aggregator, averaged_points
 from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
-from lightning_fed.server.asynchronous.base import Asynchronous, FedAsync
+from lightning_fed.server.asynchronous import Asynchronous, FedAsync
 from lightning_fed.server.attacks import Attack
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity

@@ -32,7 +32,7 @@ from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import warn_of
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
-from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted

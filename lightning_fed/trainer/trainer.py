@@ -16,7 +16,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.mean import Aggregator
-from lightning_fed.server.asynchronous.base import Asynchronous
+from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.attacks import Attack
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity

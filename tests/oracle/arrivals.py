@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_fed.server import FedBuff
-from lightning_fed.server.asynchronous.base import Arrival, Between
+from lightning_fed.server.asynchronous import Arrival, Between
 
 from .cases import Case
 

@@ -38,7 +38,7 @@ from lightning_fed.server import (
     SystemsHeterogeneity,
     UniformSampler,
 )
-from lightning_fed.server.asynchronous.base import Arrival, Arrivals
+from lightning_fed.server.asynchronous import Arrival, Arrivals
 from tests.helpers.selection import covering
 from tests.helpers.training import Net, clients, data, seeded, trainer
 

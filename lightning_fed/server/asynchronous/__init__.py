@@ -1,1 +1,0 @@
-"""Asynchronous servers, which step before all clients of a round have replied."""
