@@ -568,10 +568,10 @@ def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[Clie
         )
 
 
-def heed_assigned(data: FederatedDataModule) -> None:
-    """Heed options of the partition that were set after the split, and raise for assigned attributes without effect.
+def check_clients(data: FederatedDataModule) -> None:
+    """Split again if an option of the partition was set since; raise for invalid ids, and attributes without effect.
 
-    A subclass may have such attributes of its own.
+    A subclass may have attributes of these names of its own.
     """
     if data._is_split and data._made_from is not None and data._made_from[2] != repr(data.partition):
         data._clients = None
@@ -581,10 +581,6 @@ def heed_assigned(data: FederatedDataModule) -> None:
                 f"{type(data).__name__}.{name} was assigned, which has no effect. Assign batch_{name}, a function of a"
                 f" batch, or pass {name}=... to a new FederatedDataModule."
             )
-
-
-def check_ids(data: FederatedDataModule) -> None:
-    """Raise if the data module's client ids are invalid."""
     if data._overrides("client_ids"):
         check_client_ids(type(data).__name__, data.client_ids)
     if data._overrides("client_ids") or data._client_ids is not None:

@@ -12,7 +12,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
-from lightning_fed.data.datamodule import FederatedDataModule, check_ids, heed_assigned
+from lightning_fed.data.datamodule import FederatedDataModule, check_clients
 from lightning_fed.engines.base import Engine
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.rounds.client_half import ClientHalf
@@ -208,8 +208,7 @@ class RunState:
         ``among`` are the ids of all clients, if the data module has only some of them.
         """
         data: FederatedDataModule = self.trainer.datamodule
-        heed_assigned(data)
-        check_ids(data)
+        check_clients(data)
         if among is not None:
             population = Population(among, data.client_size)
         else:

@@ -19,7 +19,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ClientBatches, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
-from lightning_fed.data.datamodule import check_ids, heed_assigned
+from lightning_fed.data.datamodule import check_clients
 from lightning_fed.models import MLPClassifier
 from tests.helpers.training import trainer as fit_trainer
 
@@ -192,21 +192,21 @@ def test_ids_and_a_number_of_clients_that_differ_are_refused():
     data.num_clients = 5
     with pytest.raises(FederatedError, match=r"1 client_ids and num_clients=5"):
         data.client_ids = ["a"]
-    check_ids(Named(["a"]))
+    check_clients(Named(["a"]))
     with pytest.raises(FederatedError, match=r"Both has 2 client_ids and num_clients=5"):
-        check_ids(Both(["a", "b"]))
+        check_clients(Both(["a", "b"]))
 
 
 def test_validation_sets_of_unknown_clients_on_demand_are_refused():
-    check_ids(OnDemand(client_val={0: tensors(1), 999_999: tensors(1)}))
+    check_clients(OnDemand(client_val={0: tensors(1), 999_999: tensors(1)}))
     with pytest.raises(
         FederatedError, match=r"unknown client ids: '0', 1000000. The 1,000,000 clients are 0, 1, 2, ..."
     ):
-        check_ids(OnDemand(client_val={"0": tensors(1), 1_000_000: tensors(1), 1: tensors(1)}))
+        check_clients(OnDemand(client_val={"0": tensors(1), 1_000_000: tensors(1), 1: tensors(1)}))
     named = Named(["a", "b"])
     named.client_val = {"a": tensors(1), "c": tensors(1)}
     with pytest.raises(FederatedError, match=r"unknown client ids: 'c'. The 2 clients are 'a', 'b'\."):
-        check_ids(named)
+        check_clients(named)
 
 
 def test_overridden_ids_are_checked_in_fit():
@@ -269,7 +269,7 @@ def test_an_option_of_the_partition_that_was_set_is_heeded_by_the_next_fit():
     data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=Iid(2), batch_size=4)
     assert data.num_clients == 2
     data.partition.num_clients = 5
-    heed_assigned(data)  # as a fit does before it reads the clients
+    check_clients(data)  # as a fit does before it reads the clients
     assert [data.client_size(i) for i in data.client_ids] == [4] * 5
 
 
