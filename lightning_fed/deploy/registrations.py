@@ -9,6 +9,7 @@ from typing import Any
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.message import is_count, printable, quoted
+from lightning_fed.deploy.replies import Fields
 
 _log = logging.getLogger("lightning_fed.deploy")
 
@@ -47,10 +48,8 @@ class Registrations:
 
     def add(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
         """Add a client's registration. A late one counts from :meth:`accept_late` on."""
-        counts: dict[str, Any] = {name: header.get(name) for name in ("size", "batches", "val_size")}
-        for name, value in counts.items():
-            if not is_count(value):
-                raise FederatedError(f"The reply of client {client_id!r} says that its {name} is {quoted(value)}.")
+        fields = Fields(f"The reply of client {client_id!r}", header)
+        counts = {name: fields.count(name) for name in ("size", "batches", "val_size")}
         if self._max_examples is not None and counts["size"] > self._max_examples:
             raise FederatedError(
                 f"The reply of client {client_id!r} says that it has {counts['size']:,} examples, more than"

@@ -122,7 +122,7 @@ def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
         "Client 2 does not answer: The site of client 2 has other settings than the server: its seed is 3"
         in caplog.text
     )
-    assert "of client 2 says that its size is -1" in caplog.text
+    assert "of client 2 is not valid: its size is -1" in caplog.text
 
 
 def registration(size: int, **more: Any) -> dict[str, Any]:
@@ -158,7 +158,9 @@ def test_a_registration_without_counts_is_refused() -> None:
         ("val_size", "7"),
         ("size", None),
     ):
-        with pytest.raises(FederatedError, match=f"The reply of client 'a' says that its {name} is {repr(value)[:40]}"):
+        with pytest.raises(
+            FederatedError, match=f"The reply of client 'a' is not valid: its {name} is {repr(value)[:40]}"
+        ):
             Registrations(["a"]).add("a", {**registration(1), name: value})
 
 
