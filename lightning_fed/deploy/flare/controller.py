@@ -15,7 +15,6 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
 
-from lightning_fed.core.arguments import check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
@@ -66,7 +65,8 @@ class RoundsController(Controller):
     ) -> None:
         super().__init__()
         for name, value in (("phase_timeout", phase_timeout), ("absent_after", absent_after)):
-            check_number(self, name, value, "(0, inf)")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise FederatedError(f"{name}={value!r} must be a positive number of seconds.")
         self.make_trainer, self.make_model, self.make_val = make_trainer, make_model, make_val
         self.client_ids, self.sites, self.checkpoint = client_ids, sites, checkpoint
         self.max_examples, self.batch_size, self.phase_timeout = max_examples, batch_size, phase_timeout

@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from lightning_fed.core.arguments import check_number
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flower.transport import FlowerTransport
 from lightning_fed.deploy.remote import RemoteClients
@@ -88,4 +88,7 @@ def server_app(
 
 def seconds(run_config: Mapping[str, Any], name: str) -> float:
     """Return an option in a run's configuration."""
-    return check_number("The run's configuration", name, run_config.get(name, DEFAULTS[name]), "(0, inf)")
+    value = run_config.get(name, DEFAULTS[name])
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise FederatedError(f"{name} = {value!r} in the run's configuration must be a positive number of seconds.")
+    return float(value)

@@ -92,7 +92,7 @@ def test_options_of_the_run_are_checked() -> None:
     assert server.seconds({}, "ask-again") == 60.0
     assert server.seconds({}, "absent-after") == 300.0
     for wrong in (0, -1.0, "5", True):
-        with pytest.raises(FederatedError, match="ask-again=.* must be a finite number in"):
+        with pytest.raises(FederatedError, match="ask-again = .* must be a positive number of seconds"):
             server.seconds({"ask-again": wrong}, "ask-again")
 
 
