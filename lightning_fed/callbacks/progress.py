@@ -17,6 +17,14 @@ def shows_information() -> bool:
     return logging.getLogger(pl.__name__).isEnabledFor(logging.INFO)
 
 
+def overwrites(stream: Any) -> bool:
+    """Return whether a carriage return overwrites the line: on a terminal, and in a notebook.
+
+    A process without a console has no stream (None), and a stream of the user's may not tell.
+    """
+    return bool(getattr(stream, "isatty", bool)()) or hasattr(sys, "ps1")
+
+
 class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     """Show one bar whose unit is the round, with the metrics logged with ``prog_bar=True``.
 
@@ -41,7 +49,7 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     @property
     def is_enabled(self) -> bool:
         """Return whether bars are drawn: only if a carriage return overwrites the line."""
-        return super().is_enabled and (sys.stdout.isatty() or hasattr(sys, "ps1"))  # a notebook has the latter
+        return super().is_enabled and overwrites(sys.stdout)
 
     # nothing to do per batch, and Lightning skips what is not there
     on_train_batch_start = pl.Callback.on_train_batch_start

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fed.callbacks.progress import overwrites
 from lightning_fed.compat.private import Tqdm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.configurations import Configurations, key_of, with_root
@@ -138,7 +139,7 @@ class _Bar(Tqdm):
     """A bar on a terminal and in a notebook. Elsewhere it is a line every 30 s: a file would keep every update."""
 
     def __init__(self, **options: Any) -> None:
-        if not _overwrites():
+        if not overwrites(sys.stderr):
             options |= {
                 "leave": True,
                 "mininterval": 30,
@@ -149,14 +150,10 @@ class _Bar(Tqdm):
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
         """Return what shows a status."""
-        if _overwrites():
+        if overwrites(sys.stderr):
             show: Callable[[str], None] = Tqdm.status_printer(file)
             return show
         return lambda status: print(status, file=file, flush=True) if status else None
-
-
-def _overwrites() -> bool:
-    return sys.stderr.isatty() or hasattr(sys, "ps1")
 
 
 def _without_numbers(node: Any) -> Any:

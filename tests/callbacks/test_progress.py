@@ -36,6 +36,12 @@ def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatc
     run.validate(run.lightning_module, data())
 
 
+@pytest.mark.parametrize("stream", [None, object()], ids=["no console", "no isatty"])
+def test_no_bar_is_drawn_on_a_stream_that_is_no_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert not RoundProgressBar().is_enabled
+
+
 @pytest.mark.parametrize("options", [{"refresh_rate": -1}, {"process_position": 0.5}, {"leave": "no"}], ids=str)
 def test_arguments_that_are_not_allowed_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(FederatedError, match=next(iter(options))):
