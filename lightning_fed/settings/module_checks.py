@@ -44,6 +44,21 @@ def no_federated_data(found: object) -> FederatedError:
     )
 
 
+def _check_inference_mode(module: pl.LightningModule) -> None:
+    """Raise where PyTorch computes no gradients; the first client would be blamed for it."""
+    if torch.is_inference_mode_enabled():
+        raise FederatedError(
+            "FederatedTrainer.fit was called within torch.inference_mode(), where PyTorch computes no gradients. Call"
+            " it outside."
+        )
+    named = [pair for pair in (*module.named_parameters(), *module.named_buffers()) if not is_lazy(pair[1])]
+    if (made := next((name for name, value in named if value.is_inference()), None)) is not None:
+        raise FederatedError(
+            f"{made!r} of {type(module).__name__} was made within torch.inference_mode(), and PyTorch cannot train such"
+            " tensors. Make the module outside."
+        )
+
+
 def check_module(trainer: pl.Trainer) -> None:
     """Raise for modules and data that rounds do not support."""
     module = trainer.lightning_module
@@ -57,6 +72,7 @@ def check_module(trainer: pl.Trainer) -> None:
             " its own loader. Override client_dataset(client_id), or client_dataloader(client_id, generator), or pass"
             " collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
         )
+    _check_inference_mode(module)
     if not module.automatic_optimization:
         raise FederatedError(
             f"{name} uses manual optimization, so the method cannot correct the gradient between backward and step."

@@ -47,6 +47,15 @@ class Net(pl.LightningModule):
         return self.layer(batch[0]).sum()
 
 
+def test_inference_mode_is_refused_by_name() -> None:
+    with torch.inference_mode():
+        made = Net()
+        with pytest.raises(FederatedError, match=r"called within torch\.inference_mode"):
+            check_module(fit_of(Net()))
+    with pytest.raises(FederatedError, match=r"'layer\.weight' of Net was made within torch\.inference_mode"):
+        check_module(fit_of(made))
+
+
 def test_data_that_are_not_split_among_clients_are_refused_with_the_way_to_split_them() -> None:
     assert "found no datamodule. Pass trainer.fit(model, FederatedDataModule(" in str(no_federated_data(None))
     assert "found a list. Pass" in str(no_federated_data([]))
