@@ -1,6 +1,6 @@
 """The state of a run between rounds: how a fit starts and ends, and what its checkpoints hold."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
+from lightning_fed.core.seeds import capture_random_state
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule, check_clients
 from lightning_fed.engines.base import Engine
@@ -60,6 +61,7 @@ class RunState:
         self.may_draw = False  # whether the server's step has a method, aggregator or optimizer of the user
         self._watches: list[OwnParts | OwnGenerators] = []  # of a fit's first rounds
         self._sampler_is_checked = False  # whether checkpoints can hold its state
+        self._restore_generators: Callable[[], None] | None = None  # once the fit's rounds have begun
 
     @property
     def round(self) -> int:
@@ -341,6 +343,8 @@ class RunState:
 
     def begin_round(self) -> None:
         """Note what the next round begins with, before its hooks."""
+        if self._restore_generators is None:
+            self._restore_generators = capture_random_state(self.trainer.strategy.root_device)
         self.round_start = RoundStart(self.trainer, self.server_model if self.has_hooks else None)
 
     def close_round(self, report: RoundReport) -> None:
@@ -379,7 +383,13 @@ class RunState:
                 self.round_start.put_back(self.trainer)
 
     def end(self) -> None:
-        """End a fit, with the server's model in the module."""
+        """End a fit, with the server's model in the module.
+
+        Rounds seed the global generators. What a script draws between fits must not be the same after each of them.
+        """
+        if self._restore_generators is not None:
+            self._restore_generators()
+            self._restore_generators = None
         if self.prepared is not None:
             if self.round_start is not None and self.rounds is not None:  # after an exception
                 with suppress(FederatedError):  # of a setting that cannot be put back, which has ended the run

@@ -39,6 +39,7 @@ from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
 from lightning_fed.trainer.logger import name_default_runs, unwritable_logs
 from lightning_fed.trainer.loop import FederatedLoop
+from lightning_fed.trainer.one_thread import one_thread
 from lightning_fed.trainer.threads import threads_for
 
 __all__ = ["ClientsStrategy", "FederatedTrainer"]
@@ -341,6 +342,7 @@ class FederatedTrainer(pl.Trainer):
                 " differs from one to another. Do not use it, or use engine='sequential'."
             )
 
+    @one_thread()
     def fit(
         self,
         model: pl.LightningModule,

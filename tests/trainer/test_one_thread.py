@@ -1,0 +1,91 @@
+"""Fits of one process: one thread at a time, nested ones in it, and the random numbers of a script between them."""
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed.trainer import one_thread
+from tests.helpers.training import data, seeded, trainer
+
+
+class Calling(FederatedCallback):
+    """Call something when a hook is first called."""
+
+    def __init__(self, hook: str, function: Callable[[], Any]) -> None:
+        self.function: Callable[[], Any] | None = function
+        setattr(self, hook, self.call)
+
+    def call(self, *_: Any) -> None:
+        function, self.function = self.function, None
+        if function is not None:
+            function()
+
+
+def test_a_fit_is_refused_while_another_thread_fits() -> None:
+    def fit_in_thread() -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(FederatedError, match="another thread of this process"):
+            pool.submit(trainer(max_rounds=1).fit, seeded(), data()).result()
+
+    trainer(max_rounds=1, callbacks=Calling("on_round_start", fit_in_thread)).fit(seeded(), data())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(trainer(max_rounds=1).fit, seeded(), data()).result()
+
+
+def test_a_forked_process_may_fit_though_another_thread_was_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_thread, "_fitting", threading.RLock())
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(one_thread._fitting.acquire).result()
+        with pytest.raises(FederatedError, match="another thread"), one_thread.one_thread():
+            pass
+        one_thread._forget()
+        with one_thread.one_thread():
+            pass
+
+
+def test_a_fit_within_a_hook_leaves_the_outer_fit_as_it_is() -> None:
+    alone, outer, another = seeded(), seeded(), seeded()  # which seeds the global generators
+    trainer(max_rounds=2).fit(alone, data())
+    inner = Calling("on_train_batch_end", lambda: trainer(max_rounds=1).fit(another, data()))
+    trainer(max_rounds=2, callbacks=inner).fit(outer, data())
+    assert inner.function is None
+    for one, other in zip(alone.parameters(), outer.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def _fail() -> None:
+    raise RuntimeError("stop here")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
+def test_what_a_script_draws_goes_on_after_a_fit(fails: bool) -> None:
+    """A random search would otherwise try one candidate again and again."""
+    run, model, examples = trainer(max_rounds=1), seeded(), data()
+    if fails:
+        run.callbacks.append(Calling("on_round_end", _fail))
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def seed() -> None:
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+
+    seed()
+    draw()
+    second = draw()
+    seed()
+    draw()
+    if fails:
+        with pytest.raises(RuntimeError, match="stop here"):
+            run.fit(model, examples)
+    else:
+        run.fit(model, examples)
+    assert draw() == second
