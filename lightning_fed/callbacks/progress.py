@@ -25,6 +25,12 @@ def overwrites(stream: Any) -> bool:
     return bool(getattr(stream, "isatty", bool)()) or hasattr(sys, "ps1")
 
 
+def printable(text: str) -> str:
+    """Return a text with escapes for what the output cannot encode: a name in a line must not end a run."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
     """Show one bar whose unit is the round, with the metrics logged with ``prog_bar=True``.
 
@@ -160,5 +166,6 @@ class RoundLines(FederatedCallback):
             shown["client/loss"] = trainer.callback_metrics["client/loss"]
         metrics = [f"{name} {float(value):.4g}" for name, value in shown.items()]
         rate = f"{(now - then) / (done - last):.2g} s/round"
-        print("  ".join([f"round {done}/{limit}" if limit > 0 else f"round {done}", *metrics, rate]), flush=True)
+        line = "  ".join([f"round {done}/{limit}" if limit > 0 else f"round {done}", *metrics, rate])
+        print(printable(line), flush=True)
         self._last = done, now

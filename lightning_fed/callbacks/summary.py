@@ -1,12 +1,16 @@
 """A summary at the end of a run: metrics, cost, paths, and the commands to continue."""
 
+import json
 import math
+import shlex
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_fed.callbacks.base import FederatedCallback, boards
-from lightning_fed.callbacks.progress import shows_information
+from lightning_fed.callbacks.progress import printable, shows_information
 from lightning_fed.callbacks.target import TargetMetric
 from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
@@ -25,10 +29,12 @@ class RunSummary(FederatedCallback):
 
     Attributes:
         resume_with: How to resume, with places for ``path``, ``logs`` and ``rounds``; the command line sets its own.
+        quote: Quotes paths in it, as Python or a shell needs them.
     """
 
     def __init__(self) -> None:
-        self.resume_with = 'trainer.fit(model, data, ckpt_path="{path}")'
+        self.resume_with = "trainer.fit(model, data, ckpt_path={path})"
+        self.quote: Callable[[str], str] = partial(json.dumps, ensure_ascii=False)
         self._last: dict[str, float] = {}
         self._best: dict[str, tuple[float, float]] = {}
         self._failed: Counter[ClientId] = Counter()
@@ -100,7 +106,7 @@ class RunSummary(FederatedCallback):
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
         if shows_information():
-            trainer.print("\n".join(["", "Federated run finished", *lines]))
+            trainer.print(printable("\n".join(["", "Federated run finished", *lines])))
         for board in boards(trainer) if loop.has_run else ():  # else the run had ended before, and was shown then
             board.experiment.add_text("summary", "\n".join(f"  {line}" for line in lines), loop.round)
             shows_hparams = board._default_hp_metric and trainer.enable_autolog_hparams
@@ -145,11 +151,13 @@ class RunSummary(FederatedCallback):
                 # which may be earlier than the run's last: checkpoints need not be due in every round
                 held = f" (round {checkpoint._last_global_step_saved})" if saved else ""
                 rows.append(("last checkpoint", f"{_relative(last)}{held}"))
-                logs = _relative(log_dir) if log_dir else "."
-                rounds = 2 * trainer.fit_loop.round
-                command = self.resume_with.format(path=_relative(last), rounds=rounds, logs=logs)
+                path, logs = self.quote(_relative(last)), self.quote(_relative(log_dir) if log_dir else ".")
+                command = self.resume_with.format(path=path, rounds=2 * trainer.fit_loop.round, logs=logs)
                 rows.append((f"resume{held}", command))
-        return [*rows, *(("watch", f"tensorboard --logdir {_relative(one.root_dir)}") for one in boards(trainer))]
+        return [
+            *rows,
+            *(("watch", f"tensorboard --logdir {shlex.quote(_relative(one.root_dir))}") for one in boards(trainer)),
+        ]
 
 
 def _monitoring(trainer: pl.Trainer) -> pl.callbacks.ModelCheckpoint | None:
@@ -170,7 +178,7 @@ def _relative(path: str) -> str:
     """Show a path from the working directory where that is shorter."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, OSError):  # the latter if the working directory is gone
         return path
 
 

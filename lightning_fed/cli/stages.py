@@ -1,6 +1,7 @@
 """Lightning's commands: ``fit``, ``validate``, ``test`` and ``predict``."""
 
 import logging
+import shlex
 from argparse import SUPPRESS, Action
 from collections.abc import Sequence
 from inspect import signature
@@ -95,7 +96,7 @@ class FederatedCLI(LightningCLI):
         callbacks = self._callbacks()
         for callback in list(callbacks):
             if isinstance(callback, RunSummary):
-                callback.resume_with = command
+                callback.resume_with, callback.quote = command, shlex.quote
             elif isinstance(callback, _SHOWN) and not shows_information():
                 callbacks.remove(callback)
 

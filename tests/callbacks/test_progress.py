@@ -1,5 +1,6 @@
 """One bar whose unit is the round on a terminal, and lines elsewhere."""
 
+import io
 import itertools
 import logging
 import re
@@ -13,7 +14,7 @@ from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 from lightning_fed import FederatedError, RoundProgressBar
 from lightning_fed.callbacks import RoundLines, progress
 from lightning_fed.compat.package import pl
-from tests.helpers.training import data, seeded, trainer
+from tests.helpers.training import Net, data, seeded, trainer
 
 
 @pytest.mark.parametrize("kind", [None, TQDMProgressBar, RichProgressBar])
@@ -40,6 +41,20 @@ def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatc
 def test_no_bar_is_drawn_on_a_stream_that_is_no_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", stream)
     assert not RoundProgressBar().is_enabled
+
+
+def test_a_name_that_the_output_cannot_encode_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("précision", 1.0, prog_bar=True)
+
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    trainer(max_rounds=1).fit(Named(), data())
+    output.seek(0)
+    shown = output.read()
+    assert "round 1/1  pr\\xe9cision 1 " in shown
+    assert re.search(r"^  pr\\xe9cision +1\.0000", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("options", [{"refresh_rate": -1}, {"process_position": 0.5}, {"leave": "no"}], ids=str)

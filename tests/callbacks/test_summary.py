@@ -1,6 +1,8 @@
 """What is printed at the end of a run."""
 
+import ast
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,22 @@ def test_a_checkpoint_is_the_best_only_where_something_says_what_is_best(
     assert ("best checkpoint" in shown) == names_a_best
     assert "last checkpoint" in shown
     assert "resume" in shown
+
+
+def test_commands_quote_their_paths(tmp_path: Path) -> None:
+    folder = tmp_path / """it's "here" \\v"""
+    summary, saving = RunSummary(), ModelCheckpoint(folder)
+    more: dict[str, Any] = {"enable_checkpointing": True, "logger": TensorBoardLogger(folder)}
+    run = trainer(callbacks=[summary, saving], max_rounds=1, **more)
+    run.fit(seeded(), data())
+    shown = dict(summary._paths(run, None))
+    call = ast.parse(shown["resume (round 1)"], mode="eval").body
+    assert isinstance(call, ast.Call)
+    saved = Path(saving.best_model_path).relative_to(Path.cwd())
+    assert ast.literal_eval(call.keywords[0].value) == str(saved)
+    assert shlex.split(shown["watch"])[2:] == [str(Path(folder.name) / "lightning_logs")]
+    summary.resume_with, summary.quote = "fit {path}", shlex.quote
+    assert shlex.split(dict(summary._paths(run, None))["resume (round 1)"]) == ["fit", str(saved)]
 
 
 @pytest.mark.parametrize("validated", [True, False])
