@@ -58,12 +58,19 @@ class ImageDataModule(StoredDataModule):
         """Download missing files, if ``download`` is set."""
         if self.download and self._missing_path() is not None:
             try:
-                self._torchvision(download=True, **self._options)
+                self._fetch()
             except (OSError, RuntimeError) as error:
                 raise FederatedError(
                     f"{type(self).__name__}: the download to {self.root.absolute()} failed: {error}. Get the files"
                     f" elsewhere and {self._by_hand()}."
                 ) from error
+
+    def _fetch(self) -> None:
+        self._torchvision(download=True, **self._options)
+
+    def _remedy(self) -> str:
+        """Return the fix for missing files; overridden if there is no download."""
+        return f"Set download=True, or {self._by_hand()}"
 
     def _load(self) -> None:
         self.prepare_data()  # Lightning also calls it, but not if the clients are accessed without a trainer
@@ -71,7 +78,7 @@ class ImageDataModule(StoredDataModule):
         if missing is not None:
             raise FederatedError(
                 f"{type(self).__name__}: there is no {missing} (looked in {missing.parent.absolute()})."
-                f" Set download=True, or {self._by_hand()}."
+                f" {self._remedy()}."
             )
         train, test = (TensorDataset(*self._read(is_train)) for is_train in (True, False))
         self.test = self.val = test
