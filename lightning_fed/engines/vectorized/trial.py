@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
@@ -40,6 +41,7 @@ from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
 _LOW = (torch.bfloat16, torch.float16)
+_SEED = 0x6C61777320  # of the trial, which no step is likely to set itself
 
 
 class StepState:
@@ -147,15 +149,22 @@ class TrialStep:
         step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
         step.is_random = True  # until known
         with preserved_random_state(step.flat.y.device), step.recording():
+            torch.default_generator.manual_seed(_SEED)
             before, random = StepState(self.module), random_state(step.flat.y.device)
             self._options = LocalOptions(step.trainer.optimizers[0], step.trainer.lr_scheduler_configs)
             try:
                 # alone first: under vmap, a step that assigns to a parameter's `.data` ends the process
                 draw_again = capture_random_state(step.flat.y.device)
-                _, loss, values = step.own_gradient(step.flat.views, *batch)
+                with _OwnStreams() as streams:
+                    _, loss, values = step.own_gradient(step.flat.views, *batch)
                 first = OwnStep(loss, values, step.sizes)
                 noted = self._noted(before, first, group, draw_again)
                 self._check_state(before)
+                if streams.found is not None:
+                    raise self._refusal(
+                        f"it {streams.found}, which gives clients at once other numbers than one after another; draw"
+                        " from torch's global generator, which the run seeds for them"
+                    )
                 if noted is not None:
                     before.restore()  # clients at once, whose step cannot depend on numbers, must note the same
                 grads = self._measured(step.flat.views, *batch)
@@ -223,7 +232,7 @@ class TrialStep:
         if not all(bool(torch.isfinite(g).all()) for g in single):
             raise ClientError("its first gradient is not finite, so nothing can be compared with it.")
         for name, one, other in zip(self.step.flat.names, single, grads, strict=True):
-            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+            if not torch.allclose(one[None], other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 raise self._refusal(f"the gradient of {name!r} of several clients at once differs from that of one")
 
     def _measured(self, *step: Any) -> list[Tensor]:
@@ -237,13 +246,13 @@ class TrialStep:
         return grads
 
     def _of_several(self, views: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> list[Tensor]:
-        """Return the gradient of the first of several equal clients, computed at once."""
+        """Return the gradients [S, ...] of several equal clients, computed at once."""
         views, count = [v.detach() for v in views], self.at_once
         if count == 1:
-            return list(self.step.gradient(views, leaves, spec, batch_idx)[0])
+            return [g[None] for g in self.step.gradient(views, leaves, spec, batch_idx)[0]]
         take = vmap(lambda y, leaves: self.step.gradient(y, leaves, spec, batch_idx), randomness="different")
         grads, _, _ = take([torch.stack([v] * count) for v in views], [torch.stack([v] * count) for v in leaves])
-        return [g[0] for g in grads]
+        return list(grads)
 
     def _check_repeats(self, first: OwnStep, group: BatchGroup) -> None:
         """Raise if repeating a step gives another result, since it then has hidden state."""
@@ -368,6 +377,28 @@ def _at_full_precision(step: ModuleStep) -> Iterator[None]:
 def _raised(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors, with half precision converted to float32."""
     return [t.float() if t.dtype in _LOW else t for t in tensors]
+
+
+class _OwnStreams(TorchFunctionMode):
+    """Notes in ``found`` whether a step draws from other streams than those that the run seeds.
+
+    A stream that the step seeds gives one client after another the same numbers. Clients at once share it, and only the
+    first of them would get these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._seed = torch.initial_seed()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of PyTorch, and look at its generator."""
+        kwargs = kwargs or {}
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            self.found = "draws from a generator of its own"
+        elif torch.initial_seed() != self._seed:
+            self.found = "seeds torch's generator"
+        return func(*args, **kwargs)
 
 
 class _ReadTracker:

@@ -364,6 +364,65 @@ class Samples(Ordinary):
         return torch.distributions.Normal(mean, mean.exp()).rsample()
 
 
+class Fixed(Ordinary):
+    """Adds noise that is the same in every step of every client."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor], dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.noise(x))
+
+
+def own(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+
+
+def own_in_place(x: Tensor) -> Tensor:
+    return torch.empty_like(x).uniform_(generator=torch.Generator().manual_seed(0))
+
+
+def seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return torch.rand_like(x)
+
+
+def seeded_inside(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return seeded(x)
+
+
+def repeated(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand_like(x)
+
+
+FIXED: dict[str, tuple[Any, float, str]] = {
+    "of a generator": (own, 0.0, "draws from a generator of its own"),
+    "of a generator, beside dropout": (own, 0.5, "draws from a generator of its own"),
+    "of a generator, in place": (own_in_place, 0.0, "draws from a generator of its own"),
+    "of a seed": (seeded, 0.0, "seeds torch's generator"),
+    "of a seed, undone": (seeded_inside, 0.5, "seeds torch's generator"),
+    "undone": (repeated, 0.0, "of several clients at once differs from that of one"),
+}
+
+
+@pytest.mark.parametrize("name", few(list(FIXED), ["of a generator", "of a seed, undone"]))
+def test_numbers_that_are_the_same_for_every_client_are_not_drawn_for_several_at_once(name: str) -> None:
+    noise, dropout, reason = FIXED[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # as the module itself does
+        refused(partial(Fixed, noise, dropout), reason)
+
+
+def test_the_global_generator_may_be_named() -> None:
+    def noise(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=torch.default_generator)
+
+    assert run("vectorized", partial(Fixed, noise), max_rounds=1).fit_loop.round == 1
+
+
 class Requires(Ordinary):
     """Asks for gradients of a state that it makes itself."""
 
