@@ -118,6 +118,8 @@ class _IndexedBatches(ClientBatches):
     def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
         # Drawn even if unused: it advances the generator, and so the seeds of the next epoch's workers.
         order = torch.randperm(self.size, generator=generator)
+        if self.size == 1 and self.settings.augment is None:  # nothing was drawn
+            torch.randint(2, (), generator=generator)
         if not (shuffle and self.settings.shuffle):
             order = torch.arange(self.size)
         size = self.settings.epoch_size(self.size)

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.data import Iid
-from lightning_fed.data.batches.batches import LoaderBatches
+from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.batches.random_states import RandomStates
 from lightning_fed.data.batches.settings import BatchSettings
@@ -166,6 +166,28 @@ def test_local_epochs_of_a_loader_that_draws_nothing_differ():
     batches, stream = own_loader(Augmented(Randomizable()), BatchSettings(batch_size=6)), torch.Generator()
     first, second = (next(batch[0] for batch, _ in batches.epoch(stream)) for _ in range(2))
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_local_epochs_of_a_single_example_differ(workers):
+    batches, stream = LoaderBatches(Augmented(Randomizable(), 1), BatchSettings(num_workers=workers)), torch.Generator()
+    seen = torch.cat([next(batches.epoch(stream))[0][0] for _ in range(4)])
+    assert len(seen.unique()) == 4
+
+
+def test_augmentation_of_a_single_example_does_not_depend_on_how_it_is_loaded():
+    def augment(batch, stream):
+        return [batch[0] + torch.rand((), generator=stream), *batch[1:]]
+
+    def epochs(kind, dataset):
+        batches, stream = kind(dataset, BatchSettings(augment=augment)), torch.Generator().manual_seed(1)
+        return [float(next(batches.epoch(stream))[0][0]) for _ in range(3)]
+
+    drawn = torch.Generator().manual_seed(1)
+    streams = [torch.Generator().manual_seed(int(torch.randint(2**63 - 1, (), generator=drawn))) for _ in range(3)]
+    expected = [float(torch.rand((), generator=stream)) for stream in streams]
+    single = TensorDataset(torch.zeros(1))
+    assert epochs(LoaderBatches, single) == epochs(TensorBatches.of, single) == expected
 
 
 class Noisy(Dataset):
