@@ -18,7 +18,7 @@ from lightning_fed.engines.changes import changed, marks, tensor_marks
 from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.vectorized.trial import hooked_parameter
+from lightning_fed.engines.vectorized.trial import OwnStreams, hooked_parameter
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from lightning_fed.server.client_privacy import ClientPrivacy
 
@@ -90,9 +90,10 @@ class ExampleGradients:
         return loss
 
     def _check_loss(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> None:
-        """Raise if the loss of an example has no gradient, which ``torch.func`` takes for zeros."""
+        """Raise if the loss of an example has no gradient, which ``torch.func`` takes for zeros, or fixed noise."""
+        streams = OwnStreams()
         try:
-            with preserved_random_state(self.flat.y.device):
+            with preserved_random_state(self.flat.y.device), streams:
                 self._step.own_gradient(self.flat.params, leaves, spec, batch_idx)
         except RuntimeError as error:
             if "does not require grad" in str(error):
@@ -103,6 +104,12 @@ class ExampleGradients:
                 ) from error
         except OnlySequentialError:
             return  # reported next
+        if streams.found is not None and self.privacy.examples_at_once != 1:
+            raise FederatedError(
+                f"{type(self._module).__name__}.training_step {streams.found}, which gives examples at once other"
+                " numbers than one after another. Draw from torch's global generator, or pass"
+                " ClientPrivacy(examples_at_once=1)."
+            )
 
     def _size_of(self, leaves: Sequence[Any], examples: int) -> int:
         """Return the number of examples in a batch, its tensors' common length; an example must not have several rows.

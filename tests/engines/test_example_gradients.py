@@ -371,6 +371,13 @@ class Detached(Ordinary):
         return super().training_step(batch, batch_idx).detach()
 
 
+class Fixed(Ordinary):
+    """Adds noise that is the same for every example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype))
+
+
 class Masked(Ordinary):
     def __init__(self) -> None:
         super().__init__()
@@ -471,6 +478,7 @@ REFUSED: list[tuple[Any, str]] = [
         "training_step changes the metric 'mean_loss'",
     ),
     (with_(Detached), "returns a loss that depends on no trained parameter.*noise alone"),
+    (with_(Fixed), r"draws from a generator of its own, which gives examples at once .*examples_at_once=1\)"),
     (with_(Masked), "the hook of the parameter 'head.weight'"),
     (with_(Mixes), "examples depend on each other.*without mixup"),
     (with_(datamodule=lambda: data(augment=mixup)), "examples depend on each other.*without mixup"),
@@ -522,6 +530,16 @@ def test_examples_that_are_loaded_one_by_one_are_separate_without_a_trial(monkey
     monkeypatch.setattr("lightning_fed.rounds.local_plans._are_separate", no_trial)
     subsets = [Subset(OneByOne(own), range(len(own))) for own in clients()]
     fit(client_privacy=ON, max_rounds=1, datamodule=FederatedDataModule(clients=subsets, batch_size=4))
+
+
+@pytest.mark.thorough
+def test_fixed_numbers_are_those_of_a_step_of_one_example_after_another() -> None:
+    def single() -> FederatedDataModule:
+        return data(batch_size=1)  # in larger batches every row has numbers of its own
+
+    private = ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1)
+    plain, found = (run("sequential", Fixed, single, client_privacy=p, **QUICK) for p in (None, private))
+    assert_close(state_of(plain), state_of(found), rtol=1e-12)
 
 
 def test_modules_that_read_values_run_one_example_after_another() -> None:

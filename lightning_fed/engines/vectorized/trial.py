@@ -155,7 +155,7 @@ class TrialStep:
             try:
                 # alone first: under vmap, a step that assigns to a parameter's `.data` ends the process
                 draw_again = capture_random_state(step.flat.y.device)
-                with _OwnStreams() as streams:
+                with OwnStreams() as streams:
                     _, loss, values = step.own_gradient(step.flat.views, *batch)
                 first = OwnStep(loss, values, step.sizes)
                 noted = self._noted(before, first, group, draw_again)
@@ -379,7 +379,7 @@ def _raised(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.float() if t.dtype in _LOW else t for t in tensors]
 
 
-class _OwnStreams(TorchFunctionMode):
+class OwnStreams(TorchFunctionMode):
     """Notes in ``found`` whether a step draws from other streams than those that the run seeds.
 
     A stream that the step seeds gives one client after another the same numbers. Clients at once share it, and only the
