@@ -12,6 +12,8 @@ import torch
 
 from lightning_fed.core.devices import get_device_random_state, seed_device, set_device_random_state
 
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, whose multiples differ in all bits
+
 
 class Purpose(IntEnum):
     """The purpose of a random stream; streams of different purposes are independent."""
@@ -95,13 +97,16 @@ class KeyedStream:
 def seed_global(seed: int, device: torch.device | None = None) -> None:
     """Seed the global generators that user code uses: torch (CPU and ``device``), Python's and NumPy's.
 
+    NumPy has PyTorch's generator, so one seed would give both the same numbers: the images that PyTorch flips would be
+    those that NumPy flips.
+
     ``torch.manual_seed`` also visits every lazily initialized backend, which takes about a millisecond: too much for
     once per client.
     """
     torch.default_generator.manual_seed(seed)
     seed_device(device, seed)
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed * _GOLDEN >> 32 & 0xFFFFFFFF)
 
 
 def capture_random_state(device: torch.device | None = None) -> Callable[[], None]:

@@ -574,7 +574,7 @@ def _stream(round: int, client: int) -> int:
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed * 0x9E3779B97F4A7C15 >> 32 & 0xFFFFFFFF)
 
 
 @torch.no_grad()
