@@ -40,6 +40,8 @@ class Purpose(IntEnum):
     HOOKS_BEFORE_ROUND = 21
     HOOKS_AFTER_ROUND = 22
     SERVER = 23
+    HOOKS_BEFORE_CLIENT = 24
+    HOOKS_AFTER_CLIENT = 25
 
 
 def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) -> int:

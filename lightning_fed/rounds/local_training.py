@@ -14,7 +14,7 @@ from lightning_fed.callbacks.base import any_uses_hook, call_round_hook
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import are_equal, numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.seeds import Purpose, derive_seed, generator
+from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
 from lightning_fed.engines.changes import changed, marks
@@ -293,7 +293,7 @@ class LocalTraining:
         """
         self.put_back_settings()
         self.result: ChunkResult | None = None  # for the clients of the last reply
-        self._ended = 0  # clients of the result whose hook has run
+        self._ended, self._round = 0, 0  # clients of the result whose hook has run, and their round
         self._before: Sequence[State] = []  # its clients' states before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
         self._sets = self._uses_start_hook and any_uses_hook(self.trainer, "on_client_start", of_users=True)
@@ -301,9 +301,9 @@ class LocalTraining:
         algorithm = self.engine.algorithm
         settings, engine = self.settings, self.engine
         needs_numbers = settings.drops_failed or settings.aggregator or settings.compression or settings.client_privacy
-        is_read = any_uses_hook(self.trainer, "on_client_end", of_users=True)
+        self._reads = any_uses_hook(self.trainer, "on_client_end", of_users=True)
         is_alone = engine.flat.y.device.type != "cpu" and engine.split.size == 1
-        engine.reads_later = reads_later and is_alone and not (needs_numbers or is_read)
+        engine.reads_later = reads_later and is_alone and not (needs_numbers or self._reads)
         averages = bool(algorithm.full_grad_at) and algorithm.full_grad_for != "client"
         self._has_measured = averages or algorithm.population_loss
 
@@ -335,7 +335,11 @@ class LocalTraining:
                 " an attribute, in a parameter that is not trained (requires_grad=False), or in the client's data."
             )
 
-    def _start(self, round: int, client_id: ClientId) -> None:
+    def _seed_hooks(self, purpose: Purpose, index: int) -> None:
+        """Seed the global generators for a client's hooks, which draw the same whoever else trains, and where."""
+        seed_global(derive_seed(self.engine.seed, purpose, self._round, index), self.engine.flat.y.device)
+
+    def _start(self, client_id: ClientId, index: int) -> None:
         """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on.
 
         It finds the settings that the last client's hook found, since its changes hold for that client alone.
@@ -346,7 +350,9 @@ class LocalTraining:
         before = marks(module) if self._has_measured else None
         frozen = self._frozen.read() if self._has_measured else []
         self._held = held  # so that a hook that raises is undone as well
-        call_round_hook(self.trainer, "on_client_start", round, client_id)
+        if self._sets:
+            self._seed_hooks(Purpose.HOOKS_BEFORE_CLIENT, index)
+        call_round_hook(self.trainer, "on_client_start", self._round, client_id)
         if held is not None:
             held.keep_changed("on_client_start")
         if before is None:
@@ -381,12 +387,13 @@ class LocalTraining:
 
         ``reply`` builds a reply to the task from clients and other parts; ``inputs`` is the task for the engine.
         """
+        self._round = task.round
         if self._uses_start_hook:
             for plan in plans:
                 client_id = plan.participant.client_id
                 if self._sets:
                     self._show(task, plan.participant.index, states)
-                self._start(task.round, client_id)
+                self._start(client_id, plan.participant.index)
                 if self._sets and not self._has_warned:
                     self._warn_of_discarded(client_id)
                 for engine in self.engines:
@@ -435,6 +442,8 @@ class LocalTraining:
         rows = {report.client_id: row for row, report in enumerate(result.reports)}
         for client_id in clients:
             self.engine.bind(result, rows[client_id])
+            if self._reads:
+                self._seed_hooks(Purpose.HOOKS_AFTER_CLIENT, result.participants[rows[client_id]].index)
             call_round_hook(self.trainer, "on_client_end", result.reports[rows[client_id]])
             self._ended += 1
             if self._ended < len(rows) - len(result.faults):  # others trained together with it

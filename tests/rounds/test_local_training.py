@@ -1,6 +1,7 @@
 """Clients' local work: the gradients they take first, and the method's own solve."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,3 +287,48 @@ def test_a_client_without_a_step_sends_no_compressed_message() -> None:
     sent = {at.start: parts for at, parts in found}
     assert (sent[0]["send"], sent[0]["message_bytes"]) == ({}, 0)
     assert 20 not in states.kept
+
+
+# ------------------------------------------------------------------ hooks that draw
+
+
+class Draws(FederatedCallback):
+    """Draws in the hooks of clients."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[tuple[str, int, Any], float] = {}
+
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        self.drawn["start", round, client_id] = float(torch.rand(()))
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: ClientReport) -> None:
+        self.drawn["end", trainer.fit_loop.round, client_report.client_id] = float(torch.rand(()))
+
+
+def drawn(clients: Sequence[int], dropout: float = 0.0, **options: Any) -> dict[tuple[str, int, Any], float]:
+    """Return what hooks of these clients draw."""
+    seen, engine = Draws(), options.pop("engine", "sequential")
+    run(
+        engine,
+        partial(Ordinary, dropout=dropout),
+        full_batches,
+        clients_per_round=None,
+        sampler=lambda seed, round, population: list(clients),
+        callbacks=[seen],
+        **{"max_rounds": 2, **options},
+    )
+    return seen.drawn
+
+
+def test_hooks_of_a_client_draw_the_same_whoever_else_trains() -> None:
+    together = drawn([4, 0, 2])
+    assert len(set(together.values())) == len(together) == 12
+    alone = drawn([2], dropout=0.5)
+    assert alone == {key: together[key] for key in alone}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3])
+def test_hooks_of_a_client_draw_the_same_in_every_engine(chunk_size: int, dropout: float) -> None:
+    assert drawn([4, 0, 2], dropout, engine="vectorized", chunk_size=chunk_size) == drawn([4, 0, 2])
