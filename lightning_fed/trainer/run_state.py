@@ -28,6 +28,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
+from lightning_fed.trainer.alike import check_alike
 from lightning_fed.trainer.own_parts import OwnGenerators, OwnParts
 from lightning_fed.trainer.server_model import EARLY_HOOKS, RoundStart, ServerModel, has_round_hooks
 
@@ -264,6 +265,8 @@ class RunState:
         notes = notes_of(prepared, population)
         saved, self._checkpoint = self._checkpoint, None
         try:
+            seed = settings.seed if saved is None or settings.seed_is_given else saved["seed"]
+            check_alike(prepared, population, notes, seed, self.ranks)
             if saved is not None:
                 self._resume_counts(saved)
                 self._resume_precision(saved)
