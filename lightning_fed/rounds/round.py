@@ -155,6 +155,8 @@ class Rounds:
             )
             transfer = shared if shared.moves else None
         with split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
+            if split.size > 1:
+                _check_drawn(split.gather(_drawn(half)), server.round)
             self.work.begin(server.round, mine, reads_later=ranks.size == 1)
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
@@ -165,6 +167,7 @@ class Rounds:
                 if restarts:
                     return None
                 if task.phase == TRAIN:
+                    _check_drawn([part["drawn"] for part in parts], server.round)
                     if transfer is not None:
                         transfer.take_back([part["returning"] for part in parts], received)
                     statuses = [part["status"] for part in parts]
@@ -208,4 +211,22 @@ class Rounds:
             return part, [()] * ranks.size
         work.end_training()
         returning, sent = transfer.returning() if transfer is not None else ({}, [()] * ranks.size)
-        return {**part, "returning": returning, "status": status()}, sent
+        return {**part, "returning": returning, "status": status(), "drawn": _drawn(half)}, sent
+
+
+def _drawn(half: ServerRound) -> int:
+    """Return a checksum of the clients of a round, with their sizes and steps."""
+    asked = (*half.members.values(), *half.gradient_members.values())
+    return hash(tuple([(member.index, member.size, member.steps) for member in asked]))  # alike in all processes
+
+
+def _check_drawn(drawn: Sequence[int], round: int) -> None:
+    """Raise if processes have drawn or planned something else for a round, given each one's :func:`_drawn`."""
+    for rank, other in enumerate(drawn):
+        if other != drawn[0]:
+            raise FederatedError(
+                f"Process {rank} has other clients in round {round} than process 0, or other sizes or local steps of"
+                " them. Let a sampler and heterogeneity draw from (seed, round), and clients' data from their ids: a"
+                " global generator, the time and the rank differ between processes. Hooks must change settings alike in"
+                " all processes."
+            )

@@ -2,17 +2,18 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedProx
 from tests.helpers.engines import Ordinary
 from tests.helpers.processes import in_processes
-from tests.helpers.training import clients, data, trainer
+from tests.helpers.training import classification, clients, data, trainer
 
 FIRST, SECOND = (9, 4, 6, 8, 5, 7), (4, 9, 6, 8, 5, 7)
 
@@ -43,17 +44,51 @@ CASES: dict[str, tuple[Callable[[int], str], str]] = {
     "seed, ddp": (lambda rank: fit("ddp", seed=rank), "another seed"),
     "sizes": (lambda rank: fit(datamodule=data(SECOND if rank else FIRST)), "other sizes"),
     "examples": (lambda rank: fit(datamodule=shuffled(rank)), "other examples"),
-    "ids": (lambda rank: fit(datamodule=data(FIRST[rank:])), "other clients"),
     "rate": (lambda rank: fit(lr=0.1 + rank), "'lr': 1.1"),
     "method": (lambda rank: fit(algorithm=FedProx(1.0 + rank)), "options={'mu': 2.0, 'adaptive': None} (process 0 has"),
     "rounds": (lambda rank: fit(max_rounds=2 + rank), "max_rounds=3 (process 0 has 2)"),
-    "local epochs": (lambda rank: fit("ddp", local_epochs=1 + rank), "local_epochs=2 (process 0 has 1)"),
+}
+
+
+class Demanded(FederatedDataModule):
+    """Makes clients of which each process draws the sizes."""
+
+    num_clients, rank = 4, 0
+
+    def client_dataset(self, client_id: Any) -> TensorDataset:
+        return classification(5 + self.rank, client_id)
+
+
+class Accumulates(FederatedCallback):
+    """Sets something else in each process in the second round."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fit_loop.round == 1:
+            trainer.accumulate_grad_batches = 1 + trainer.global_rank
+
+
+def demanded(rank: int) -> FederatedDataModule:
+    module = Demanded(batch_size=4)
+    module.rank = rank
+    return module
+
+
+def by_rank(strategy: str, rank: int) -> str:
+    """Fit with a sampler that draws other clients in each process after the first round."""
+    return fit(strategy, sampler=lambda seed, round: [0, 1 + (rank if round else 0)])
+
+
+DRAWN: dict[str, tuple[Callable[[int], str], int]] = {
+    "sampler": (partial(by_rank, "clients"), 1),
+    "sampler, ddp": (partial(by_rank, "ddp"), 1),
+    "sizes on demand": (lambda rank: fit(datamodule=demanded(rank)), 0),
+    "a hook, ddp": (lambda rank: fit("ddp", callbacks=[Accumulates()]), 1),
 }
 
 
 def work() -> dict[str, str]:
     rank = int(os.environ["RANK"])
-    return {"alike": fit(), **{name: run(rank) for name, (run, _) in CASES.items()}}
+    return {"alike": fit(), **{name: run(rank) for name, (run, _) in {**CASES, **DRAWN}.items()}}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +103,14 @@ def test_a_process_that_is_given_something_else_is_refused_in_all(name: str, err
     for of_rank in errors:
         assert of_rank[name].startswith("Process 1 was given other settings or data than process 0: "), name
         assert CASES[name][1] in of_rank[name]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_processes_that_draw_other_clients_or_steps_end_by_name(name: str, errors: list[dict[str, str]]) -> None:
+    for of_rank in errors:
+        assert of_rank[name].startswith(f"Process 1 has other clients in round {DRAWN[name][1]} than process 0, or"), (
+            name
+        )
 
 
 def test_processes_that_are_given_the_same_train(errors: list[dict[str, str]]) -> None:
