@@ -1,7 +1,9 @@
 """Whether all processes of a run were given the same settings and data."""
 
 import hashlib
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.processes import Ranks
 
 _ROWS = 100  # of one client's examples, which are compared
+_DEVICE = re.compile(r", device='[^']*'")  # in the text of a tensor
 _UNSHOWN = ("seed", "clients", "sizes", "examples", "parameters")  # secret, long, or checksums
 
 
@@ -66,15 +69,17 @@ def _described(prepared: PreparedModule, population: Population, notes: Mapping[
         **settings.transport(),
         **notes,
     }
-    return {name: text for name, text in found.items() if " at 0x" not in text}  # addresses
+    # addresses and devices differ between processes
+    return {name: _DEVICE.sub("", text) for name, text in found.items() if " at 0x" not in text}
 
 
 def _examples(prepared: PreparedModule, population: Population) -> str:
     """Return a checksum of some of one client's examples, if they are tensors in memory."""
     if not population.sizes_are_known:
         return ""  # clients are built when they train
-    data = prepared.trainer.datamodule
-    batches = TensorBatches.of(data.client_dataset(population[0]), data.batch_settings)
+    data, batches = prepared.trainer.datamodule, None
+    with suppress(Exception):  # raised again when the client trains, which may be dropped
+        batches = TensorBatches.of(data.client_dataset(population[0]), data.batch_settings)
     if batches is None:
         return ""
     rows = batches.stored_rows()[:_ROWS]

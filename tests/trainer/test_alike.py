@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedProx
+from lightning_fed.trainer.alike import _DEVICE
 from tests.helpers.engines import Ordinary
 from tests.helpers.processes import in_processes
 from tests.helpers.training import classification, clients, data, trainer
@@ -115,3 +116,9 @@ def test_processes_that_draw_other_clients_or_steps_end_by_name(name: str, error
 
 def test_processes_that_are_given_the_same_train(errors: list[dict[str, str]]) -> None:
     assert [of_rank["alike"] for of_rank in errors] == ["", ""]
+
+
+def test_the_device_of_a_rate_is_no_difference() -> None:
+    assert _DEVICE.sub("", "[{'lr': tensor(0.1000, device='cuda:1'), 'betas': (0.9, 0.99)}]") == (
+        "[{'lr': tensor(0.1000), 'betas': (0.9, 0.99)}]"
+    )
