@@ -537,7 +537,7 @@ def test_the_command_line_starts_processes() -> None:
     assert shown.count("Federated run finished") == 1
     assert "sync_dist" not in shown
     one, two = (
-        torch.load(f"lightning_logs/version_{n}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        torch.load(f"lightning_logs/version_{n}_Scaffold/checkpoints/last.ckpt", weights_only=True)["state_dict"]
         for n in range(2)
     )
     assert_close(dict(one), dict(two), rtol=1e-4)
