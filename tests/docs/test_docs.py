@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,18 @@ WITH_CODE = [p for p in PAGES if blocks(p)]
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_code_runs(path: Path) -> None:
+    logger = logging.getLogger("pytorch_lightning")
+    level = logger.level
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for line, code in blocks(path):
-        for package in needed(path, line):
-            pytest.importorskip(
-                package, reason=f"{path.name} needs {package} from its line {line}: it is not installed"
-            )
-        exec(compile("\n" * line + code, str(path), "exec"), namespace)
+    try:
+        for line, code in blocks(path):
+            for package in needed(path, line):
+                pytest.importorskip(
+                    package, reason=f"{path.name} needs {package} from its line {line}: it is not installed"
+                )
+            exec(compile("\n" * line + code, str(path), "exec"), namespace)
+    finally:
+        logger.setLevel(level)  # a page makes trials quiet
 
 
 def test_links_lead_somewhere() -> None:
