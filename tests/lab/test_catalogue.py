@@ -15,7 +15,7 @@ def test_the_list_shows_every_experiment_with_scales_time_and_data(capsys: pytes
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines[1:]} == {path.stem for path in PAPERS.glob("*.yaml")}
     (line,) = (line for line in lines if line.startswith("mime_fig3 "))
-    assert re.search(r"full, part.*\d\.\d+ h at part .*EMNIST", line)
+    assert re.search(r"full, part, cohort.*\d\.\d+ h at cohort .*EMNIST", line)
     assert not any(" 0.0 h" in line for line in lines)
 
 
