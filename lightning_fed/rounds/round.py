@@ -166,8 +166,9 @@ class Rounds:
                 self._restart = min(restarts, key=lambda restart: restart.chunk_size or 0, default=None)
                 if restarts:
                     return None
-                if task.phase == TRAIN:
+                if ranks.size > 1:
                     _check_drawn([part["drawn"] for part in parts], server.round)
+                if task.phase == TRAIN:
                     if transfer is not None:
                         transfer.take_back([part["returning"] for part in parts], received)
                     statuses = [part["status"] for part in parts]
@@ -206,12 +207,12 @@ class Rounds:
             if transfer is not None:
                 transfer.wait()
             return {"restart": restart}, [()] * ranks.size
-        part: dict[str, Any] = half.partial() if ranks.size > 1 else {}
+        part: dict[str, Any] = {**half.partial(), "drawn": _drawn(half)} if ranks.size > 1 else {}
         if not trains:
             return part, [()] * ranks.size
         work.end_training()
         returning, sent = transfer.returning() if transfer is not None else ({}, [()] * ranks.size)
-        return {**part, "returning": returning, "status": status(), "drawn": _drawn(half)}, sent
+        return {**part, "returning": returning, "status": status()}, sent
 
 
 def _drawn(half: ServerRound) -> int:
