@@ -59,14 +59,15 @@ class CohortSampling:
             cohort = settings.aggregator.cohort(self.seed, round, self.population)
         else:
             cohort = draw(settings.sampler, self.seed, round, self.population, self.seed, once)
-        if not self._is_checked:
-            self._is_checked = True
-            if cohort != (again := draw(settings.sampler, self.seed, round, self.population, self.seed, once)):
-                raise FederatedError(
-                    f"The sampler drew {cohort[:5]} in round {round}, and {again[:5]} when it was asked again. Other"
-                    " processes and a resumed run would train other clients. Draw from (seed, round) alone, such as"
-                    " with torch.Generator().manual_seed(seed + round), or learn in update(): see LearningSampler."
-                )
+            if not self._is_checked:
+                self._is_checked = True
+                if cohort != (again := draw(settings.sampler, self.seed, round, self.population, self.seed, once)):
+                    raise FederatedError(
+                        f"The sampler drew {cohort[:5]} in round {round}, and {again[:5]} when it was asked again."
+                        " Other processes and a resumed run would train other clients. Draw from (seed, round) alone,"
+                        " such as with torch.Generator().manual_seed(seed + round), or learn in update(): see"
+                        " LearningSampler."
+                    )
         drawn = Counter(cohort)
         members = ask(drawn)
         if settings.heterogeneity is not None:  # it limits each client's steps
