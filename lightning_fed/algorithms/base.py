@@ -214,6 +214,19 @@ class Algorithm(ArgumentsRepr):
         """True if ``finish`` reads the mean corrected direction along a client's path."""
         return self.overrides("finish") if self.uses_path_gradient is None else self.uses_path_gradient
 
+    @property
+    def reads_beyond_steps(self) -> str | None:
+        """How clients' data are read other than through one gradient per step, to follow the method's name, or None."""
+        uses = {
+            "whose clients take no local steps": not self.local_work,
+            "whose clients compute full-batch gradients": bool(self.full_grad_at),
+            "whose clients send losses": self.population_loss,
+            "which takes a second gradient on every batch": self.anchor_at is not None or self.looks_ahead,
+            "which takes several steps on every batch": self.steps_per_batch > 1,
+            "whose clients train a second model on their data": self.own_solve is not None,
+        }
+        return next((use for use, holds in uses.items() if holds), None)
+
     def options(self) -> dict[str, Any]:
         """Return the hyper-parameters by name; resuming with other options raises."""
         arguments = inspect.signature(type(self)).parameters  # also declarations, such as ``grad_cohort``

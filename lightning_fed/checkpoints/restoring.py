@@ -96,7 +96,7 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
         **{name: repr(getattr(trainer, name)) for name in _OF_TRAINER},
         "gradient_clip_val": repr(clip),
         "gradient_clip_algorithm": repr(getattr(by, "value", by or "norm")),
-        "optimizer": type(prepared.optimizer.base).__name__,
+        "optimizer": ", ".join([type(own).__name__ for own in trainer.optimizers]),
         "schedules": _schedules_of(trainer),
         "parameters": _digest(repr(named).encode()),
     }
@@ -210,7 +210,7 @@ def _kinds_of(prepared: PreparedModule) -> dict[str, str]:
     """Return descriptions of the local optimizer and its schedules."""
     optimizer = prepared.optimizer.base
     return {
-        "local optimizer": type(optimizer).__name__,
+        "local optimizer": ", ".join(type(own).__name__ for own in prepared.trainer.optimizers),
         "parameters per group of the local optimizer": str([len(g["params"]) for g in optimizer.param_groups]),
         "schedules": _schedules_of(prepared.trainer),
     }

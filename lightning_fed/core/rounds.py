@@ -57,7 +57,7 @@ class Run:
         cohort_grad: The averages of these over the (gradient) cohort, by point.
         num_examples: n_i.
         mean_examples: The mean of n_i over the clients that have examples.
-        num_steps: The local steps taken, K_i.
+        num_steps: The local steps taken, K_i; per coordinate [P] if several optimizers took different numbers.
         lr_sum: The sum of the learning rates over those steps (0-dim, or per coordinate [P] with several groups).
         path: Computes :attr:`path_gradient`.
         path_follows: Whether :attr:`path_gradient` is ``-delta / lr_sum`` with a scalar ``lr_sum``, as for plain SGD

@@ -1,6 +1,6 @@
 """Properties of torch optimizers: support for corrections, coupled weight decay, devices of states."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from inspect import Parameter, signature, unwrap
@@ -58,6 +58,41 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
         raise FederatedError(
             f"{role} {type(optimizer).__name__}(maximize=True) is not supported: negate the loss instead."
         )
+
+
+class JointOptimizer(Optimizer):
+    """Several optimizers as one: their parameter groups in order, and one state for all of them."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts: list[Optimizer] = []
+        super().__init__([torch.zeros(0)], {})
+        self.parts.extend(parts)
+        for part in parts:
+            part.state = self.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of all, in order."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Do nothing: the groups are those of the parts."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the groups and the state of every part."""
+        first, states = 0, dict[Any, Any]()
+        for part in self.parts:
+            groups = state_dict["param_groups"][first : first + len(part.param_groups)]
+            own = {i for group in groups for i in group["params"]}
+            state = {i: value for i, value in state_dict["state"].items() if i in own}
+            part.load_state_dict({"state": state, "param_groups": groups})
+            states |= part.state
+            first += len(groups)
+        self.state.clear()
+        self.state.update(states)
+        for part in self.parts:
+            part.state = self.state
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -151,6 +186,8 @@ def without_coupled_decay(optimizer: Optimizer) -> Iterator[None]:
 
 def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
     """Return the decay that the optimizer adds to a group's gradient (rather than to the step)."""
+    if isinstance(optimizer, JointOptimizer):
+        optimizer = next(part for part in optimizer.parts if any(own is group for own in part.param_groups))
     kind: Any = type(optimizer)
     if not _couples(kind) or group.get("decoupled_weight_decay", False):
         return 0.0

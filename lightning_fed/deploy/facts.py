@@ -98,21 +98,29 @@ def facts_in_reach(trainer: Any) -> dict[str, str]:
 
 
 def optimizer_facts(trainer: Any) -> dict[str, str]:
-    """Return the options of optimizer and schedules, which are the same in every round and after a restart."""
-    (optimizer,) = trainer.optimizers
+    """Return the options of optimizer and schedules, which are the same in every round and after a restart.
+
+    Raise for schedules that the module steps itself, since sites do not call the hooks that step them.
+    """
+    module = trainer.lightning_module
+    if trainer.lr_scheduler_configs and not module.automatic_optimization:
+        raise FederatedError(
+            f"{type(module).__name__} uses manual optimization and steps its schedules itself, in hooks that sites do"
+            " not call: their rates in a round are not known there. Return optimizers without schedules."
+        )
     groups = []
-    for group in optimizer.param_groups:
+    for optimizer, group in [(one, group) for one in trainer.optimizers for group in one.param_groups]:
         moved = {"lr": group.get("initial_lr", group.get("lr"))}  # a schedule may move these three
         moved |= {name: optimizer.defaults[name] for name in ("momentum", "betas") if name in optimizer.defaults}
         options = {name: group[name] for name in optimizer.defaults if name not in _HOW} | moved
-        groups.append(f"{len(group['params'])} parameters with {_plain(options)}")
+        groups.append(f"{type(optimizer).__name__} of {len(group['params'])} parameters with {_plain(options)}")
     schedules = []
     for config in trainer.lr_scheduler_configs:
         given = inspect.signature(type(config.scheduler)).parameters.keys() - {"last_epoch"}
         options = {name: value for name, value in config.scheduler.state_dict().items() if name in given}
         schedules.append(f"{type(config.scheduler).__name__} every {config.frequency} with {_plain(options)}")
     return {
-        "optimizer": f"{type(optimizer).__name__} of {'; '.join(groups)}",
+        "optimizer": "; ".join(groups),
         "schedules": "; ".join(schedules) or "none",
     }
 

@@ -40,6 +40,9 @@ def make_engine(
     if name == "auto" and prepared.settings.client_privacy is not None:
         rank_zero_info("engine='auto' takes 'sequential', the only one that runs single examples for client_privacy.")
         return SequentialEngine(prepared)
+    if name == "auto" and not prepared.module.automatic_optimization:
+        rank_zero_info("engine='auto' takes 'sequential', the only one that runs modules with manual optimization.")
+        return SequentialEngine(prepared)
     if name == "auto" and before == "sequential":
         rank_zero_info("engine='auto' takes 'sequential', with which this run was trained before.")
         return SequentialEngine(prepared)

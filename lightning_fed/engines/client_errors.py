@@ -77,14 +77,17 @@ _NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.AcceleratorError
 def fault_of(report: ClientReport, losses: Callable[[], Sequence[float]] | None, round: int) -> ClientError | None:
     """Return the error of a client with a non-finite loss or update, else None.
 
-    ``losses`` returns those of its local steps; None if losses are not shown.
+    ``losses`` returns those of its local steps, none if a module with manual optimization returns none; None if losses
+    are not shown.
     """
     is_moved = math.isfinite(report.update_norm)
-    if is_moved and (report.steps == 0 or losses is None or math.isfinite(report.loss)):
+    if is_moved and (report.steps == 0 or math.isfinite(report.loss)):
+        return None
+    steps = [] if losses is None else losses()
+    if is_moved and not steps:
         return None
     what = "a loss that is not finite" if is_moved else "parameters that are not finite"
-    steps = enumerate([] if losses is None else losses())
-    first, found = next(((k, loss) for k, loss in steps if not math.isfinite(loss)), (None, 0.0))
+    first, found = next(((k, loss) for k, loss in enumerate(steps) if not math.isfinite(loss)), (None, 0.0))
     where = "" if first is None else f"; its loss was first {found:g} at local step {first + 1}"
     return ClientError(
         f"Client {report.client_id!r} returned {what} in round {round}, after {report.steps} local"

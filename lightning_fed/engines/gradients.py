@@ -123,6 +123,12 @@ class GradientPass:
 
     def _forward(self, batch: Any, batch_idx: int) -> Tensor | None:
         module = self.trainer.lightning_module
+        if not module.automatic_optimization:
+            raise FederatedError(
+                f"{type(module).__name__} uses manual optimization: its training_step steps the optimizer, so its loss"
+                " and gradient at a given model cannot be measured. Remove the measure, or return the loss from"
+                " training_step and leave steps to the trainer."
+            )
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         arguments = (batch, batch_idx) if takes_index else (batch,)
         output = call._call_strategy_hook(self.trainer, "training_step", *arguments)

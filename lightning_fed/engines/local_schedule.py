@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.core.errors import FederatedError
@@ -57,12 +57,17 @@ class LocalOptions:
         return option, schedule
 
 
-def stepped_schedule(module: nn.Module, schedule: str) -> FederatedError:
+def stepped_schedule(module: Any, schedule: str) -> FederatedError:
     """Return the error for a module that steps a schedule while clients train."""
+    remedy = (
+        "Remove the call of step(), return {'scheduler': ..., 'interval': 'step'} from configure_optimizers(), and"
+        " choose what it counts: local_schedule='restart', 'continue' or 'total'."
+        if module.automatic_optimization
+        else "Call step() in on_train_epoch_end, once a round."
+    )
     return FederatedError(
         f"{type(module).__name__} steps its schedule {schedule} while a client trains: the next client would"
-        " start with the changed rate. Remove the call of step(), return {'scheduler': ..., 'interval': 'step'}"
-        " from configure_optimizers(), and choose what it counts: local_schedule='restart', 'continue' or 'total'."
+        f" start with the changed rate. {remedy}"
     )
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base import Algorithm
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.rounds import Step
 from lightning_fed.core.torch_optimizers import (
+    JointOptimizer,
     coupled_decay,
     device_of,
     inner_optimizers,
@@ -53,43 +54,25 @@ class LocalWork:
     whole: Step | None = None
     # a function from a point [P] to the gradient [P] on the current batch, if the method needs it
     second_gradient: Callable[[Vector], Vector] | None = None
-    num_steps: int = 0  # the steps taken
+    num_steps: int = 0  # the steps taken, by the optimizer that took most
+    steps_of: int | Vector = 0  # the same, per coordinate [P] if optimizers differ; set at the end
     # the sum of the steps' learning rates, per coordinate [P] if groups differ; set at the end
     lr_sum: float | Vector = 0.0
     path: Vector | None = None  # the sum of lr_k v_k, if it differs from x - y
     still: Vector | None = None  # the sum of v_k over steps with rate zero
 
 
-class FederatedOptimizer(Optimizer):
-    """Wraps the user's optimizer and corrects each gradient right before its step.
+class _Wrapper(Optimizer):
+    """Shows an optimizer's groups, state, defaults and class name as its own.
 
-    One ``step(closure)`` is:
-
-    1. run the closure, if any (forward, backward, clipping); under a gradient scaler it has already run and
-       the gradients are unscaled and finite;
-    2. pass every gradient, plus coupled weight decay, to the method's ``correct``; before, if the method looks
-       ahead, all of them to ``second_gradient_at``, and take the gradient there on the same batch;
-    3. step the user's optimizer without coupled decay.
-
-    ``param_groups``, ``state``, ``defaults`` and ``state_dict`` are the wrapped optimizer's, so schedulers, monitors
-    and checkpoints see one optimizer. The wrapper has the wrapped class's name, which ``LearningRateMonitor`` prints.
+    Schedulers, monitors and checkpoints thus see one optimizer; ``LearningRateMonitor`` prints its name.
     """
-
-    plan: StepPlan
-    """The properties of the current client's local steps."""
 
     def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
         self._base: Optimizer | None = None  # until set, assignments in Optimizer.__init__ have no effect
         super().__init__([torch.zeros(0)], base.defaults)
         self._base = base
         self.flat = flat
-        self.work: LocalWork | None = None  # of the current client
-        index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
-        self._groups = [index[id(p)] for p in flat.params]
-        is_torchs = type(base).__module__.startswith("torch.optim.")
-        self._inner = [] if is_torchs else inner_optimizers(base)
-        self.clip: Callable[[], None] | None = None  # of corrected gradients
-        self.schedule: LocalSchedule | None = None  # of each local step's options
         self.__class__ = type(type(base).__name__, (type(self),), {})
 
     @property
@@ -121,11 +104,8 @@ class FederatedOptimizer(Optimizer):
             self._base.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict; with a schedule by local step, with the options of its start."""
-        state = self.base.state_dict()
-        if self.schedule is not None:
-            self.schedule.at_start(state["param_groups"])
-        return state
+        """Return the wrapped optimizer's state dict."""
+        return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state dict."""
@@ -139,14 +119,6 @@ class FederatedOptimizer(Optimizer):
                 " Put every parameter to be trained into configure_optimizers()."
             )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients as the wrapped optimizer does."""
-        if set_to_none and type(self.base).zero_grad is Optimizer.zero_grad:
-            for p in self.flat.params:
-                p.grad = None
-        else:
-            self.base.zero_grad(set_to_none)
-
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Register a hook that runs after the correction, right before the wrapped optimizer's step."""
         return self.base.register_step_pre_hook(hook)
@@ -154,6 +126,78 @@ class FederatedOptimizer(Optimizer):
     def register_step_post_hook(self, hook: Any) -> Any:
         """Register a hook that runs right after the wrapped optimizer's step."""
         return self.base.register_step_post_hook(hook)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients as the wrapped optimizer does."""
+        self.base.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        """Return the wrapped optimizer as text."""
+        return f"FederatedOptimizer({self.base!r})"
+
+
+class _Share(NamedTuple):
+    """What one of the wrapped optimizers trains."""
+
+    optimizer: Optimizer
+    first_group: int  # the number of its first parameter group among those of all
+    members: Sequence[int]  # the numbers of its parameters in the vector
+
+
+class FederatedOptimizer(_Wrapper):
+    """Wraps the user's optimizer and corrects each gradient right before its step.
+
+    One ``step(closure)`` is:
+
+    1. run the closure, if any (forward, backward, clipping); under a gradient scaler it has already run and
+       the gradients are unscaled and finite;
+    2. pass every gradient, plus coupled weight decay, to the method's ``correct``; before, if the method looks
+       ahead, all of them to ``second_gradient_at``, and take the gradient there on the same batch;
+    3. step the user's optimizer without coupled decay.
+
+    A module with manual optimization may have several optimizers, whose :class:`JointOptimizer` is then wrapped.
+    It steps :attr:`parts`, each of which corrects the gradients of its own parameters.
+    """
+
+    plan: StepPlan
+    """The properties of the current client's local steps."""
+
+    def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
+        super().__init__(base, flat)
+        self.work: LocalWork | None = None  # of the current client
+        index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
+        self._groups = [index[id(p)] for p in flat.params]
+        own = base.parts if isinstance(base, JointOptimizer) else [base]
+        self._inner = [
+            inner
+            for part in own
+            if not type(part).__module__.startswith("torch.optim.")
+            for inner in inner_optimizers(part)
+        ]
+        self.clip: Callable[[], None] | None = None  # of corrected gradients
+        self.schedule: LocalSchedule | None = None  # of each local step's options
+        first, self._all = 0, _Share(base, 0, range(len(flat.params)))
+        self.parts: list[OptimizerPart] = []  # the optimizers, if there are several
+        for part in own if len(own) > 1 else ():
+            end = first + len(part.param_groups)
+            members = [i for i, group in enumerate(self._groups) if first <= group < end]
+            self.parts.append(OptimizerPart(self, _Share(part, first, members)))
+            first = end
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict; with a schedule by local step, with the options of its start."""
+        state = self.base.state_dict()
+        if self.schedule is not None:
+            self.schedule.at_start(state["param_groups"])
+        return state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients as the wrapped optimizer does."""
+        if set_to_none and type(self.base).zero_grad is Optimizer.zero_grad:
+            for p in self.flat.params:
+                p.grad = None
+        else:
+            self.base.zero_grad(set_to_none)
 
     @property
     def decay(self) -> list[float]:
@@ -198,12 +242,16 @@ class FederatedOptimizer(Optimizer):
                 inner.state.clear()
         self.work, self.plan = work, self.plan_of(work.algorithm)
         self._lr_sums = [0.0] * len(self.base.param_groups)
+        self._counts = [0] * len(self._lr_sums)
         self._advances = work.algorithm.overrides("advance")
 
     def end(self) -> None:
         """End a client's local work, and discard the optimizer's state."""
-        assert self.work is not None
-        self.work.lr_sum, self.work = self._lr_sum(), None
+        work = self.work
+        assert work is not None
+        work.lr_sum, work.steps_of, self.work = self._lr_sum(), work.num_steps, None
+        if self.parts:
+            work.steps_of = self._check_counts(work.algorithm, work.num_steps)
         self.base.state.clear()
         for inner in self._inner:
             inner.state.clear()
@@ -227,30 +275,33 @@ class FederatedOptimizer(Optimizer):
             if type(value) in (int, float)
         }
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, share: _Share | None = None) -> Any:  # type: ignore[override]
         """Take one local step: closure, correction, the wrapped optimizer's step; return the closure's result.
 
-        If there is no gradient at all (``training_step`` returned None), no step is taken or counted.
+        If there is no gradient at all (``training_step`` returned None), no step is taken or counted. ``share`` is the
+        one of several wrapped optimizers that steps.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work, base = self.work, self._base
-        if work is None or base is None:
+        work = self.work
+        if work is None:
             raise FederatedError("The federated optimizer was stepped outside a client's local work.")
+        base, first, members = share or self._all
         self.flat.gather()  # training_step may have assigned to `.data`
-        for p in self.flat.params:
-            if p.grad is not None:
+        params = self.flat.params
+        for i in members:
+            if params[i].grad is not None:
                 break
         else:
             return loss
         if self.plan.injects:
-            self._inject(work)
+            self._inject(work, members)
             if self.clip is not None:
                 self.clip()
             if self.plan.tracks or any(group["lr"] == 0 for group in base.param_groups):
-                self._track(work)
+                self._track(work, members)
         if work.solver is not None:
             self._load_solver(work.solver)
         if not take_plain_step(base, has_decay=self.plan.injects):
@@ -258,15 +309,16 @@ class FederatedOptimizer(Optimizer):
                 base.step()
         if work.solver is not None:
             base.state.clear()
-        work.num_steps += 1
-        for i, group in enumerate(base.param_groups):
+        for i, group in enumerate(base.param_groups, first):
             self._lr_sums[i] += float(group["lr"])
+            self._counts[i] += 1
+        work.num_steps = max(self._counts)
         if self.schedule is not None:
             self.schedule.advance()
         return loss
 
     @torch.no_grad()
-    def _inject(self, work: LocalWork) -> None:
+    def _inject(self, work: LocalWork, members: Sequence[int]) -> None:
         algorithm, shared, groups = work.algorithm, self.flat.num_shared, self.base.param_groups
         correct, advance = algorithm.correct, algorithm.advance
         self._decay = self.decay  # a hook may have changed it since the last step
@@ -275,9 +327,10 @@ class FederatedOptimizer(Optimizer):
         corrects_joined = work.is_joined and algorithm.trains != "personal"
         if corrects_joined:
             self._correct_joined(work)
-        for i, (p, decay, group) in enumerate(zip(self.flat.params, self._decay, self._groups, strict=True)):
+        for i in members:
             if i < shared and corrects_joined:
                 continue
+            p, decay = self.flat.params[i], self._decay[i]
             if (i < shared and algorithm.trains == "personal") or (i >= shared and algorithm.trains == "shared"):
                 p.grad = None
                 continue
@@ -289,7 +342,7 @@ class FederatedOptimizer(Optimizer):
                 p.grad = g
                 continue
             step = work.steps[i]
-            step.lr = groups[group]["lr"]
+            step.lr = groups[self._groups[i]]["lr"]
             p.grad = correct(g, y, step)
             if self._advances:
                 step.local = advance(g, y, step)
@@ -330,20 +383,21 @@ class FederatedOptimizer(Optimizer):
             step.anchor_grad = part
 
     @torch.no_grad()
-    def _track(self, work: LocalWork) -> None:
+    def _track(self, work: LocalWork, members: Sequence[int]) -> None:
         """Add the corrected directions to the path, with each coordinate's group rate."""
         rates = self.rates
         if work.path is None:
             work.path, work.still = torch.zeros_like(self.flat.y), torch.zeros_like(self.flat.y)
         assert work.still is not None
         paths, stills = self.flat.layout.views(work.path), self.flat.layout.views(work.still)
-        for p, rate, path, still in zip(self.flat.params, rates, paths, stills, strict=False):
-            if p.grad is None:  # it does not move
+        for i in members:
+            grad = self.flat.params[i].grad
+            if i >= len(paths) or grad is None:  # personal, or it does not move
                 continue
-            if rate == 0:
-                still.add_(p.grad)
+            if rates[i] == 0:
+                stills[i].add_(grad)
             elif self.plan.tracks:
-                path.add_(p.grad, alpha=rate)
+                paths[i].add_(grad, alpha=rates[i])
 
     def _load_solver(self, solver: list[dict[str, Tensor]]) -> None:
         base = self.base
@@ -403,6 +457,20 @@ class FederatedOptimizer(Optimizer):
         """Return the sum of the learning rates of the steps so far; per coordinate [P] if groups differ."""
         return self.spread([self._lr_sums[g] for g in self._groups])
 
+    def _check_counts(self, algorithm: Algorithm, most: int) -> int | Vector:
+        """Return the steps of several optimizers per coordinate; raise if a method reads the mean of none."""
+        counts = [self._counts[g] for g in self._groups]
+        if most > 0 and algorithm.reads_path_gradient and 0 in counts[: self.flat.num_shared]:
+            own = ", ".join(
+                f"{part.base.__class__.__name__}: {self._counts[part.share.first_group]}" for part in self.parts
+            )
+            raise ClientError(
+                f"One of the module's optimizers took no step for this client ({own}), and"
+                f" {type(algorithm).__name__} reads the mean direction of each one's steps. Give clients enough batches"
+                " for every optimizer to step, or use a method that sends the model alone, such as FedAvg."
+            )
+        return most if len(set(counts)) == 1 else torch.as_tensor(self.spread(counts))
+
     def spread(self, of_parameters: Sequence[float]) -> float | Vector:
         """Return the common number of all exchanged parameters, per coordinate [P] if they differ."""
         of_parameters = of_parameters[: self.flat.num_shared]
@@ -427,14 +495,27 @@ class FederatedOptimizer(Optimizer):
             return moved / lr_sum
         rates = torch.as_tensor(lr_sum, dtype=x.dtype, device=x.device)
         still = work.still if work.still is not None else torch.zeros_like(x)
-        return torch.where(rates == 0, still / work.num_steps, moved / torch.where(rates == 0, 1.0, rates))
+        steps = self.spread([self._counts[g] for g in self._groups]) if self.parts else work.num_steps
+        return torch.where(rates == 0, still / steps, moved / torch.where(rates == 0, 1.0, rates))
 
-    def __repr__(self) -> str:
-        """Return the wrapped optimizer as text."""
-        return f"FederatedOptimizer({self.base!r})"
+
+class OptimizerPart(_Wrapper):
+    """One of several optimizers of a module with manual optimization, whose gradients are corrected like those of one.
+
+    It is what ``self.optimizers()`` returns in the module.
+    """
+
+    def __init__(self, whole: FederatedOptimizer, share: _Share) -> None:
+        super().__init__(share.optimizer, whole.flat)
+        self._whole, self.share = whole, share
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one local step of its parameters; see :meth:`FederatedOptimizer.step`."""
+        return self._whole.step(closure, self.share)
 
 
 FederatedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs hooks and profiling
+OptimizerPart.step.hooked = True  # type: ignore[attr-defined]
 
 
 def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:

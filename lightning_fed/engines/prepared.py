@@ -39,10 +39,11 @@ class PreparedModule:
         settings = self.settings
         self.trainer, self.algorithm, self.seed = trainer, settings.algorithm, settings.seed
         base = check_optimization(trainer, settings.algorithm, settings.keeps_solver)
-        if trainer.lr_scheduler_configs or settings.local_schedule is not None:
+        self.module = trainer.lightning_module
+        self.steps_itself = not self.module.automatic_optimization
+        if (trainer.lr_scheduler_configs or settings.local_schedule is not None) and not self.steps_itself:
             check_schedules(trainer, settings.local_schedule)
         check_method(settings.algorithm)
-        self.module = trainer.lightning_module
         self._frozen: list[nn.Parameter] = []  # in this run alone
         if settings.lora == "frozen_a":
             self._frozen = [p for p in lora_a(self.module).values() if p.requires_grad]
@@ -70,10 +71,11 @@ class PreparedModule:
         self._untrained = [(n, p) for n, p in self.module.named_parameters() if id(p) in held and n not in trained]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         self.optimizer = FederatedOptimizer(base, self.flat)
+        self._optimizers: list[Any] = [*self.optimizer.parts] or [self.optimizer]  # those that are stepped
         if settings.local_schedule is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             self.optimizer.schedule = LocalSchedule(settings.local_schedule, base, schedules, self._step_schedules)
-        trainer.strategy.optimizers = [self.optimizer]
+        trainer.strategy.optimizers = list(self._optimizers)
         if (clip := trainer.fit_loop.corrected_clip) is not None:
             self.optimizer.clip = partial(trainer.precision_plugin.clip_gradients, self.optimizer, *clip)
         self.buffers = Buffers(owners, settings.buffers, own_buffers)
@@ -137,7 +139,7 @@ class PreparedModule:
 
         The vector of the trained parameters is fixed, and the wrapped optimizer corrects their gradients.
         """
-        if self.trainer.strategy.optimizers != [self.optimizer]:
+        if self.trainer.strategy.optimizers != self._optimizers:
             raise FederatedError(
                 "A hook has replaced the local optimizer (trainer.optimizers), which is reset for every client anyway."
                 " Change the options of its groups instead: trainer.optimizers[0].param_groups."
@@ -208,6 +210,10 @@ class PreparedModule:
         for config, state in zip(configs, states, strict=True):
             config.scheduler.load_state_dict(state)
         self.round = 0
+
+    def give_back_optimizers(self) -> None:
+        """Let the trainer have the user's own optimizers again."""
+        self.trainer.strategy.optimizers = [optimizer.base for optimizer in self._optimizers]
 
     def release(self) -> None:
         """Give the module's parameters their own storage, undo changes of the module, and drop copies of data."""

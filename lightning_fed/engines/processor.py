@@ -23,7 +23,7 @@ def check_lstm(trainer: pl.Trainer, flat: FlatParameters, some: Callable[[], Ite
     PyTorch runs an LSTM under autocast in oneDNN, whose bfloat16 LSTM requires AVX-512. A module may run its LSTM
     outside autocast, so this tries its step on a client's first batch.
     """
-    if trainer.strategy.root_device.type != "cpu":
+    if trainer.strategy.root_device.type != "cpu" or not trainer.lightning_module.automatic_optimization:
         return
     with trainer.precision_plugin.forward_context():
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None

@@ -1,7 +1,7 @@
 """Checks before the first round for modules, optimizers and data that rounds do not support."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,6 +17,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import (
+    JointOptimizer,
     copies_of_parameters,
     inner_optimizers,
     is_plain_sgd,
@@ -27,6 +28,8 @@ from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.files.tables import ClientTable
 from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.server.client_privacy import ClientPrivacy
+from lightning_fed.server.oort import OortSampler
+from lightning_fed.strategies.ddp import WithinClientStrategy
 
 
 def no_federated_data(found: object) -> FederatedError:
@@ -74,10 +77,7 @@ def check_module(trainer: pl.Trainer) -> None:
         )
     _check_inference_mode(module)
     if not module.automatic_optimization:
-        raise FederatedError(
-            f"{name} uses manual optimization, so the method cannot correct the gradient between backward and step."
-            " Remove `self.automatic_optimization = False` and return the loss from training_step."
-        )
+        _check_manual_optimization(trainer)
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise FederatedError(f"{name}.training_step(dataloader_iter) is not supported: take `batch` instead.")
     if is_overridden("configure_gradient_clipping", module, pl.LightningModule):
@@ -97,6 +97,40 @@ def check_module(trainer: pl.Trainer) -> None:
             )
     if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
         _check_private_module(trainer, privacy)
+
+
+def _check_manual_optimization(trainer: pl.Trainer) -> None:
+    """Raise for settings that need the loss from ``training_step``, or steps that the trainer takes."""
+    settings, what = trainer.fit_loop.settings, f"{type(trainer.lightning_module).__name__} uses manual optimization"
+    method = settings.algorithm
+    if (use := method.reads_beyond_steps) is not None:
+        raise FederatedError(
+            f"{what}: its training_step steps the optimizer, and is not a function of the parameters that returns the"
+            f" loss. It cannot be combined with {method!r}, {use}. Use a method that corrects the gradient of each step"
+            " alone, such as FedAvg, FedProx, Scaffold, FedDyn or FedCM. Or leave steps to the trainer: remove"
+            " `self.automatic_optimization = False` and return the loss."
+        )
+    reasons = {
+        "engine='vectorized'": (settings.engine == "vectorized", "Set engine='sequential'"),
+        "client_privacy=...": (settings.client_privacy is not None, "Leave it unset"),
+        f"local_schedule={settings.local_schedule!r}": (
+            settings.local_schedule is not None,
+            "Leave it unset, and step the schedule in on_train_epoch_end, once a round",
+        ),
+        f"sampler={settings.sampler!r}, which chooses clients by their losses": (
+            hasattr(settings.sampler, "needs_losses_of") or isinstance(settings.sampler, OortSampler),
+            "Use another sampler",
+        ),
+        "strategy='ddp'": (isinstance(trainer.strategy, WithinClientStrategy), "Set strategy='clients'"),
+        "gradient_clip_val": (
+            bool(trainer.gradient_clip_val) or trainer.fit_loop.corrected_clip is not None,
+            "Leave it unset, and call self.clip_gradients in training_step",
+        ),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches != 1, "Leave it at 1, and accumulate yourself"),
+    }
+    for setting, (is_set, remedy) in reasons.items():
+        if is_set:
+            raise FederatedError(f"{what}, which cannot be combined with {setting}. {remedy}.")
 
 
 def _check_private_module(trainer: pl.Trainer, privacy: ClientPrivacy) -> None:
@@ -171,15 +205,17 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
 
 
 def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: bool = False) -> Optimizer:
-    """Return the single local optimizer; raise for one that is not a client's alone, or that a method cannot use."""
+    """Return the local optimizer; raise for one that is not a client's alone, or that a method cannot use."""
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
-    (optimizer,) = trainer.optimizers  # Lightning has already rejected several
-    if type(optimizer).__name__ == "_MockOptimizer":
-        raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
-    refuse_unsupported(optimizer, f"{name}: the local optimizer")
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        keeper = type(algorithm).__name__ if algorithm.uses_solver_state else None
-        _check_state(optimizer, name, "local_optimizer_state='keep'" if keeps_state else keeper)
+    for optimizer in trainer.optimizers:
+        if type(optimizer).__name__ == "_MockOptimizer":
+            raise FederatedError(f"{name} returned None; return a torch optimizer, such as SGD.")
+        refuse_unsupported(optimizer, f"{name}: the local optimizer")
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            keeper = type(algorithm).__name__ if algorithm.uses_solver_state else None
+            _check_state(optimizer, name, "local_optimizer_state='keep'" if keeps_state else keeper)
+    # Lightning has rejected several, unless the module steps them itself
+    optimizer = _joined(trainer.optimizers, name) if len(trainer.optimizers) > 1 else trainer.optimizers[0]
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(
@@ -190,6 +226,20 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
     if isinstance(algorithm, Ditto | PFedMe) and algorithm.personal_rate != 1:
         _check_personal_rate(trainer, algorithm, optimizer, name)
     return optimizer
+
+
+def _joined(optimizers: Sequence[Optimizer], name: str) -> Optimizer:
+    """Return several optimizers as one; raise if two of them train a parameter, which has one rate in each step."""
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own & seen:
+            raise FederatedError(
+                f"{name} returned {len(optimizers)} optimizers, two of which have a parameter in common: a method"
+                " corrects the steps of one optimizer for each parameter. Give every parameter to one of them."
+            )
+        seen |= own
+    return JointOptimizer(optimizers)
 
 
 def _check_personal_rate(trainer: pl.Trainer, algorithm: Ditto | PFedMe, optimizer: Optimizer, name: str) -> None:

@@ -458,18 +458,10 @@ class Settings:
                 f" found {privacy!r}."
             )
         accountant("ClientPrivacy")  # raises without Opacus
-        unnoised = {
-            "whose clients take no local steps": not method.local_work,
-            "whose clients compute full-batch gradients, without noise": bool(method.full_grad_at),
-            "whose clients send losses, without noise": method.population_loss,
-            "which takes a second gradient on every batch": method.anchor_at is not None or method.looks_ahead,
-            "which takes several steps on every batch": method.steps_per_batch > 1,
-            "whose clients train a second model on their data": method.own_solve is not None,
-        }
-        if (use := next((use for use, holds in unnoised.items() if holds), None)) is not None:
+        if (use := method.reads_beyond_steps) is not None:
             raise FederatedError(
-                f"client_privacy={privacy!r} cannot be combined with {method!r}, {use}. Use a method that reads data"
-                " through one gradient per step only, such as FedAvg, FedProx or Scaffold(option='ii')."
+                f"client_privacy={privacy!r} cannot be combined with {method!r}, {use}, without noise. Use a method"
+                " that reads data through one gradient per step only, such as FedAvg, FedProx or Scaffold(option='ii')."
             )
         reasons = {
             "engine='vectorized'": (self.engine == "vectorized", "runs no single examples. Set engine='sequential'"),

@@ -92,11 +92,10 @@ class RoundCheckpointConnector(_CheckpointConnector):
         )
         with restored_from(self.trainer.ckpt_path, "optimizers and schedules"), ExitStack() as watched:
             run = self._loaded_checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-            there, here = run.get("work", {}).get("optimizer"), [type(optimizer).__name__ for optimizer in optimizers]
-            if there is not None and here != [there]:
+            here = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            if (there := run.get("work", {}).get("optimizer", here)) != here:
                 raise FederatedError(
-                    f"The checkpoint's local optimizer is {there}, this run's is {', '.join(here)}."
-                    f" {CHECKPOINT.remedy('the one')}"
+                    f"The checkpoint's local optimizer is {there}, this run's is {here}. {CHECKPOINT.remedy('the one')}"
                 )
             kinds = ", ".join(type(schedule).__name__ for schedule in schedules) or "none"
             if (before := run.get("work", {}).get("schedules", kinds)) != kinds:

@@ -405,7 +405,7 @@ class RunState:
             if self.server_model is not None:
                 self.server_model.show()
             self.prepared.release()
-            self.trainer.strategy.optimizers = [self.prepared.optimizer.base]
+            self.prepared.give_back_optimizers()
             self.prepared = self.server_model = self.rounds = None
         if self._server is not None:
             self._server.advance_solver = None

@@ -235,7 +235,7 @@ class RoundStart:
         if server_model is None:
             return
         server_model.keep_from_here()
-        groups = trainer.optimizers[0].state_dict()["param_groups"]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.state_dict()["param_groups"]]
         self._options = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups]
         for callback in trainer.callbacks:
             if is_users_own(callback, "state_dict") and not isinstance(callback, pl.callbacks.Checkpoint):
@@ -248,15 +248,16 @@ class RoundStart:
         """Put back the precision and the options, when the round is left."""
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)
-        for group, options in zip(trainer.optimizers[0].param_groups, self._options, strict=bool(self._options)):
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        for group, options in zip(groups, self._options, strict=bool(self._options)):
             group.update(copy.deepcopy(options))
 
     def put_into(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         """Replace what a checkpoint holds of the present, except for the server's model."""
         if (name := type(trainer.precision_plugin).__qualname__) in checkpoint:
             checkpoint[name] = self.precision
-        for state in checkpoint.get("optimizer_states", ()) if self._options else ():
-            for group, options in zip(state["param_groups"], self._options, strict=True):
-                group.update(options)
+        groups = [group for state in checkpoint.get("optimizer_states", ()) for group in state["param_groups"]]
+        for group, options in zip(groups, self._options, strict=False):
+            group.update(options)
         if "callbacks" in checkpoint:
             checkpoint["callbacks"] |= self._callbacks

@@ -359,7 +359,7 @@ class FederatedTrainer(pl.Trainer):
         checkpoint's round; a checkpoint of an ordinary Lightning run gives the initial weights.
 
         Args:
-            model: Any LightningModule with automatic optimization and one optimizer.
+            model: Any LightningModule: with automatic optimization and one optimizer, or with manual optimization.
             train_dataloaders: The data module, if it is given by position.
             val_dataloaders: Refused, since the data module has the validation set.
             datamodule: The data module: a :class:`lightning_fed.FederatedDataModule`.
@@ -397,9 +397,10 @@ class FederatedTrainer(pl.Trainer):
             if "multiple optimizers" not in str(error):
                 raise
             remove_refused_logs(self)
-            raise FederatedError(  # Lightning suggests manual optimization, which cannot be used here
-                f"{type(model).__name__}.configure_optimizers() returned several optimizers; federated training needs"
-                " exactly one. Use parameter groups for different settings."
+            raise FederatedError(
+                f"{type(model).__name__}.configure_optimizers() returned several optimizers, which only a module with"
+                " manual optimization can step (self.automatic_optimization = False). Use parameter groups of one"
+                " optimizer for different settings."
             ) from error
 
     def _run_stage(self) -> Any:

@@ -138,14 +138,6 @@ class Frozen(Trained):
         self.requires_grad_(False)
 
 
-class Manual(Trained):
-    """A module that steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Endless(Dataset[Any]):
     """A data set that cannot be counted."""
 
@@ -178,7 +170,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: FederatedDataModule(train=TENSORS, partition=lambda y: [torch.tensor([99])]).clients,
     ),
     "nothing to train": ("no trainable parameter", lambda: trainer().fit(Frozen(), data())),
-    "manual": ("manual optimization", lambda: trainer().fit(Manual(), data())),
     "two names": ("max_rounds=3 and max_epochs=4 differ", lambda: trainer(max_rounds=3, max_epochs=4)),
     "two works": ("not both", lambda: trainer(local_steps=3, local_epochs=3)),
     "validation within": ("val_check_interval", lambda: trainer(val_check_interval=0.5).fit(Trained(), data())),

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.torch_optimizers import (
+    JointOptimizer,
     coupled_decay,
     device_of,
     is_plain_sgd,
@@ -47,6 +48,32 @@ def test_optimizers_that_cannot_take_an_injected_gradient_are_refused_by_name() 
         refuse_unsupported(made(Twice, lr=0.1), "The local optimizer")
     for cls in (torch.optim.SGD, torch.optim.AdamW, LBFGS):
         refuse_unsupported(made(cls, lr=0.1), "The local optimizer")
+
+
+def test_several_optimizers_have_one_state_and_their_groups_in_order() -> None:
+    def joint(lr: float) -> JointOptimizer:
+        sgd = made(torch.optim.SGD, lr=lr, momentum=0.9, weight_decay=0.1)
+        return JointOptimizer([sgd, made(torch.optim.AdamW, lr=2 * lr, weight_decay=0.3)])
+
+    both, other = joint(0.1), joint(0.5)
+    for part in both.parts:
+        for p in part.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        part.step()
+    assert [group["lr"] for group in both.param_groups] == [0.1, 0.2]
+    assert [coupled_decay(both, group) for group in both.param_groups] == [0.1, 0.0]
+    assert len(both.state) == 2
+    other.load_state_dict(both.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
+    for mine, its in zip(other.param_groups, both.param_groups, strict=True):
+        (p,), (q,) = mine["params"], its["params"]
+        assert other.state[p].keys() == both.state[q].keys()
+        assert all(
+            torch.equal(torch.as_tensor(v), torch.as_tensor(both.state[q][k])) for k, v in other.state[p].items()
+        )
+    assert all(part.state is other.state for part in other.parts)
+    other.state.clear()
+    other.parts[0].step()
 
 
 def test_only_sgd_without_momentum_is_plain() -> None:

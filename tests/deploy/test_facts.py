@@ -142,7 +142,7 @@ def test_the_registered_facts_of_the_optimizer_are_the_same_in_every_round(name:
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1), momentum=0.9, foreach=True)
     scheduler = OPTIONS[name](optimizer)
     config = SimpleNamespace(scheduler=scheduler, frequency=1)
-    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[config])
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[config], lightning_module=model())
     first = optimizer_facts(trainer)
     assert first["optimizer"].startswith('SGD of 2 parameters with {"dampening": 0, "lr": 0.')
     for number in range(5):

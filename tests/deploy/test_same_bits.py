@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fed import FederatedCallback, FederatedTrainer
+from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer
 from lightning_fed.algorithms import FedNova, FedSpeed, PFedMe
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.server import (
@@ -174,6 +174,46 @@ def warming() -> Warming:
 @pytest.mark.parametrize("mode", ["continue", "total", pytest.param("restart", marks=pytest.mark.thorough)])
 def test_schedules_by_local_step_are_followed_as_in_the_simulation(mode: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "Scaffold ii", local_schedule=mode), tmp_path, warming)
+
+
+class OwnSteps(Net):
+    """A network that steps two optimizers itself, one of which waits for every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            if (batch_idx + 1) % (number + 1) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.net[0].parameters(), lr=0.1, weight_decay=0.01)
+        return first, torch.optim.Adam(self.net[3].parameters(), lr=0.01)
+
+
+class Stepped(OwnSteps):
+    """The same with a schedule, which nobody steps at a site."""
+
+    def configure_optimizers(self) -> Any:
+        first, second = super().configure_optimizers()
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1)]
+
+
+def own_steps(kind: type[OwnSteps] = OwnSteps) -> OwnSteps:
+    torch.manual_seed(0)
+    return kind()
+
+
+def test_a_module_that_steps_its_optimizers_trains_over_sites_but_not_with_schedules(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"local_optimizer_state": "keep", "local_epochs": None, "local_steps": 4}
+    assert_same_run(partial(make_trainer, "FedCM", **options), tmp_path, own_steps)
+    stepped = partial(own_steps, Stepped)
+    with pytest.raises(FederatedError, match="steps its schedules itself.* Return optimizers without schedules"):
+        Wire(tmp_path / "stepped", partial(make_trainer, "FedCM", **options), stepped).run(stepped())
 
 
 class OwnSettings(FederatedCallback):

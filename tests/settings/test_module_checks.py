@@ -32,7 +32,8 @@ from tests.helpers.training import clients
 def fit_of(module: Any, datamodule: Any = None, **more: Any) -> Any:
     """Return what a check sees of a trainer."""
     data = FederatedDataModule(clients=clients((8,))) if datamodule is None else datamodule
-    loop = SimpleNamespace(settings=SimpleNamespace(client_privacy=None), corrected_clip=None)
+    none = dict.fromkeys(("client_privacy", "local_schedule", "sampler", "engine"))
+    loop = SimpleNamespace(settings=SimpleNamespace(algorithm=FedAvg(), **none), corrected_clip=None)
     return SimpleNamespace(lightning_module=module, datamodule=data, callbacks=[], fit_loop=loop, **more)
 
 
@@ -79,9 +80,12 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
     graph.register_buffer("adjacency", torch.eye(3).to_sparse())
     rows.weight = nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
     check_module(fit_of(Net()))
+    steps = {"gradient_clip_val": None, "accumulate_grad_batches": 1, "strategy": None}
+    check_module(fit_of(manual, **steps))
     for trainer, message in (
         (fit_of(Net(), Central(clients=clients((8,)))), "Central overrides train_dataloader, which no round calls"),
-        (fit_of(manual), "Net uses manual optimization.*return the loss"),
+        (fit_of(manual, **steps | {"gradient_clip_val": 1.0}), "gradient_clip_val. Leave it unset, and call self.clip"),
+        (fit_of(manual, **steps | {"accumulate_grad_batches": 2}), "accumulate_grad_batches. Leave it at 1"),
         (fit_of(Iterates()), "Iterates.training_step.dataloader_iter. is not supported"),
         (fit_of(lazy), "Net.layer.weight has no shape yet"),
         (fit_of(graph), r"Net.adjacency is a sparse tensor \(torch.sparse_coo\).* Call to_dense"),

@@ -97,7 +97,8 @@ class SequentialEngine(Engine):
             self.optimizer.end()
             if work.num_steps == 0 and who.steps > 0:
                 self._check_no_steps(numbers)
-            if work.num_steps > 0 and not len(numbers.losses) and self.private is None and self.split.size == 1:
+            needs_loss = self.private is None and self.split.size == 1 and not self.prepared.steps_itself
+            if work.num_steps > 0 and not len(numbers.losses) and needs_loss:
                 raise FederatedError(
                     f"{type(self.trainer.lightning_module).__name__}.training_step returned None for every batch, and"
                     " stepped the optimizer itself, so the client's loss is not known. Return the loss, and leave"
@@ -166,7 +167,7 @@ class SequentialEngine(Engine):
         optimization.anchor_grad = None
         self.flat.y.copy_(algorithm.start(inputs.x, whole))
         if optimizer.plan.injects:
-            work.is_joined = self.flat.joins and isinstance(whole.lr, float)
+            work.is_joined = self.flat.joins and isinstance(whole.lr, float) and not optimizer.parts
             work.steps = self._steps(inputs, whole, work.is_joined)
             if self.looks_ahead:  # at points that the method computes in every step
                 optimization.gradients = self.gradients
@@ -232,7 +233,7 @@ class SequentialEngine(Engine):
             cohort_grad=inputs.cohort_grad,
             num_examples=float(who.size),
             mean_examples=inputs.mean_examples,
-            num_steps=work.num_steps,
+            num_steps=work.steps_of,
             lr_sum=lr_sum,
             path=partial(self.optimizer.path_gradient, work, inputs.x),
             path_follows=self.optimizer.plan.is_straight and isinstance(lr_sum, float) and lr_sum != 0,
@@ -252,6 +253,11 @@ class SequentialEngine(Engine):
         """Raise if a client took no local step, unless a gradient scaler skipped them."""
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return
+        if self.prepared.steps_itself:
+            raise ClientError(
+                "training_step uses manual optimization, and no optimizer took a step with a gradient. Call"
+                " self.manual_backward(loss) and step() of what self.optimizers() returns."
+            )
         if len(numbers.losses):
             raise ClientError(
                 "training_step returned losses, but backward left no gradient on any trained parameter, so no local"

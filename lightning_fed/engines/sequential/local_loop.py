@@ -296,6 +296,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             or any(uses_batch_hook(callback, hook) for callback in trainer.callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
+        self._steps_itself = not module.automatic_optimization
         self.automatic_optimization.prepare()
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
@@ -381,7 +382,10 @@ class ClientEpochLoop(_TrainingEpochLoop):
         if self._has_hooks:  # which may have assigned to `.data`
             optimizer.flat.gather()
         with trainer.profiler.profile("run_training_batch") if self._profiles else _NO_CONTEXT:
-            output = self.automatic_optimization.run(optimizer, batch_idx, kwargs)
+            if self._steps_itself:
+                output = self.manual_optimization.run(kwargs)
+            else:
+                output = self.automatic_optimization.run(optimizer, batch_idx, kwargs)
         self.batch_progress.increment_processed()
         loss = output.get("loss")
         if loss is not None:

@@ -1,0 +1,351 @@
+"""Modules that step their optimizers themselves, one or several, train like others: same numbers, same guarantees."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError, FederatedTrainer
+from lightning_fed.algorithms import (
+    FedAvg,
+    FedCM,
+    FedDyn,
+    FedNova,
+    FedProx,
+    FedSAM,
+    Mime,
+    Scaffnew,
+    Scaffold,
+    ScaffoldM,
+    ServerOnly,
+)
+from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.callbacks import GradientDissimilarity
+from lightning_fed.server import ClientPrivacy, OortSampler, PowerOfChoiceSampler
+from tests.helpers.processes import in_processes
+from tests.helpers.training import QUIET, Net, data, fit, parameters, same, seeded, trainer
+
+SIZES = (40, 24, 32)
+
+
+class OwnStep(Net):
+    """The module of the other tests, which steps its optimizer itself."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Gan(pl.LightningModule):
+    """A generator and a critic with an optimizer each; the generator steps once in ``every`` steps of the critic."""
+
+    def __init__(self, adam: bool = False, every: int = 1, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.adam, self.every, self.momentum = adam, every, momentum
+        self.generator = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.double()
+
+    def losses(self, batch: Sequence[Tensor]) -> Iterator[Callable[[], Tensor]]:
+        x, z = batch
+        yield lambda: F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(self.generator(z).detach())).mean()
+        yield lambda: F.softplus(-self.critic(self.generator(z))).mean()
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()  # type: ignore[misc]
+        for i, (optimizer, loss) in enumerate(zip((of_critic, of_generator), self.losses(batch), strict=True)):
+            if i == 1 and (batch_idx + 1) % self.every:
+                break
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            value = loss()
+            self.manual_backward(value)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.log(("critic_loss", "generator_loss")[i], value)
+
+    def configure_optimizers(self) -> Any:
+        if self.adam:
+            of_critic: Any = torch.optim.Adam(self.critic.parameters(), lr=0.02, weight_decay=0.01)
+        else:
+            of_critic = torch.optim.SGD(self.critic.parameters(), lr=0.2, weight_decay=0.01, momentum=self.momentum)
+        return torch.optim.SGD(self.generator.parameters(), lr=0.1), of_critic
+
+
+def points(size: int, seed: int) -> TensorDataset:
+    stream = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 2, generator=stream, dtype=torch.float64) + seed
+    return TensorDataset(x, torch.randn(size, 3, generator=stream, dtype=torch.float64))
+
+
+def some(**kwargs: Any) -> FederatedDataModule:
+    sets = [points(size, seed) for seed, size in enumerate(SIZES)]
+    return FederatedDataModule(clients=sets, batch_size=8, shuffle=False, **kwargs)
+
+
+def trained(module: pl.LightningModule, method: Algorithm, **kwargs: Any) -> Tensor:
+    ckpt_path = kwargs.pop("ckpt_path", None)
+    trainer(algorithm=method, clients_per_round=3, **kwargs).fit(module, some(), ckpt_path=ckpt_path)
+    return parameters(module)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
+@pytest.mark.parametrize(
+    "method",
+    [FedAvg(), FedProx(0.1), Scaffold(), FedDyn(0.1), FedCM(0.5), FedNova(), ScaffoldM(0.1)],
+    ids=lambda method: type(method).__name__,
+)
+def test_one_optimizer_that_the_module_steps_gives_the_bits_of_one_that_the_trainer_steps(
+    method: Algorithm, options: dict[str, float]
+) -> None:
+    runs, logged = [], []
+    for kind in (Net, OwnStep):
+        module, run = seeded(kind, **options), trainer(algorithm=copy.deepcopy(method))
+        run.fit(module, data())
+        runs.append(parameters(module))
+        logged.append({name: value for name, value in run.callback_metrics.items() if name != "round/seconds"})
+    assert torch.equal(*runs)
+    assert same(*logged)
+
+
+def by_hand(method: Algorithm, rounds: int, **options: Any) -> Tensor:
+    """Return the server's model after rounds of a method, written as a plain loop over both optimizers' parameters."""
+    module = seeded(Gan, **options)
+    x = parameters(module)
+    c, c_i = torch.zeros_like(x), [torch.zeros_like(x) for _ in SIZES]
+    num_generator = parameters(module.generator).numel()
+    for _ in range(rounds):
+        ys, changes = [], []
+        for i, size in enumerate(SIZES):
+            nn.utils.vector_to_parameters(x.clone(), module.parameters())
+            of_generator, of_critic = module.configure_optimizers()
+            steps = {id(of_generator): 0, id(of_critic): 0}
+            path = torch.zeros_like(x)
+            for number, batch in enumerate(DataLoader(points(size, i), 8)):
+                for optimizer, loss in zip((of_critic, of_generator), module.losses(batch), strict=True):
+                    if optimizer is of_generator and (number + 1) % module.every:
+                        break
+                    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                    (group,) = optimizer.param_groups
+                    decay, group["weight_decay"] = group["weight_decay"], 0.0
+                    module.zero_grad()
+                    loss().backward()
+                    first = 0
+                    for p in module.parameters():
+                        part = slice(first, first := first + p.numel())
+                        if id(p) not in own:
+                            p.grad = None
+                            continue
+                        assert p.grad is not None
+                        p.grad += decay * p.detach()
+                        if isinstance(method, FedProx):
+                            p.grad += method.mu * (p.detach() - x[part].view_as(p))
+                        if isinstance(method, Scaffold):
+                            p.grad += (c - c_i[i])[part].view_as(p)
+                        path[part] += group["lr"] * p.grad.reshape(-1)
+                    optimizer.step()
+                    group["weight_decay"] = decay
+                    steps[id(optimizer)] += 1
+            ys.append(parameters(module))
+            rates = torch.full_like(x, 0.02 if module.adam else 0.2) * steps[id(of_critic)]
+            rates[:num_generator] = 0.1 * steps[id(of_generator)]
+            changes.append(path / rates - c if isinstance(method, Scaffold) else path * 0)
+        sizes = torch.ones(len(SIZES)) if isinstance(method, Scaffold) else torch.tensor(SIZES)
+        weights = sizes.to(x.dtype) / sizes.sum()
+        x = sum(w * y for w, y in zip(weights, ys, strict=True))  # type: ignore[assignment]
+        c_i = [own + change for own, change in zip(c_i, changes, strict=True)]
+        c = c + sum(changes) / len(changes)
+    return x
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"adam": True, "every": 2}], ids=["sgd", "every 2", "adam"])
+@pytest.mark.parametrize("method", [FedAvg(), FedProx(0.3), Scaffold()], ids=lambda method: type(method).__name__)
+def test_several_optimizers_take_the_corrected_steps_of_a_plain_loop(
+    method: Algorithm, options: dict[str, Any]
+) -> None:
+    found = trained(seeded(Gan, **options), copy.deepcopy(method))
+    torch.testing.assert_close(found, by_hand(method, 3, **options), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
+def test_one_client_in_one_round_trains_like_lightning(adam: bool) -> None:
+    plain, module = seeded(Gan, adam=adam, every=2), seeded(Gan, adam=adam, every=2)
+    pl.Trainer(**QUIET, max_epochs=2, log_every_n_steps=1).fit(plain, DataLoader(points(40, 0), 8))
+    run = FederatedTrainer(**QUIET, max_rounds=1, local_epochs=2, seed=0)
+    run.fit(module, FederatedDataModule(clients=[points(40, 0)], batch_size=8, shuffle=False))
+    assert torch.equal(parameters(plain), parameters(module))
+    assert {"critic_loss", "generator_loss"} <= run.callback_metrics.keys()
+    assert [type(optimizer) for optimizer in run.optimizers] == [
+        torch.optim.SGD,
+        [torch.optim.SGD, torch.optim.Adam][adam],
+    ]
+
+
+@pytest.mark.parametrize("state", ["reset", "keep"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path, state: Any) -> None:
+    kwargs: dict[str, Any] = {"local_optimizer_state": state}
+    whole = trained(seeded(Gan, adam=True), Scaffold(), max_rounds=4, **kwargs)
+    first = trainer(algorithm=Scaffold(), clients_per_round=3, max_rounds=2, **kwargs)
+    first.fit(seeded(Gan, adam=True), some())
+    first.save_checkpoint(path := tmp_path / "two.ckpt")
+    assert torch.equal(trained(seeded(Gan, adam=True), Scaffold(), max_rounds=4, ckpt_path=path, **kwargs), whole)
+    first.fit_loop.max_epochs = 4  # the same trainer goes on as well
+    first.fit(first.lightning_module, some())
+    assert torch.equal(parameters(first.lightning_module), whole)
+    with pytest.raises(FederatedError, match="local optimizer is SGD, Adam, this run's is SGD, SGD"):
+        trained(seeded(Gan), Scaffold(), max_rounds=4, ckpt_path=path, **kwargs)
+
+
+def test_kept_states_of_optimizers_go_on_and_others_start_anew() -> None:
+    kept, new = (
+        trained(seeded(Gan, momentum=0.9), FedAvg(), local_optimizer_state=state) for state in ("keep", "reset")
+    )
+    assert not torch.equal(kept, new)
+
+
+class Scheduled(Gan):
+    """It halves both rates after each round."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        return list(optimizers), [torch.optim.lr_scheduler.ExponentialLR(own, 0.5) for own in optimizers]
+
+    def on_train_epoch_end(self) -> None:
+        for schedule in self.lr_schedulers():  # type: ignore[union-attr]
+            schedule.step()  # type: ignore[call-arg]
+
+
+class Rates(FederatedCallback):
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
+        if client_report.client_id == 0:
+            self.seen.append([group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups])
+
+
+def test_schedules_that_the_module_steps_go_by_round_and_resume(tmp_path: Path) -> None:
+    rates = Rates()
+    whole = trained(seeded(Scheduled), FedAvg(), callbacks=[rates])
+    assert rates.seen == [[0.1, 0.2], [0.05, 0.1], [0.025, 0.05]]
+    first = trainer(clients_per_round=3, max_rounds=2)
+    first.fit(seeded(Scheduled), some())
+    first.save_checkpoint(path := tmp_path / "two.ckpt")
+    assert torch.equal(trained(seeded(Scheduled), FedAvg(), ckpt_path=path), whole)
+
+    class EachBatch(Scheduled):
+        def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers()[0].step()  # type: ignore[index,call-arg]
+
+    with pytest.raises(FederatedError, match="steps its schedule .*Call step.. in on_train_epoch_end, once a round"):
+        trained(seeded(EachBatch), FedAvg())
+
+
+def test_a_client_without_a_step_is_refused_where_the_method_reads_the_mean_of_steps() -> None:
+    trained(seeded(Gan, every=9), FedAvg())
+    with pytest.raises(FederatedError, match=r"took no step for this client \(SGD: 0, SGD: 5\), and Scaffold reads"):
+        trained(seeded(Gan, every=9), Scaffold())
+
+    class Still(OwnStep):
+        def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+            return Net.training_step(self, batch, batch_idx)
+
+    with pytest.raises(FederatedError, match="no optimizer took a step with a gradient. Call self.manual_backward"):
+        fit(seeded(Still))
+
+
+class OneLoss(OwnStep):
+    """Its step returns nothing, so that a client's loss is not known."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+
+
+def test_a_step_may_return_no_loss_and_a_loss_that_is_not_finite_still_ends_the_run() -> None:
+    assert torch.equal(fit(seeded(OneLoss)), fit(seeded(OwnStep)))
+    with pytest.raises(FederatedError, match="returned (a loss|parameters) that (is|are) not finite"):
+        fit(seeded(OneLoss, lr=1e30))
+
+
+class Shared(Gan):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.critic.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": Mime()}, "Mime.*, whose clients compute full-batch gradients. Use a method that corrects"),
+        ({"algorithm": Scaffold(option="i")}, "Scaffold.*, whose clients compute full-batch gradients"),
+        ({"algorithm": ServerOnly()}, "ServerOnly.*, whose clients take no local steps"),
+        ({"algorithm": FedSAM(rho=0.1)}, "FedSAM.*, which takes a second gradient on every batch"),
+        ({"algorithm": FedProx(0.1, adaptive=True)}, "FedProx.*, whose clients send losses"),
+        ({"engine": "vectorized"}, "cannot be combined with engine='vectorized'. Set engine='sequential'"),
+        ({"gradient_clip_val": 1.0, "gradient_clip_on": "corrected"}, "gradient_clip_val. Leave it unset"),
+        ({"local_schedule": "restart"}, "local_schedule='restart'. Leave it unset, and step the schedule in"),
+        ({"sampler": PowerOfChoiceSampler(2, 3)}, "which chooses clients by their losses. Use another sampler"),
+        ({"sampler": OortSampler(2)}, "which chooses clients by their losses. Use another sampler"),
+        ({"callbacks": [GradientDissimilarity()]}, "its loss and gradient at a given model cannot be measured"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_needs_the_loss_or_steps_of_the_trainer_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FederatedError, match=message):
+        fit(seeded(OwnStep), **options)
+
+
+def test_privacy_of_records_and_shared_parameters_are_refused() -> None:
+    pytest.importorskip("opacus")
+    with pytest.raises(FederatedError, match="client_privacy=.... Leave it unset"):
+        fit(seeded(OwnStep), client_privacy=ClientPrivacy(noise_multiplier=1.0, max_grad_norm=1.0))
+    with pytest.raises(FederatedError, match="two of which have a parameter in common"):
+        trained(seeded(Shared), FedAvg())
+
+
+@pytest.mark.thorough
+def test_two_processes_agree_with_one(tmp_path: Path) -> None:
+    def work() -> Tensor:
+        return trained(seeded(Gan, adam=True), Scaffold(), devices=2, strategy="clients")
+
+    torch.manual_seed(0)
+    outcomes = in_processes(work, tmp_path)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    wanted = trained(seeded(Gan, adam=True), Scaffold())
+    assert torch.equal(outcomes[0].value, outcomes[1].value)
+    torch.testing.assert_close(outcomes[0].value, wanted, rtol=0, atol=1e-12)
+
+
+def test_rates_and_checkpoints_show_every_optimizer(tmp_path: Path) -> None:
+    monitor = pl.callbacks.LearningRateMonitor(logging_interval="epoch")
+    options = {"logger": pl.loggers.CSVLogger(tmp_path), "enable_checkpointing": True, "log_every_n_steps": 1}
+    run = trainer(clients_per_round=3, callbacks=[monitor], **options)
+    run.fit(seeded(Gan, adam=True), some())
+    assert monitor.lrs == {"lr-SGD": [0.1] * 3, "lr-Adam": [0.02] * 3}
+    assert run.checkpoint_callback is not None
+    saved = torch.load(run.checkpoint_callback.best_model_path, weights_only=True)
+    rates = [[group["lr"] for group in state["param_groups"]] for state in saved["optimizer_states"]]
+    assert rates == [[0.1], [0.02]]
+
+
+def test_auto_takes_the_sequential_engine_and_scaffnew_trains(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        found = trained(seeded(Gan), Scaffnew(0.5), engine="auto", local_steps=3)
+    assert "the only one that runs modules with manual optimization" in caplog.text
+    assert torch.equal(found, trained(seeded(Gan), Scaffnew(0.5), local_steps=3))
