@@ -24,6 +24,9 @@ class FederatedCallback(NamesUnset, pl.Callback):
         ...         print(round_report.round, round_report.loss)
     """
 
+    needs_loss = False
+    """Whether it measures the loss of ``training_step`` or its gradient, which manual optimization does not return."""
+
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
         """Called when the cohort of a round is drawn, before any client works.
 

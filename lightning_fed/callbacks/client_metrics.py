@@ -154,6 +154,7 @@ class PersonalizedAccuracy(ClientAccuracy):
     """
 
     tag = "personalized"
+    needs_loss = True
 
     def __init__(
         self,

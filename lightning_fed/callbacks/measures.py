@@ -163,6 +163,7 @@ class TrainingLoss(WeightedMeasure):
     """
 
     tag = "population/train_loss"
+    needs_loss = True
 
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None, weighting: Weighting = "examples") -> None:
         super().__init__(every_n_rounds, clients, weighting)
@@ -193,6 +194,8 @@ class Inexactness(FederatedCallback):
     Attributes:
         gamma: The values of the last round by client id.
     """
+
+    needs_loss = True
 
     def __init__(self) -> None:
         self.gamma: dict[ClientId, float] = {}
@@ -248,6 +251,7 @@ class ControlVariateError(ClientMeasure):
     """
 
     tag = "control"
+    needs_loss = True
 
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None) -> None:
         super().__init__(every_n_rounds, clients)
@@ -308,6 +312,7 @@ class GradientDissimilarity(WeightedMeasure):
     """
 
     tag = "gradient"
+    needs_loss = True
 
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None, weighting: Weighting = "uniform") -> None:
         super().__init__(every_n_rounds, clients, weighting)
@@ -355,6 +360,7 @@ class HessianDissimilarity(WeightedMeasure):
     """
 
     tag = "hessian"
+    needs_loss = True
 
     def __init__(
         self,

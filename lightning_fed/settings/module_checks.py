@@ -110,7 +110,9 @@ def _check_manual_optimization(trainer: pl.Trainer) -> None:
             " alone, such as FedAvg, FedProx, Scaffold, FedDyn or FedCM. Or leave steps to the trainer: remove"
             " `self.automatic_optimization = False` and return the loss."
         )
+    measure = next((type(one).__name__ for one in trainer.callbacks if getattr(one, "needs_loss", False)), None)
     reasons = {
+        f"the callback {measure}, which measures the loss or its gradient": (measure is not None, "Remove it"),
         "engine='vectorized'": (settings.engine == "vectorized", "Set engine='sequential'"),
         "client_privacy=...": (settings.client_privacy is not None, "Leave it unset"),
         f"local_schedule={settings.local_schedule!r}": (

@@ -284,6 +284,13 @@ def test_a_step_may_return_no_loss_and_a_loss_that_is_not_finite_still_ends_the_
         fit(seeded(OneLoss, lr=1e30))
 
 
+class Measures(FederatedCallback):
+    """A user's own measure, which asks for what the module cannot give."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        trainer.fit_loop.full_gradient(0, trainer.fit_loop.state.x)
+
+
 class Shared(Gan):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.critic.parameters(), lr=0.1)
@@ -302,7 +309,8 @@ class Shared(Gan):
         ({"local_schedule": "restart"}, "local_schedule='restart'. Leave it unset, and step the schedule in"),
         ({"sampler": PowerOfChoiceSampler(2, 3)}, "which chooses clients by their losses. Use another sampler"),
         ({"sampler": OortSampler(2)}, "which chooses clients by their losses. Use another sampler"),
-        ({"callbacks": [GradientDissimilarity()]}, "its loss and gradient at a given model cannot be measured"),
+        ({"callbacks": [GradientDissimilarity()]}, "the callback GradientDissimilarity, which measures the loss or"),
+        ({"callbacks": [Measures()]}, "its loss and gradient at a given model cannot be measured. Remove the measure"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

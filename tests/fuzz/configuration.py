@@ -38,6 +38,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("adam", "adamw", "rmsprop", "adagrad"),
     ),
     "schedule": ("none",) * 5 + ("step", "step", "lambda", "lambda", "plateau", "each step"),
+    "steps": ("trainer",) * 8 + ("own", "own, two optimizers"),  # who steps the optimizer
     "precision": ("64-true", "64-true", "64-true", "64-true", "32-true", "bf16-mixed"),
     # The data.
     "sizes": ((7, 5, 10, 4), (6, 6, 6), (1, 8, 3, 5), (1, 1, 4), (5, 2, 11), (4, 0, 6, 3)),
@@ -107,6 +108,7 @@ class Configuration:
     loss: str = "mean"
     optimizer: str = "sgd"
     schedule: str = "none"
+    steps: str = "trainer"
     precision: str = "64-true"
     sizes: tuple[int, ...] = (7, 5, 10, 4)
     batch: int = 4
@@ -226,6 +228,12 @@ def _made_plain(c: Configuration) -> Configuration:
 
 
 def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
+    if c.steps != "trainer":  # the module's step returns no gradient
+        yield {"engine": "auto", "clip": "none", "accumulate": 1, "schedule": "none", "measure": "none"}
+        if c.method in (*FULL_GRADIENTS, *LOOKS_AHEAD, "FedRep", "Ditto", "PFedMe"):
+            yield {"method": "Scaffold"}
+        if c.method in ("FedProx", "Scaffold"):
+            yield {"variant": 0}
     if c.method == "FedBN":
         yield {"network": "batchnorm"}
     if c.method == "FedBN" or c.network == "batchnorm":

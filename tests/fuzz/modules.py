@@ -48,7 +48,8 @@ def unpacked(batch: Any) -> tuple[Tensor, Tensor]:
 def make_module(c: Configuration) -> "FuzzModule":
     """Return the module of a configuration, always with the same initial parameters."""
     torch.manual_seed(c.number)
-    return Indexed(c) if c.attribute == "index" or c.output == "skip" else FuzzModule(c)
+    kind = Indexed if c.attribute == "index" or c.output == "skip" else FuzzModule
+    return kind(c) if c.steps == "trainer" else type("OwnSteps", (OwnSteps, kind), {})(c)
 
 
 class _Recurrent(nn.Module):
@@ -248,6 +249,35 @@ class Indexed(FuzzModule):
         return {**out, "loss": scale * out["loss"]} if isinstance(out, dict) else scale * out
 
 
+class OwnSteps(FuzzModule):
+    """The same, which steps its optimizer, or one for the head and one for the rest, itself."""
+
+    def __init__(self, c: Configuration) -> None:
+        super().__init__(c)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step(batch, batch_idx)
+        if out is None:
+            return None
+        found: Any = self.optimizers()
+        optimizers = found if isinstance(found, list) else [found]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(out["loss"] if isinstance(out, dict) else out)
+        for optimizer in optimizers:
+            optimizer.step()
+        return out
+
+    def configure_optimizers(self) -> Any:
+        if self.c.steps == "own":
+            return super().configure_optimizers()
+        trained = [(name.startswith("head."), p) for name, p in self.named_parameters() if p.requires_grad]
+        parts = ([{"params": [p for own, p in trained if own is is_head]}] for is_head in (False, True))
+        rates = LR, 0.5 * LR if self.c.groups else LR
+        return [OPTIMIZERS[self.c.optimizer]([{**group, "lr": lr}]) for (group,), lr in zip(parts, rates, strict=True)]
+
+
 class SetsPerClient(FederatedCallback):
     """Sets an attribute, or the local rate, of every client before it works.
 
@@ -263,7 +293,8 @@ class SetsPerClient(FederatedCallback):
         if self.c.attribute in ("one", "distinct"):
             pl_module.alpha = factor(self.c.attribute, index)
         if self.c.client_lr != "none":
-            for group, share in zip(trainer.optimizers[0].param_groups, (1.0, 0.5), strict=False):
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            for group, share in zip(groups, (1.0, 0.5 if self.c.groups else 1.0), strict=False):
                 group["lr"] = LR * share * factor(self.c.client_lr, index)
 
 

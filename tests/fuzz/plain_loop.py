@@ -5,7 +5,7 @@ client in a round. Parameters are one vector of those that are trained; ``x`` is
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -96,7 +96,7 @@ class _Model:
     """The module, moved to any parameters, with what its training_step logs collected."""
 
     def __init__(self, c: Configuration) -> None:
-        self.module = make_module(c).double().train()
+        self.module = make_module(replace(c, steps="trainer")).double().train()
         self.params = [p for p in self.module.parameters() if p.requires_grad]
         self.means = _Means()
         self.round_means = _Means()
