@@ -47,6 +47,7 @@ def applies(c: Configuration) -> bool:
         and c.log not in ("step",)
         and c.server in _SERVERS
         and c.schedule not in ("plateau", "each step")
+        and (c.steps == "trainer" or c.schedule == "none")  # Lightning leaves schedules to the module, too
         and c.clients != "weighted"
         and c.clip in ("none", "gradient")
         and c.accumulate == 1
