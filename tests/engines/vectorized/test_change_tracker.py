@@ -351,3 +351,21 @@ def test_a_buffer_that_a_later_client_changes_is_refused_too() -> None:
     """With one client at a time, the next client's buffers would overwrite it."""
     with pytest.raises(FederatedError, match="cannot continue with CountsLater.training_step.*the buffer 'count'"):
         run("vectorized", CountsLater, partial(data, (8, 8, 24, 8)), chunk_size=1, max_rounds=1)
+
+
+class SetsLater(Ordinary):
+    """Sets an attribute from the third batch on, which only one client has, and reads it."""
+
+    extra = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            self.extra = 1.0
+        return super().training_step(batch, batch_idx) * (1 + self.extra)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_an_attribute_that_a_later_client_changes_is_refused_too(chunk_size: int) -> None:
+    """Next to it in its chunk, another client would train with the old value."""
+    with pytest.raises(FederatedError, match="cannot continue with SetsLater.training_step.*the attribute 'extra'"):
+        run("vectorized", SetsLater, partial(data, (8, 8, 24, 8)), chunk_size=chunk_size, max_rounds=1)
