@@ -152,10 +152,6 @@ def doubled(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
-def trainable(trainer: Any, module: Any, value: float) -> None:
-    module.head.bias.requires_grad_(value == 1.0)
-
-
 def rate(trainer: Any, module: Any, value: float) -> None:
     trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * value
 
@@ -192,7 +188,6 @@ SETTERS: dict[Setter, str] = {
     mode: "the attribute 'doubling.training' of Adjustable",
     submodule: "the attribute '_modules' of Adjustable",
     forward_hook: "the attribute 'last._forward_hooks' of Adjustable",
-    trainable: "requires_grad of the parameter 'head.bias'",
     rate: "the learning rate of the local optimizer",
     momentum: "the option 'momentum' of the local optimizer",
     decay: "the option 'weight_decay' of the local optimizer",
@@ -200,7 +195,7 @@ SETTERS: dict[Setter, str] = {
     clip: "trainer.gradient_clip_val",
     data_module: "trainer.datamodule.shift",
 }
-HARMLESS_ALONE = (data_module, trainable)  # the first is read again for every chunk, the other is refused at once
+HARMLESS_ALONE = (data_module,)  # it is read again for every chunk
 
 
 def options_of(setter: Setter) -> dict[str, Any]:
@@ -217,9 +212,9 @@ def setting(setter: Setter, value: Callable[[int, int], float], **options: Any) 
     return start
 
 
-@pytest.mark.parametrize("setter", few(SETTERS, [attribute, slot, rate, trainable]))
+@pytest.mark.parametrize("setter", few(SETTERS, [attribute, slot, rate]))
 def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
-    start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=2 if setter is not trainable else 1)
+    start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=2)
     with pytest.warns(UserWarning, match=RESTARTS) as said:
         found = start(engine="auto")
     (text,) = [str(warning.message) for warning in said if RESTARTS in str(warning.message)]
@@ -241,7 +236,7 @@ def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dic
 
 @pytest.mark.filterwarnings("error:engine='auto' restarts")
 @pytest.mark.parametrize("engine", few([*VECTORIZED, {"engine": "auto"}], VECTORIZED[1:]), ids=str)
-@pytest.mark.parametrize("setter", few([s for s in SETTERS if s is not trainable], [attribute, rate]))
+@pytest.mark.parametrize("setter", few(SETTERS, [attribute, rate]))
 def test_all_clients_may_get_the_same_value(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda _, round: (1.0, 2.0, 2.0, 1.0)[round], max_rounds=4, clients_per_round=3)
     found = start(**engine)
@@ -276,6 +271,19 @@ def test_a_module_that_cannot_be_vectorized_with_the_new_value_restarts() -> Non
     with pytest.warns(UserWarning, match=r"restarts round 1 with 'sequential'.*cannot take Branches.training_step"):
         found = start(engine="auto")
     assert_agree(found, start(engine="sequential"))
+
+
+def trainable(trainer: Any, module: Any, value: float) -> None:
+    module.head.bias.requires_grad_(value == 1.0)
+
+
+@pytest.mark.parametrize("hook", ["on_client_start", "on_client_end"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_parameter_that_a_hook_freezes_for_clients_is_refused(hook: str, engine: str) -> None:
+    """A method would still correct its gradient of zero, and move it."""
+    callback = Sets(trainable, lambda client, _: float(client == 0), hook)
+    with pytest.raises(FederatedError, match=r"A hook has frozen the parameter 'head\.bias'"):
+        run(engine, make=Adjustable, algorithm=Scaffold(), datamodule=EVEN, callbacks=[callback], max_rounds=1)
 
 
 # ---------------------------------------------------------------------- for one client alone

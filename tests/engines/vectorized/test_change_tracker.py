@@ -311,6 +311,20 @@ def test_auto_takes_the_sequential_engine_when_a_step_begins_to_need_it(module: 
         assert_agree(found, run("sequential", make=module, datamodule=EVEN, algorithm=algorithm))
 
 
+class LaterFrozen(Later):
+    """Freezes its head from the second round on, which its trial step does not."""
+
+    def then(self, loss: Tensor) -> Tensor:
+        self.head.requires_grad_(False)
+        return loss
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "auto"])
+def test_a_step_that_freezes_a_layer_later_is_refused_by_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"A hook has frozen the parameter 'head\.weight'"):
+        run(engine, LaterFrozen, EVEN, max_rounds=2)
+
+
 class WithMetric(Ordinary):
     def __init__(self) -> None:
         super().__init__(PLAIN)
