@@ -43,6 +43,7 @@ class Adjustable(Ordinary):
         super().__init__(optimizer)
         self.factor, self.numbers, self.table = 1.0, torch.ones(CLASSES), {"deep": [1.0]}
         self.hparams.factor = 1.0
+        self.hparams.config = {"model": {"head": {"loss": {"scale": {"of": {"logits": 1.0}}}}}}
         self.options = Options()
         self.frozen = nn.Linear(1, 1, bias=False).requires_grad_(False)
         nn.init.ones_(self.frozen.weight)
@@ -58,6 +59,7 @@ class Adjustable(Ordinary):
             * self.frozen.weight.view(())
             * self.inner.factor
             * self.options.factor
+            * self.hparams.config["model"]["head"]["loss"]["scale"]["of"]["logits"]
             * (1 if self.doubling.training else 2)
         )
         loss = F.cross_entropy(out, batch[1])
@@ -129,6 +131,10 @@ def hyper_parameter(trainer: Any, module: Any, value: float) -> None:
     module.hparams.factor = value
 
 
+def configuration(trainer: Any, module: Any, value: float) -> None:
+    module.hparams.config["model"]["head"]["loss"]["scale"]["of"]["logits"] = value
+
+
 def frozen(trainer: Any, module: Any, value: float) -> None:
     with torch.no_grad():
         module.frozen.weight.fill_(value)
@@ -184,6 +190,7 @@ SETTERS: dict[Setter, str] = {
     tensor_in_place: "the attribute 'numbers' of Adjustable",
     collection: "the attribute 'table' of Adjustable",
     hyper_parameter: "the attribute '_hparams' of Adjustable",
+    configuration: "the attribute '_hparams' of Adjustable",
     frozen: "the frozen parameter 'frozen.weight' of Adjustable",
     mode: "the attribute 'doubling.training' of Adjustable",
     submodule: "the attribute '_modules' of Adjustable",
@@ -224,7 +231,7 @@ def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
 
 
 @pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
-@pytest.mark.parametrize("setter", few(SETTERS, [nested, new_tensor, momentum]))
+@pytest.mark.parametrize("setter", few(SETTERS, [nested, configuration, new_tensor, momentum]))
 def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=1)
     if setter is data_module and "chunk_size" in engine:
@@ -360,7 +367,7 @@ def test_what_a_hook_has_set_is_put_back_if_the_round_is_left(hook: str) -> None
     assert module.factor == 1.0
 
 
-@pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, slot, rate]))
+@pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, configuration, slot, rate]))
 def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> None:
     callback = OnlyFor(setter)
     options = {**options_of(setter), "max_rounds": 2}
