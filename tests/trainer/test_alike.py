@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import FedProx
+from lightning_fed.algorithms import FedProx, Scaffold
 from lightning_fed.trainer.alike import _DEVICE
 from tests.helpers.engines import Ordinary
 from tests.helpers.processes import in_processes
@@ -79,9 +79,31 @@ def by_rank(strategy: str, rank: int) -> str:
     return fit(strategy, sampler=lambda seed, round: [0, 1 + (rank if round else 0)])
 
 
+def awaits_a_state(rank: int) -> str:
+    """Fit with a sampler after whose draws one process alone waits for a state of the other."""
+    drawn = [0, 2, 4] if rank else [0]
+    options: dict[str, Any] = {"algorithm": Scaffold(), "local_epochs": 7}
+    return fit(datamodule=data((16,) * 6), sampler=lambda _, round: drawn if round else range(6), **options)
+
+
+class AsksByRank:
+    """A sampler that asks for losses of clients in process 0 alone, after the first round."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def needs_losses_of(self, seed: int, round: int, population: Any) -> list[int]:
+        return [] if round and self.rank else [0, 1]
+
+    def __call__(self, seed: int, round: int, population: Any, losses: Any) -> list[int]:
+        return [0, 1]
+
+
 DRAWN: dict[str, tuple[Callable[[int], str], int]] = {
     "sampler": (partial(by_rank, "clients"), 1),
     "sampler, ddp": (partial(by_rank, "ddp"), 1),
+    "sampler, states": (awaits_a_state, 1),
+    "sampler, losses": (lambda rank: fit(sampler=AsksByRank(rank)), 1),
     "sizes on demand": (lambda rank: fit(datamodule=demanded(rank)), 0),
     "a hook, ddp": (lambda rank: fit("ddp", callbacks=[Accumulates()]), 1),
 }
