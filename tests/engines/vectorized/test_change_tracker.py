@@ -265,6 +265,20 @@ class LaterCount(Later):
         return loss * (1 + 0.1 * self.count)
 
 
+class LaterSeed(Later):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + F.dropout(self(batch[0]), 0.5).square().mean()
+
+    def then(self, loss: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return loss
+
+
+class LaterGenerator(Later):
+    def then(self, loss: Tensor) -> Tensor:
+        return loss * (1 + torch.rand((), generator=torch.Generator().manual_seed(0)))
+
+
 class LaterStatistics(Later):
     def on_train_epoch_start(self) -> None:
         self.norm.train(self.current_epoch > 0)
@@ -323,6 +337,15 @@ class LaterFrozen(Later):
 def test_a_step_that_freezes_a_layer_later_is_refused_by_name(engine: str) -> None:
     with pytest.raises(FederatedError, match=r"A hook has frozen the parameter 'head\.weight'"):
         run(engine, LaterFrozen, EVEN, max_rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [(LaterSeed, "seeds torch's generator"), (LaterGenerator, "draws from a generator of its own")],
+)
+def test_a_step_that_draws_from_its_own_stream_later_stops_by_name(module: Any, what: str) -> None:
+    with pytest.raises(FederatedError, match=rf"{what}, and did not in its trial step.*engine='sequential'"):
+        run("vectorized", module, EVEN, max_rounds=2)
 
 
 class WithMetric(Ordinary):
