@@ -176,6 +176,8 @@ class LocalStep:
         streams = nullcontext() if clients.is_one else module.drawing_no_own_streams()
         with torch.no_grad(), module.drawing_nothing(), streams:
             taken: StepOutput = clients.each(take, (dims,))(given)
+        if clients.is_one and not point and not self.looks_ahead:  # or the last gradient was at another point
+            module.check_bound(clients.views)
         return taken
 
     def of_module(self, clients: Clients, group: BatchGroup) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:

@@ -306,6 +306,16 @@ class ModuleStep:
                 " after another. Draw from torch's global generator, or use engine='sequential'."
             )
 
+    def check_bound(self, views: Sequence[Tensor]) -> None:
+        """Raise if a step of one client has assigned to a parameter's ``.data``, which is no longer its row then."""
+        for name, p, view in zip(self.flat.names, self.flat.params, views, strict=True):
+            if p.data_ptr() != view.data_ptr():
+                raise OnlySequentialError(
+                    f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it assigns"
+                    f" to .data of the parameter {name!r}, and did not in its trial step. Write to the parameter"
+                    " instead: with torch.no_grad(), parameter.copy_(value). Or use engine='sequential'."
+                )
+
     # ------------------------------------------------------------------ logging
 
     def _log(self, *args: Any, **kwargs: Any) -> None:

@@ -348,6 +348,21 @@ def test_a_step_that_draws_from_its_own_stream_later_stops_by_name(module: Any, 
         run("vectorized", module, EVEN, max_rounds=2)
 
 
+class LaterData(Ordinary):
+    """Assigns to a parameter's data from the third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            self.head.weight.data = self.head.weight.data * 0.9
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_assigns_to_data_later_stops_by_name() -> None:
+    """With one client at a time, its optimizer would go on with the old numbers."""
+    with pytest.raises(FederatedError, match=r"assigns to \.data of the parameter 'head\.weight', and did not"):
+        run("vectorized", LaterData, partial(data, (16, 16, 16, 16)), chunk_size=1, max_rounds=1)
+
+
 class WithMetric(Ordinary):
     def __init__(self) -> None:
         super().__init__(PLAIN)
