@@ -193,17 +193,14 @@ def values_in(value: Any, left: list[int] | None = None, above: tuple[int, ...] 
     """Yield a value and its contents, to the depth of :func:`marks`; ``above`` are the ids of what contains it."""
     left = [_MOST] if left is None else left  # number of values that may still be inspected
     inner = _inside(value)
-    is_open = inner is not None and _may_open(value, inner, left, above)
+    may_open = len(above) < _DEPTH and id(value) not in above
+    is_open = inner is not None and may_open and left[0] >= len(inner)
     if inner is None or is_open:
         yield value
     if is_open:
         left[0] -= len(inner)
         for part in inner.values() if isinstance(inner, Mapping) else inner:
             yield from values_in(part, left, (*above, id(value)))
-
-
-def _may_open(value: Any, inner: Any, left: list[int], above: tuple[int, ...]) -> bool:
-    return len(above) < _DEPTH and left[0] >= len(inner) and id(value) not in above
 
 
 def _inside(value: Any) -> Any:
@@ -270,7 +267,7 @@ def describe(
     inner = _inside(value)
     if inner is None:
         return id(value)
-    if not _may_open(value, inner, left, above):
+    if len(above) >= _DEPTH or id(value) in above or left[0] < len(inner):
         return id(value), len(inner)
     left[0] -= len(inner)
     who = type(value).__name__ if alive is None else id(value)
