@@ -20,7 +20,8 @@ class FedBN(Algorithm):
         x \leftarrow \sum_i p_i u_i
 
     :math:`b_i` are the scales, shifts and running statistics of the module's BatchNorm layers, which are neither sent
-    nor averaged. The server model keeps those of :math:`x^0`, so evaluate the clients' personal models.
+    nor averaged. The server model keeps those of :math:`x^0`, so evaluate the clients' personal models. :math:`p_i` are
+    the shares of examples; the authors average uniformly, as with ``FederatedTrainer(weighting="uniform")``.
 
     Raises:
         FederatedError: When the fit starts, if the module has no BatchNorm layer.

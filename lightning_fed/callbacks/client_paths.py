@@ -114,7 +114,8 @@ class LocalIterates(_StepPaths):
 
     ``iterates/round_<completed rounds>.csv`` in the log directory has a row for every iterate :math:`y_{i,k}`: client,
     step, and the parameters x0, x1, ... in flat order. The server's model has the name "server", with step 0 before the
-    round and 1 after it. It needs the engine "sequential", which knows single steps.
+    round and 1 after it. Several processes list their clients one after another. It needs the engine "sequential",
+    which knows single steps.
 
     Args:
         every_n_rounds: Write in every n-th round.

@@ -32,7 +32,8 @@ _OPAQUE = (type, nn.Module, types.ModuleType, types.FunctionType, types.BuiltinF
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "torchmetrics", "lightning_fed")
 _PLAIN = frozenset({int, str, bool, type(None)})
-_DEPTH = 4  # nesting of collections
+_DEPTH = 20  # nesting of collections, such as a configuration
+_CLOSED = (0,) * _DEPTH  # the ids above a value that is not looked into
 _MOST = 1_000  # values inspected in one attribute; larger collections are described by length
 _SMALL = 2**14  # tensors up to this size are compared in full
 
@@ -188,17 +189,18 @@ def class_data(cls: type) -> dict[str, Any]:
 # ------------------------------------------------------------------ parts of a value
 
 
-def values_in(value: Any, left: list[int] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield a value and its contents, to the depth of :func:`marks`."""
+def values_in(value: Any, left: list[int] | None = None, above: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield a value and its contents, to the depth of :func:`marks`; ``above`` are the ids of what contains it."""
     left = [_MOST] if left is None else left  # number of values that may still be inspected
     inner = _inside(value)
-    is_open = inner is not None and depth > 0 and left[0] >= len(inner)
+    may_open = len(above) < _DEPTH and id(value) not in above
+    is_open = inner is not None and may_open and left[0] >= len(inner)
     if inner is None or is_open:
         yield value
     if is_open:
         left[0] -= len(inner)
         for part in inner.values() if isinstance(inner, Mapping) else inner:
-            yield from values_in(part, left, depth - 1)
+            yield from values_in(part, left, (*above, id(value)))
 
 
 def _inside(value: Any) -> Any:
@@ -236,7 +238,9 @@ def slots_in(value: Any) -> dict[str, Any]:
     return {name: own for name, own in found.items() if own is not missing}
 
 
-def describe(value: Any, alive: list[Any] | None = None, left: list[int] | None = None, depth: int = _DEPTH) -> Any:
+def describe(
+    value: Any, alive: list[Any] | None = None, left: list[int] | None = None, above: tuple[int, ...] = ()
+) -> Any:
     """Return a description that is equal for equal values: numbers of tensors, contents of collections, else ids.
 
     With a list of ``alive`` objects, which must live as long as the description, it is unique to the object, and
@@ -263,18 +267,18 @@ def describe(value: Any, alive: list[Any] | None = None, left: list[int] | None 
     inner = _inside(value)
     if inner is None:
         return id(value)
-    if depth == 0 or left[0] < len(inner):
+    if len(above) >= _DEPTH or id(value) in above or left[0] < len(inner):
         return id(value), len(inner)
     left[0] -= len(inner)
     who = type(value).__name__ if alive is None else id(value)
     if isinstance(inner, (set, frozenset)):
-        return who, frozenset(describe(part, alive, left, 0) for part in inner)
-    found = [who]
+        return who, frozenset(describe(part, alive, left, _CLOSED) for part in inner)
+    found, above = [who], (*above, id(value))
     for part in inner.items() if isinstance(inner, Mapping) else inner:
         if isinstance(inner, Mapping):
-            found.append(describe(part[0], alive, left, 0))
+            found.append(describe(part[0], alive, left, _CLOSED))
             part = part[1]
-        found.append(describe(part, alive, left, depth - 1))
+        found.append(describe(part, alive, left, above))
     return tuple(found)
 
 

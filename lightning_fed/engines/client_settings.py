@@ -55,9 +55,9 @@ class ClientSettings:
     compared if no callback of the user has such a hook: those of this package set nothing.
 
     Settings are the inputs of local work: attributes of the module and its submodules, including collections, tensors
-    and the training mode, frozen parameters and ``requires_grad``, options of the local optimizer, and attributes of
-    the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and the data module. Trained parameters
-    and buffers are not compared: every client starts from the server's.
+    and the training mode, frozen parameters, options of the local optimizer, and attributes of the method, its base
+    optimizer, the trainer (such as ``gradient_clip_val``) and the data module. Trained parameters and buffers are not
+    compared: every client starts from the server's.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
@@ -105,15 +105,7 @@ class ClientSettings:
             for kind, name in _differing(_without_data(before), _without_data(now)):
                 raise self._refusal(f"a hook changes {self._name(kind, name)} before client {client_id!r}", other)
             return set()
-        differing = _differing(self._at_start, _without_data(now))
-        for kind, name in differing:
-            if kind == "requires_grad":
-                raise OnlySequentialError(
-                    "engine='vectorized' trains the parameters that required a gradient when the round began, and a"
-                    f" hook changes {self._name(kind, name)} before client {client_id!r}. Leave it as it is, or use"
-                    " engine='sequential'."
-                )
-        kinds = {kind for kind, _ in differing}
+        kinds = {kind for kind, _ in _differing(self._at_start, _without_data(now))}
         return kinds if self._buffers == self._buffers_now() else {*kinds, "buffer"}
 
     def worked(self) -> None:
@@ -145,8 +137,6 @@ class ClientSettings:
             return f"the attribute {name!r} of {type(self.module).__name__}"
         if kind == "parameter":
             return f"the frozen parameter {name!r} of {type(self.module).__name__}"
-        if kind == "requires_grad":
-            return f"requires_grad of the parameter {name!r}"
         if kind == "optimizer":
             group, _, option = name.partition(".")
             of_group = f" in its group {group}" if len(self._prepared.optimizer.param_groups) > 1 else ""
@@ -167,7 +157,6 @@ class ClientSettings:
                 start = f"{name}." if name else ""
                 found |= {("module", start + key): value for key, value in _attributes(part)}
         for name, p in self.module.named_parameters():
-            found["requires_grad", name] = p.requires_grad
             if id(p) not in self._trained:
                 found["parameter", name] = numbers_in(p)
         for number, group in enumerate(self._prepared.optimizer.param_groups):
@@ -210,7 +199,6 @@ class SettingsSnapshot:
             self._snapshot.add_attributes(trainer.datamodule)
         self._snapshot.add_attributes(trainer, *_TRAINER)
         self._snapshot.add_attributes(trainer.fit_loop, "corrected_clip")
-        self._requires_grad = [(p, p.requires_grad) for p in prepared.module.parameters()]
         trained = set(map(id, prepared.flat.params))
         parameters: Any = prepared.module.named_parameters()
         tensors: list[tuple[str, Tensor]] = [(name, p) for name, p in parameters if id(p) not in trained]
@@ -221,7 +209,6 @@ class SettingsSnapshot:
     def keep_changed(self, hook: str) -> None:
         """Forget what a hook has not changed, so that only its changes are restored; raise for a large tensor."""
         self._snapshot.keep_changed()
-        self._requires_grad = [(p, value) for p, value in self._requires_grad if p.requires_grad != value]
         self._small = [(tensor, held) for tensor, held in self._small if numbers_in(tensor) != numbers_in(held)]
         for name, tensor, numbers in self._large:
             if numbers_in(tensor) != numbers:
@@ -238,8 +225,6 @@ class SettingsSnapshot:
         Raise for a changed large tensor, since it has no copy.
         """
         self._snapshot.restore()
-        for p, value in self._requires_grad:
-            p.requires_grad_(value)
         with torch.no_grad():
             for tensor, numbers in self._small:
                 tensor.copy_(numbers)

@@ -17,8 +17,8 @@ from lightning_fed.engines.batch_hooks import overridden_hooks
 from lightning_fed.engines.changes import changed, marks, tensor_marks
 from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
-from lightning_fed.engines.vectorized.module_step import ModuleStep
-from lightning_fed.engines.vectorized.trial import OwnStreams, hooked_parameter
+from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStreams
+from lightning_fed.engines.vectorized.trial import hooked_parameter
 from lightning_fed.server.aggregation.privacy import gaussian_noise
 from lightning_fed.server.client_privacy import ClientPrivacy
 

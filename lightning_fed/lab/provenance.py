@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -51,8 +51,21 @@ def checksums(files: set[str], root: str) -> dict[str, str]:
     return {Path(path).relative_to(os.path.abspath(root)).as_posix(): _sha256(path) for path in sorted(files)}
 
 
-@lru_cache(maxsize=256)
+def changed_file(sums: Mapping[str, str], root: str) -> str | None:
+    """Return the first file that has another SHA-256 now than in :func:`checksums`, None if there is none.
+
+    Files that are no longer there have not changed: a finished cell does without.
+    """
+    paths = {os.path.join(os.path.abspath(root), name): value for name, value in sums.items()}
+    return next((path for path, value in paths.items() if os.path.isfile(path) and _sha256(path) != value), None)
+
+
 def _sha256(path: str) -> str:
+    return _digest(path, os.stat(path).st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _digest(path: str, changed: int) -> str:
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while part := file.read(1 << 20):

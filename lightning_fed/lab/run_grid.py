@@ -5,10 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.adding import EitherCells
-from lightning_fed.lab.configurations import Configurations
+from lightning_fed.lab.configurations import Configurations, with_root
 from lightning_fed.lab.experiment import Experiment
 from lightning_fed.lab.grid import Cell, Grid
+from lightning_fed.lab.overlays import Config
+from lightning_fed.lab.provenance import changed_file
 from lightning_fed.lab.quantities import COSTS
 from lightning_fed.lab.records import Record
 from lightning_fed.lab.results import Cells, Results
@@ -56,12 +59,16 @@ def run_grid(
     """
     configurations, jobs = Configurations(), dict[Cell, Job]()
     stored = StoredCells(store, jobs)
-    results = Results(grid, stored if published is None else EitherCells(published, stored))
-    seeds = range(grid.choice_seeds)
-    first = chain.from_iterable(grid.cells(point, tuned, seeds) for point in grid.points for tuned in grid.tuned(point))
+    finished: Cells = stored if published is None else EitherCells(published, stored)
+    results, seeds = Results(grid, finished), range(grid.choice_seeds)
+    each = (grid.cells(point, tuned, seeds) for point in grid.points for tuned in grid.tuned(point))
+    first = list(chain.from_iterable(each))
     try:
         jobs.update(_jobs_of(grid, _without(published, first), configurations))
         left = [job for job in {job.key: job for job in jobs.values()}.values() if not store.has(job.key)]
+        for cell in first:  # published cells alone may be shown without their data
+            if (record := (finished if left else stored).record(cell)) is not None:
+                _check_data(str(cell), record, grid.config(cell), data_root)
         check_jobs(left, configurations)
         probe_jobs(left, grid.experiment.metrics, _costs(grid.experiment), workers, data_root)
         run_jobs(jobs.values(), store, workers, data_root)
@@ -78,6 +85,17 @@ def run_grid(
     finally:
         workers.close()
     return results
+
+
+def _check_data(name: str, record: Record, config: Config, data_root: str | None) -> None:
+    """Raise if a finished cell has read other data files than there are now."""
+    root = (with_root(config, data_root)["data"].get("init_args") or {}).get("root")
+    path = None if root is None else changed_file(record.data, root)
+    if path is not None:
+        raise FederatedError(
+            f"{name} was run before {path} was changed: the file had another SHA-256. Cells with other data cannot be"
+            " compared. Put the file back, or run all cells again in another folder with --out, without --published."
+        )
 
 
 def _without(published: Cells | None, cells: Iterable[Cell]) -> list[Cell]:

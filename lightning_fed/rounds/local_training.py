@@ -355,6 +355,7 @@ class LocalTraining:
         call_round_hook(self.trainer, "on_client_start", self._round, client_id)
         if held is not None:
             held.keep_changed("on_client_start")
+            self.engine.prepared.check_parameters()
         if before is None:
             return
         name, kind = changed(before, marks(module)), "attribute"
@@ -445,6 +446,8 @@ class LocalTraining:
             if self._reads:
                 self._seed_hooks(Purpose.HOOKS_AFTER_CLIENT, result.participants[rows[client_id]].index)
             call_round_hook(self.trainer, "on_client_end", result.reports[rows[client_id]])
+            if self._reads:
+                self.engine.prepared.check_parameters()
             self._ended += 1
             if self._ended < len(rows) - len(result.faults):  # others trained together with it
                 self.engine.client_ended(client_id)

@@ -61,6 +61,8 @@ class Rounds:
         if self.work.measure_on_sites is None:
             measure = partial(self._losses_here, losses_of)
         with self.work.split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
+            if ranks.size > 1 or self.work.split.size > 1:
+                self._check_drawn(list(clients))
             mine = clients[ranks.rank :: ranks.size]
             parts = ranks.exchange(lambda: (measure(list(filter(self._has_examples, mine))), [()] * ranks.size))
         found = {client_id: loss for part, _ in parts for client_id, loss in part.items()}
@@ -127,6 +129,19 @@ class Rounds:
         assert self.current_round is not None
         return self.current_round, statuses
 
+    def _check_drawn(self, drawn: object) -> None:
+        """Raise if other processes have drawn or planned something else for the round; all must call it."""
+        gather = self.work.split.gather if self.ranks.size == 1 else self.ranks.gather
+        first, *others = gather(drawn)
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise FederatedError(
+                    f"Process {rank} has other clients in round {self.server.round} than process 0, or other sizes or"
+                    " local steps of them. Let a sampler and heterogeneity draw from (seed, round), and clients' data"
+                    " from their ids: a global generator, the time and the rank differ between processes. Hooks must"
+                    " change settings alike in all processes."
+                )
+
     def leave(self) -> None:
         """Release the current round."""
         self.current_round, self._cohort = None, DrawnCohort()
@@ -155,8 +170,8 @@ class Rounds:
             )
             transfer = shared if shared.moves else None
         with split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
-            if split.size > 1:
-                _check_drawn(split.gather(_drawn(half)), server.round)
+            if ranks.size > 1 or split.size > 1:  # before others wait for clients' states
+                self._check_drawn(_drawn(half))
             self.work.begin(server.round, mine, reads_later=ranks.size == 1)
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
@@ -166,8 +181,6 @@ class Rounds:
                 self._restart = min(restarts, key=lambda restart: restart.chunk_size or 0, default=None)
                 if restarts:
                     return None
-                if ranks.size > 1:
-                    _check_drawn([part["drawn"] for part in parts], server.round)
                 if task.phase == TRAIN:
                     if transfer is not None:
                         transfer.take_back([part["returning"] for part in parts], received)
@@ -207,7 +220,7 @@ class Rounds:
             if transfer is not None:
                 transfer.wait()
             return {"restart": restart}, [()] * ranks.size
-        part: dict[str, Any] = {**half.partial(), "drawn": _drawn(half)} if ranks.size > 1 else {}
+        part: dict[str, Any] = half.partial() if ranks.size > 1 else {}
         if not trains:
             return part, [()] * ranks.size
         work.end_training()
@@ -219,15 +232,3 @@ def _drawn(half: ServerRound) -> int:
     """Return a checksum of the clients of a round, with their sizes and steps."""
     asked = (*half.members.values(), *half.gradient_members.values())
     return hash(tuple([(member.index, member.size, member.steps) for member in asked]))  # alike in all processes
-
-
-def _check_drawn(drawn: Sequence[int], round: int) -> None:
-    """Raise if processes have drawn or planned something else for a round, given each one's :func:`_drawn`."""
-    for rank, other in enumerate(drawn):
-        if other != drawn[0]:
-            raise FederatedError(
-                f"Process {rank} has other clients in round {round} than process 0, or other sizes or local steps of"
-                " them. Let a sampler and heterogeneity draw from (seed, round), and clients' data from their ids: a"
-                " global generator, the time and the rank differ between processes. Hooks must change settings alike in"
-                " all processes."
-            )

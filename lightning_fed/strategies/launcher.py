@@ -3,6 +3,7 @@
 import copy
 import multiprocessing
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from lightning_fed.compat.private import Tqdm, TrainerFn, _MultiProcessingLaunch
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.stopping import OtherProcessError
 
+_NO_SCRIPT = ("", "-", "-c")  # sys.argv[0] of a program that is not in a file
 _LARGEST = 2**15  # size limit of an exception in bytes, so that a pipe takes it without a reader
 
 
@@ -92,10 +94,20 @@ class RoundLauncher(_MultiProcessingLauncher):
 
 
 def adopt_launcher(trainer: pl.Trainer) -> None:
-    """Make a trainer that starts processes from Python use :class:`RoundLauncher`."""
+    """Make a trainer that starts processes from Python use :class:`RoundLauncher`.
+
+    Raise if the others would run a script again, and there is none.
+    """
     launcher = trainer.strategy.launcher
     if type(launcher) is _MultiProcessingLauncher:
         launcher.__class__ = RoundLauncher
+    elif launcher is not None and trainer.num_devices > 1 and sys.argv[0] in _NO_SCRIPT:
+        name = getattr(trainer.strategy, "strategy_name", "ddp")
+        raise FederatedError(
+            f"strategy={name!r} starts its other processes by running the script again, found a program that is not in"
+            f" a file (python -c, or from standard input). Write it to a file and run that, or pass"
+            f" strategy='{name}_fork', which starts them from Python."
+        )
 
 
 def _settle_in_fork() -> None:

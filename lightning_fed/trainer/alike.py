@@ -4,22 +4,29 @@ import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import options_of
-from lightning_fed.core.plain import plain_options
+from lightning_fed.core.plain import as_plain, plain_options
+from lightning_fed.core.seeds import preserved_random_state, seed_global
 from lightning_fed.data.batches.batches import TensorBatches
+from lightning_fed.data.batches.evaluation import are_several
+from lightning_fed.data.batches.random_states import RandomStates
+from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.participation import Population
 from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.processes import Ranks
 
-_ROWS = 100  # of one client's examples, which are compared
+_ROWS = 100  # of one client's examples, which are compared if they are tensors
+_READ = 10  # of others, which are read one by one
 _DEVICE = re.compile(r", device='[^']*'")  # in the text of a tensor
-_UNSHOWN = ("seed", "clients", "sizes", "examples", "parameters")  # secret, long, or checksums
+_UNSHOWN = ("seed", "clients", "sizes", "examples", "validation examples", "parameters")  # secret, long, or checksums
 
 
 def check_alike(
@@ -65,7 +72,7 @@ def _described(prepared: PreparedModule, population: Population, notes: Mapping[
         "server_optimizer": repr(settings.server_optimizer),
         "local optimizer": repr(options_of(prepared.optimizer.base)),
         "clients": _checksum(repr(ids if isinstance(ids, range) else list(ids)).encode()),
-        "examples": _examples(prepared, population),
+        **_examples(trainer.datamodule, population),
         **settings.transport(),
         **notes,
     }
@@ -73,17 +80,36 @@ def _described(prepared: PreparedModule, population: Population, notes: Mapping[
     return {name: _DEVICE.sub("", text) for name, text in found.items() if " at 0x" not in text}
 
 
-def _examples(prepared: PreparedModule, population: Population) -> str:
-    """Return a checksum of some of one client's examples, if they are tensors in memory."""
-    if not population.sizes_are_known:
-        return ""  # clients are built when they train
-    data, batches = prepared.trainer.datamodule, None
-    with suppress(Exception):  # raised again when the client trains, which may be dropped
-        batches = TensorBatches.of(data.client_dataset(population[0]), data.batch_settings)
-    if batches is None:
+def _examples(data: FederatedDataModule, population: Population) -> dict[str, str]:
+    """Return checksums of some of one client's examples, if they are known at the start, and of validation data."""
+    found = {"examples": "", "validation examples": ""}
+    with suppress(Exception):  # raised again when the client trains, which may be dropped, or at the validation
+        parts: Any = data.val if are_several(data.val) else [data.val]
+        found["validation examples"] = " ".join(_some_of(part, data) for part in parts)
+    with suppress(Exception):
+        if population.sizes_are_known:  # or clients are built when they train
+            found["examples"] = _some_of(data.client_dataset(population[0]), data)
+            found["validation examples"] += _some_of(data.client_val_dataset(population[0]), data)
+    return found
+
+
+def _some_of(dataset: Any, data: FederatedDataModule) -> str:
+    """Return a checksum of some examples, or nothing if they are drawn when they are read."""
+    dataset = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    if dataset is None or not hasattr(dataset, "__len__"):
         return ""
-    rows = batches.stored_rows()[:_ROWS]
-    return _checksum(b"".join(_bytes(tensor[rows.to(tensor.device)]) for tensor in batches.tensors))
+    count, batches = len(dataset), TensorBatches.of(dataset, data.batch_settings)
+    if batches is not None:
+        rows = batches.stored_rows()[:_ROWS]
+        return f"{count} {_checksum(b''.join(_bytes(t[rows.to(t.device)]) for t in batches.tensors))}"
+    if RandomStates(dataset):
+        return ""
+    readings = []
+    with preserved_random_state():
+        for seed in range(2):  # alike in all processes
+            seed_global(seed)
+            readings.append(repr([as_plain(dataset[k]) for k in range(min(_READ, count))]))
+    return f"{count} {_checksum(readings[0].encode())}" if readings[0] == readings[1] else ""
 
 
 def _bytes(tensor: Tensor) -> bytes:

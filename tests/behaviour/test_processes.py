@@ -543,6 +543,13 @@ def test_the_command_line_starts_processes() -> None:
     assert_close(dict(one), dict(two), rtol=1e-4)
 
 
+WRITES_THREADS = """
+    # to a file each, since both processes write to one output, at any time
+    import os, pathlib, torch
+    pathlib.Path("threads-" + os.environ.get("LOCAL_RANK", "0")).write_text(str(torch.get_num_threads()))
+"""
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("given", [None, 2])
 def test_threads_are_shared_unless_their_number_is_given(
@@ -552,11 +559,10 @@ def test_threads_are_shared_unless_their_number_is_given(
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", str(given))
     script = tmp_path / "script.py"
-    script.write_text(
-        SCRIPT.replace("STRATEGY", "clients") + "    import torch\n    print('threads', torch.get_num_threads())\n"
-    )
+    script.write_text(SCRIPT.replace("STRATEGY", "clients") + WRITES_THREADS)
+    started(str(script))
     share = given or max(1, len(os.sched_getaffinity(0)) // 2)
-    assert started(str(script)).count(f"threads {share}") == 2
+    assert [Path(f"threads-{rank}").read_text() for rank in "01"] == [str(share)] * 2
 
 
 def test_the_strategy_may_be_given_as_an_object() -> None:

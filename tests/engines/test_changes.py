@@ -32,6 +32,27 @@ def test_marks_and_snapshots_look_into_collections_and_plain_objects() -> None:
     assert marks(module) == marks(module)
 
 
+class Node:
+    """A part of a configuration that knows its parent, as those of OmegaConf do."""
+
+    def __init__(self, parent: "Node | None" = None) -> None:
+        self.parent, self.children, self.value = parent, list["Node"](), 0.0
+
+
+def test_marks_and_snapshots_look_into_deep_configurations() -> None:
+    module = nn.Linear(2, 2)
+    module.root = leaf = Node()
+    for _ in range(5):
+        leaf.children.append(Node(leaf))
+        leaf = leaf.children[0]
+    before, snapshot = marks(module), Snapshot([module])
+    assert marks(module) == before
+    leaf.value = 1.0
+    assert marks(module) != before
+    snapshot.restore()
+    assert leaf.value == 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Slotted:
     value: float

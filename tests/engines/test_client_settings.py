@@ -43,6 +43,7 @@ class Adjustable(Ordinary):
         super().__init__(optimizer)
         self.factor, self.numbers, self.table = 1.0, torch.ones(CLASSES), {"deep": [1.0]}
         self.hparams.factor = 1.0
+        self.hparams.config = {"model": {"head": {"loss": {"scale": {"of": {"logits": 1.0}}}}}}
         self.options = Options()
         self.frozen = nn.Linear(1, 1, bias=False).requires_grad_(False)
         nn.init.ones_(self.frozen.weight)
@@ -58,6 +59,7 @@ class Adjustable(Ordinary):
             * self.frozen.weight.view(())
             * self.inner.factor
             * self.options.factor
+            * self.hparams.config["model"]["head"]["loss"]["scale"]["of"]["logits"]
             * (1 if self.doubling.training else 2)
         )
         loss = F.cross_entropy(out, batch[1])
@@ -129,6 +131,10 @@ def hyper_parameter(trainer: Any, module: Any, value: float) -> None:
     module.hparams.factor = value
 
 
+def configuration(trainer: Any, module: Any, value: float) -> None:
+    module.hparams.config["model"]["head"]["loss"]["scale"]["of"]["logits"] = value
+
+
 def frozen(trainer: Any, module: Any, value: float) -> None:
     with torch.no_grad():
         module.frozen.weight.fill_(value)
@@ -150,10 +156,6 @@ def forward_hook(trainer: Any, module: Any, value: float) -> None:
 
 def doubled(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
     return 2 * output
-
-
-def trainable(trainer: Any, module: Any, value: float) -> None:
-    module.head.bias.requires_grad_(value == 1.0)
 
 
 def rate(trainer: Any, module: Any, value: float) -> None:
@@ -188,11 +190,11 @@ SETTERS: dict[Setter, str] = {
     tensor_in_place: "the attribute 'numbers' of Adjustable",
     collection: "the attribute 'table' of Adjustable",
     hyper_parameter: "the attribute '_hparams' of Adjustable",
+    configuration: "the attribute '_hparams' of Adjustable",
     frozen: "the frozen parameter 'frozen.weight' of Adjustable",
     mode: "the attribute 'doubling.training' of Adjustable",
     submodule: "the attribute '_modules' of Adjustable",
     forward_hook: "the attribute 'last._forward_hooks' of Adjustable",
-    trainable: "requires_grad of the parameter 'head.bias'",
     rate: "the learning rate of the local optimizer",
     momentum: "the option 'momentum' of the local optimizer",
     decay: "the option 'weight_decay' of the local optimizer",
@@ -200,7 +202,7 @@ SETTERS: dict[Setter, str] = {
     clip: "trainer.gradient_clip_val",
     data_module: "trainer.datamodule.shift",
 }
-HARMLESS_ALONE = (data_module, trainable)  # the first is read again for every chunk, the other is refused at once
+HARMLESS_ALONE = (data_module,)  # it is read again for every chunk
 
 
 def options_of(setter: Setter) -> dict[str, Any]:
@@ -217,9 +219,9 @@ def setting(setter: Setter, value: Callable[[int, int], float], **options: Any) 
     return start
 
 
-@pytest.mark.parametrize("setter", few(SETTERS, [attribute, slot, rate, trainable]))
+@pytest.mark.parametrize("setter", few(SETTERS, [attribute, slot, rate]))
 def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
-    start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=2 if setter is not trainable else 1)
+    start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=2)
     with pytest.warns(UserWarning, match=RESTARTS) as said:
         found = start(engine="auto")
     (text,) = [str(warning.message) for warning in said if RESTARTS in str(warning.message)]
@@ -229,7 +231,7 @@ def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
 
 
 @pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
-@pytest.mark.parametrize("setter", few(SETTERS, [nested, new_tensor, momentum]))
+@pytest.mark.parametrize("setter", few(SETTERS, [nested, configuration, new_tensor, momentum]))
 def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=1)
     if setter is data_module and "chunk_size" in engine:
@@ -241,7 +243,7 @@ def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dic
 
 @pytest.mark.filterwarnings("error:engine='auto' restarts")
 @pytest.mark.parametrize("engine", few([*VECTORIZED, {"engine": "auto"}], VECTORIZED[1:]), ids=str)
-@pytest.mark.parametrize("setter", few([s for s in SETTERS if s is not trainable], [attribute, rate]))
+@pytest.mark.parametrize("setter", few(SETTERS, [attribute, rate]))
 def test_all_clients_may_get_the_same_value(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda _, round: (1.0, 2.0, 2.0, 1.0)[round], max_rounds=4, clients_per_round=3)
     found = start(**engine)
@@ -276,6 +278,19 @@ def test_a_module_that_cannot_be_vectorized_with_the_new_value_restarts() -> Non
     with pytest.warns(UserWarning, match=r"restarts round 1 with 'sequential'.*cannot take Branches.training_step"):
         found = start(engine="auto")
     assert_agree(found, start(engine="sequential"))
+
+
+def trainable(trainer: Any, module: Any, value: float) -> None:
+    module.head.bias.requires_grad_(value == 1.0)
+
+
+@pytest.mark.parametrize("hook", ["on_client_start", "on_client_end"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_parameter_that_a_hook_freezes_for_clients_is_refused(hook: str, engine: str) -> None:
+    """A method would still correct its gradient of zero, and move it."""
+    callback = Sets(trainable, lambda client, _: float(client == 0), hook)
+    with pytest.raises(FederatedError, match=r"A hook has frozen the parameter 'head\.bias'"):
+        run(engine, make=Adjustable, algorithm=Scaffold(), datamodule=EVEN, callbacks=[callback], max_rounds=1)
 
 
 # ---------------------------------------------------------------------- for one client alone
@@ -352,7 +367,7 @@ def test_what_a_hook_has_set_is_put_back_if_the_round_is_left(hook: str) -> None
     assert module.factor == 1.0
 
 
-@pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, slot, rate]))
+@pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, configuration, slot, rate]))
 def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> None:
     callback = OnlyFor(setter)
     options = {**options_of(setter), "max_rounds": 2}

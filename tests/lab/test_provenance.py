@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from lightning_fed import FederatedError
 from lightning_fed.lab.provenance import checksums, commit, files_read
 from tests.helpers.lab import Write, run
 
@@ -51,7 +53,14 @@ def test_every_cell_has_the_checksums_of_its_data_read_by_it_or_before(write: Wr
     }
     results, ran = run(write(base=base, metrics={"val_loss": {"mode": "min"}}), tmp_path / "out")
     assert len(ran) == 2
-    known = hashlib.sha256((tmp_path / "concrete" / "Concrete_Data.csv").read_bytes()).hexdigest()
+    file = tmp_path / "concrete" / "Concrete_Data.csv"
+    known = hashlib.sha256(file.read_bytes()).hexdigest()
     for point in results.grid.points:
         (record,) = results.records(point)
         assert dict(record.data) == {"concrete/Concrete_Data.csv": known}
+    before = file.read_text()
+    file.write_text(before.replace("6", "5"))
+    with pytest.raises(FederatedError, match=r"was run before .*Concrete_Data.csv was changed: .*with --out"):
+        run(write(base=base, metrics={"val_loss": {"mode": "min"}}), tmp_path / "out")
+    file.write_text(before)
+    assert run(write(base=base, metrics={"val_loss": {"mode": "min"}}), tmp_path / "out")[1] == []

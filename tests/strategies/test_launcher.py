@@ -210,3 +210,15 @@ def test_a_process_of_a_group_is_not_forked() -> None:
     run = trainer(**TWO, strategy="clients_fork", max_rounds=1)
     run.fit(seeded(), data())
     assert run.fit_loop.round == 1
+
+
+@pytest.mark.parametrize("strategy", ["clients", "ddp"])
+@pytest.mark.parametrize("program", ["-c", "-", ""])
+def test_processes_that_would_run_no_script_are_refused(
+    strategy: str, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [program])
+    with pytest.raises(FederatedError, match=f"strategy='{strategy}' starts.*pass strategy='{strategy}_fork'"):
+        trainer(strategy=strategy, **TWO)
+    trainer(strategy=f"{strategy}_fork", **TWO)
+    trainer(strategy=strategy, accelerator="cpu", devices=1)

@@ -5,29 +5,34 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import FedProx
+from lightning_fed.algorithms import FedProx, Scaffold
 from lightning_fed.trainer.alike import _DEVICE
 from tests.helpers.engines import Ordinary
 from tests.helpers.processes import in_processes
-from tests.helpers.training import classification, clients, data, trainer
+from tests.helpers.training import CLASSES, FEATURES, classification, clients, data, trainer
 
 FIRST, SECOND = (9, 4, 6, 8, 5, 7), (4, 9, 6, 8, 5, 7)
 
 
 def fit(
-    strategy: str = "clients", datamodule: FederatedDataModule | None = None, lr: float = 0.1, **options: Any
+    strategy: str = "clients",
+    datamodule: FederatedDataModule | None = None,
+    lr: float = 0.1,
+    module: Any = None,
+    **options: Any,
 ) -> str:
     """Return the error of a fit."""
     fitted = trainer(strategy=strategy, devices=2, limit_val_batches=0, **options)
     try:
-        fitted.fit(
-            Ordinary(lambda params: torch.optim.SGD(params, lr)), data(FIRST) if datamodule is None else datamodule
-        )
+        module = Ordinary(lambda params: torch.optim.SGD(params, lr)) if module is None else module
+        fitted.fit(module, data(FIRST) if datamodule is None else datamodule)
     except FederatedError as error:
         return str(error)
     return ""
@@ -40,11 +45,39 @@ def shuffled(seed: int) -> FederatedDataModule:
     return FederatedDataModule([TensorDataset(*(t[order] for t in first.tensors)), *others], batch_size=4)
 
 
+class Arrays(Dataset[Any]):
+    """Examples in NumPy arrays, each of which may be drawn anew when it is read."""
+
+    def __init__(self, seed: int, noise: float = 0.0) -> None:
+        self.x, self.noise = np.random.default_rng(seed).normal(size=(9, FEATURES)), noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.x[index] + self.noise * np.random.normal(), "y": index % CLASSES}
+
+
+class Named(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch["x"].float(), batch["y"]], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def named(seed: int, noise: float = 0.0) -> str:
+    """Fit with examples of which each process may have others."""
+    return fit(module=Named(), datamodule=FederatedDataModule([Arrays(seed, noise)] * 6, batch_size=4))
+
+
 CASES: dict[str, tuple[Callable[[int], str], str]] = {
     "seed": (lambda rank: fit(seed=rank), "another seed"),
     "seed, ddp": (lambda rank: fit("ddp", seed=rank), "another seed"),
     "sizes": (lambda rank: fit(datamodule=data(SECOND if rank else FIRST)), "other sizes"),
     "examples": (lambda rank: fit(datamodule=shuffled(rank)), "other examples"),
+    "arrays": (named, "other examples"),
+    "validation": (lambda rank: fit(datamodule=data(FIRST, val=classification(9, rank))), "other validation examples"),
     "rate": (lambda rank: fit(lr=0.1 + rank), "'lr': 1.1"),
     "method": (lambda rank: fit(algorithm=FedProx(1.0 + rank)), "options={'mu': 2.0, 'adaptive': None} (process 0 has"),
     "rounds": (lambda rank: fit(max_rounds=2 + rank), "max_rounds=3 (process 0 has 2)"),
@@ -79,9 +112,31 @@ def by_rank(strategy: str, rank: int) -> str:
     return fit(strategy, sampler=lambda seed, round: [0, 1 + (rank if round else 0)])
 
 
+def awaits_a_state(rank: int) -> str:
+    """Fit with a sampler after whose draws one process alone waits for a state of the other."""
+    drawn = [0, 2, 4] if rank else [0]
+    options: dict[str, Any] = {"algorithm": Scaffold(), "local_epochs": 7}
+    return fit(datamodule=data((16,) * 6), sampler=lambda _, round: drawn if round else range(6), **options)
+
+
+class AsksByRank:
+    """A sampler that asks for losses of clients in process 0 alone, after the first round."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def needs_losses_of(self, seed: int, round: int, population: Any) -> list[int]:
+        return [] if round and self.rank else [0, 1]
+
+    def __call__(self, seed: int, round: int, population: Any, losses: Any) -> list[int]:
+        return [0, 1]
+
+
 DRAWN: dict[str, tuple[Callable[[int], str], int]] = {
     "sampler": (partial(by_rank, "clients"), 1),
     "sampler, ddp": (partial(by_rank, "ddp"), 1),
+    "sampler, states": (awaits_a_state, 1),
+    "sampler, losses": (lambda rank: fit(sampler=AsksByRank(rank)), 1),
     "sizes on demand": (lambda rank: fit(datamodule=demanded(rank)), 0),
     "a hook, ddp": (lambda rank: fit("ddp", callbacks=[Accumulates()]), 1),
 }
@@ -89,7 +144,8 @@ DRAWN: dict[str, tuple[Callable[[int], str], int]] = {
 
 def work() -> dict[str, str]:
     rank = int(os.environ["RANK"])
-    return {"alike": fit(), **{name: run(rank) for name, (run, _) in {**CASES, **DRAWN}.items()}}
+    fits = {name: run(rank) for name, (run, _) in {**CASES, **DRAWN}.items()}
+    return {"alike": fit(), "drawn": named(0, noise=1.0), **fits}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +171,7 @@ def test_processes_that_draw_other_clients_or_steps_end_by_name(name: str, error
 
 
 def test_processes_that_are_given_the_same_train(errors: list[dict[str, str]]) -> None:
-    assert [of_rank["alike"] for of_rank in errors] == ["", ""]
+    assert [(of_rank["alike"], of_rank["drawn"]) for of_rank in errors] == [("", "")] * 2
 
 
 def test_the_device_of_a_rate_is_no_difference() -> None:

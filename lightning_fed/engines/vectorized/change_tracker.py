@@ -21,7 +21,6 @@ class ChangeTracker:
         self._tensors = Marks()  # see begin_work
         self._worked = 0  # times that clients worked in this round
         self._in_a_row = 0  # consecutive rounds before which an attribute changed
-        self._has_warned = False
 
     def remember(self) -> None:
         """Record all attributes."""
@@ -81,20 +80,19 @@ class ChangeTracker:
         if name is None and (tensor := changed(tensors, tensor_marks(self.module, with_trained=False))) is not None:
             kind, _, name = tensor.partition(".")
         if name is not None:
-            raise FederatedError(
-                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
-                f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
-                " engine='sequential'."
-            )
+            raise self._refusal(kind, name)
 
     def end_round(self) -> None:
-        """Warn once of attributes that changed during clients' work."""
-        if self._has_warned or self._has_hooks or self._worked <= 1:
+        """Raise if later clients' work changed an attribute, whose value others of its chunk have not seen."""
+        if self._has_hooks or self._worked <= 1:
             return
         name = changed(self._marks, marks(self.module, self.algorithm))
         if name is not None:
-            self._has_warned = True
-            rank_zero_warn(
-                f"The attribute {name!r} of {type(self.module).__name__} changes while a round's clients train. With"
-                " engine='vectorized' their local steps use its value at the start of the round."
-            )
+            raise self._refusal("attribute", name)
+
+    def _refusal(self, kind: str, name: str) -> FederatedError:
+        return FederatedError(
+            f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
+            f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
+            " engine='sequential'."
+        )

@@ -261,7 +261,7 @@ class VectorizedEngine(Engine):
     def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:
         """Blame this engine for an error if the sequential one does the same work without it.
 
-        The trial step only covers one shape of batch.
+        The trial step only covers one shape of batch. A refusal by the sequential engine is raised in its place.
         """
         if cause is None or isinstance(cause, FederatedError):
             return
@@ -269,7 +269,9 @@ class VectorizedEngine(Engine):
         self.flat.restore()  # hooks may have bound the parameters to another client
         try:
             one_by_one(self._make_sequential())
-        except Exception:
+        except Exception as alone:
+            if isinstance(alone.__cause__, FederatedError):
+                raise alone from cause  # it names what the run does not offer
             return  # a client is to blame
         finally:
             undo()

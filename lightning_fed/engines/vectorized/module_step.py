@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
+from torch.overrides import TorchFunctionMode
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
@@ -55,6 +56,28 @@ class OwnStep(NamedTuple):
     sizes: Sizes
 
 
+class OwnStreams(TorchFunctionMode):
+    """Notes in ``found`` whether a step draws from other streams than those that the run seeds.
+
+    A stream that the step seeds gives one client after another the same numbers. Clients at once share it, and only the
+    first of them would get these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._seed = torch.initial_seed()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of PyTorch, and look at its generator."""
+        kwargs = kwargs or {}
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            self.found = "draws from a generator of its own"
+        elif torch.initial_seed() != self._seed:
+            self.found = "seeds torch's generator"
+        return func(*args, **kwargs)
+
+
 class _Step(nn.Module):
     """Passes the module's parameters to ``functional_call``, to call ``training_step``."""
 
@@ -89,12 +112,13 @@ class ModuleStep:
         self._unused: dict[Any, frozenset[int]] = {}  # parameters, by the shapes of a step
         self._times_outdated = 0
         self._has_looked = False  # at the generators of Python and NumPy, in this round
+        self._has_listened = False  # to the step's streams, in this round
 
     def begin_round(self) -> None:
         """Reset the checks that are done once per round."""
         self.compared.clear()
         self._unused.clear()
-        self._has_looked = False
+        self._has_looked = self._has_listened = False
         self.traces.round += 1
 
     # ------------------------------------------------------------------ gradients of one client
@@ -265,6 +289,32 @@ class ModuleStep:
                 " numbers, and did not in its trial step. Let it draw from the first round on (from torch's generator),"
                 " or use engine='sequential'."
             )
+
+    @contextmanager
+    def drawing_no_own_streams(self) -> Iterator[None]:
+        """Raise if a step of clients at once draws from streams of its own but did not in its trial, once per round."""
+        if self._has_listened:
+            yield
+            return
+        self._has_listened = True
+        with OwnStreams() as streams:
+            yield
+        if streams.found is not None:
+            raise OnlySequentialError(
+                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it"
+                f" {streams.found}, and did not in its trial step. Clients at once would get other numbers than one"
+                " after another. Draw from torch's global generator, or use engine='sequential'."
+            )
+
+    def check_bound(self, views: Sequence[Tensor]) -> None:
+        """Raise if a step of one client has assigned to a parameter's ``.data``, which is no longer its row then."""
+        for name, p, view in zip(self.flat.names, self.flat.params, views, strict=True):
+            if p.data_ptr() != view.data_ptr():
+                raise OnlySequentialError(
+                    f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it assigns"
+                    f" to .data of the parameter {name!r}, and did not in its trial step. Write to the parameter"
+                    " instead: with torch.no_grad(), parameter.copy_(value). Or use engine='sequential'."
+                )
 
     # ------------------------------------------------------------------ logging
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
@@ -36,7 +35,7 @@ from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
 from lightning_fed.engines.local_schedule import LocalOptions
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ELEMENTWISE
-from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep
+from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, OwnStreams
 
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
@@ -377,28 +376,6 @@ def _at_full_precision(step: ModuleStep) -> Iterator[None]:
 def _raised(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors, with half precision converted to float32."""
     return [t.float() if t.dtype in _LOW else t for t in tensors]
-
-
-class OwnStreams(TorchFunctionMode):
-    """Notes in ``found`` whether a step draws from other streams than those that the run seeds.
-
-    A stream that the step seeds gives one client after another the same numbers. Clients at once share it, and only the
-    first of them would get these.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
-        self._seed = torch.initial_seed()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch, and look at its generator."""
-        kwargs = kwargs or {}
-        if kwargs.get("generator") not in (None, torch.default_generator):
-            self.found = "draws from a generator of its own"
-        elif torch.initial_seed() != self._seed:
-            self.found = "seeds torch's generator"
-        return func(*args, **kwargs)
 
 
 class _ReadTracker:

@@ -95,7 +95,7 @@ class QSGD(Compressor):
         bucket_size: The entries per bucket: smaller buckets mean less noise and more norms.
 
     Raises:
-        FederatedError: If a number is not positive.
+        FederatedError: If a number is not positive; in a call, if a float16 message has too large a norm.
 
     Example:
         >>> _, size = QSGD(levels=7, bucket_size=100)(torch.ones(1000), torch.Generator())
@@ -119,6 +119,12 @@ class QSGD(Compressor):
         coins = torch.rand(values.shape, generator=stream, dtype=dtype).to(message.device)
         level = (values.abs() / units + coins).floor().clamp(max=s)  # rounding may exceed s
         sent = (values.sign() * level * units).view(-1)[:count].to(message.dtype)
+        if message.dtype == torch.float16 and bool(sent.isinf().any()):
+            raise FederatedError(
+                f"QSGD rounds an entry up to at most the norm of its bucket, found a norm of {float(norms.max()):g} in"
+                f" a message of float16, whose largest number is {torch.finfo(message.dtype).max:g}. Lower the"
+                " learning rate, or train with precision='32-true'."
+            )
         bits = math.ceil(math.log2(2 * s + 1))
         return sent, -(-count * bits // 8) + buckets * values.element_size()
 

@@ -265,6 +265,20 @@ class LaterCount(Later):
         return loss * (1 + 0.1 * self.count)
 
 
+class LaterSeed(Later):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + F.dropout(self(batch[0]), 0.5).square().mean()
+
+    def then(self, loss: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return loss
+
+
+class LaterGenerator(Later):
+    def then(self, loss: Tensor) -> Tensor:
+        return loss * (1 + torch.rand((), generator=torch.Generator().manual_seed(0)))
+
+
 class LaterStatistics(Later):
     def on_train_epoch_start(self) -> None:
         self.norm.train(self.current_epoch > 0)
@@ -311,6 +325,44 @@ def test_auto_takes_the_sequential_engine_when_a_step_begins_to_need_it(module: 
         assert_agree(found, run("sequential", make=module, datamodule=EVEN, algorithm=algorithm))
 
 
+class LaterFrozen(Later):
+    """Freezes its head from the second round on, which its trial step does not."""
+
+    def then(self, loss: Tensor) -> Tensor:
+        self.head.requires_grad_(False)
+        return loss
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "auto"])
+def test_a_step_that_freezes_a_layer_later_is_refused_by_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match=r"A hook has frozen the parameter 'head\.weight'"):
+        run(engine, LaterFrozen, EVEN, max_rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [(LaterSeed, "seeds torch's generator"), (LaterGenerator, "draws from a generator of its own")],
+)
+def test_a_step_that_draws_from_its_own_stream_later_stops_by_name(module: Any, what: str) -> None:
+    with pytest.raises(FederatedError, match=rf"{what}, and did not in its trial step.*engine='sequential'"):
+        run("vectorized", module, EVEN, max_rounds=2)
+
+
+class LaterData(Ordinary):
+    """Assigns to a parameter's data from the third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            self.head.weight.data = self.head.weight.data * 0.9
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_assigns_to_data_later_stops_by_name() -> None:
+    """With one client at a time, its optimizer would go on with the old numbers."""
+    with pytest.raises(FederatedError, match=r"assigns to \.data of the parameter 'head\.weight', and did not"):
+        run("vectorized", LaterData, partial(data, (16, 16, 16, 16)), chunk_size=1, max_rounds=1)
+
+
 class WithMetric(Ordinary):
     def __init__(self) -> None:
         super().__init__(PLAIN)
@@ -351,3 +403,21 @@ def test_a_buffer_that_a_later_client_changes_is_refused_too() -> None:
     """With one client at a time, the next client's buffers would overwrite it."""
     with pytest.raises(FederatedError, match="cannot continue with CountsLater.training_step.*the buffer 'count'"):
         run("vectorized", CountsLater, partial(data, (8, 8, 24, 8)), chunk_size=1, max_rounds=1)
+
+
+class SetsLater(Ordinary):
+    """Sets an attribute from the third batch on, which only one client has, and reads it."""
+
+    extra = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            self.extra = 1.0
+        return super().training_step(batch, batch_idx) * (1 + self.extra)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_an_attribute_that_a_later_client_changes_is_refused_too(chunk_size: int) -> None:
+    """Next to it in its chunk, another client would train with the old value."""
+    with pytest.raises(FederatedError, match="cannot continue with SetsLater.training_step.*the attribute 'extra'"):
+        run("vectorized", SetsLater, partial(data, (8, 8, 24, 8)), chunk_size=chunk_size, max_rounds=1)

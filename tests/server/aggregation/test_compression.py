@@ -103,6 +103,13 @@ def test_a_lone_entry_and_zeros_are_exact() -> None:
             torch.testing.assert_close(QSGD(3, 3)(message, stream(seed))[0], message)
 
 
+def test_a_norm_that_float16_does_not_hold_is_refused() -> None:
+    message = torch.tensor([60_000.0, -60_000.0, 100.0])
+    assert QSGD(levels=1)(message, stream())[0].isfinite().all()
+    with pytest.raises(FederatedError, match=r"a norm of 8.* in a message of float16.*65504"):
+        QSGD(levels=1)(message.half(), stream())
+
+
 @pytest.mark.parametrize(
     ("levels", "bucket_size", "dtype", "size"),
     [
