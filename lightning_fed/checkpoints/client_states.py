@@ -83,9 +83,10 @@ class StoreFolder:
         """Delete data in shards that neither checkpoints nor this process's stores need.
 
         Each process cleans its shards. The first one also cleans those of other runs, which may have been killed.
+        Nothing is deleted while a folder or a checkpoint cannot be opened, since it may need any version.
         """
         found: dict[Index, set[tuple[str, str]]] = {}
-        with ExitStack() as opened:
+        with suppress(OSError), ExitStack() as opened:
             for path in self.path.iterdir():
                 if not _SHARD.fullmatch(path.name) or not _is_cleaned_here(path.name, rank):
                     continue
@@ -116,7 +117,7 @@ class StoreFolder:
         for folder in {Path(file).parent for file in files}:
             if folder.is_dir():
                 files.update(str(f) for f in folder.iterdir() if f.suffix in kinds and f.is_file())
-        referred = {file: _referred_version(file) for file in files if os.path.exists(file)}
+        referred = {file: _referred_version(file) for file in files}
         wanted = {*referred.values(), self.newest}
         return {name for name, path in known if name in wanted or referred.get(path, "") is None}
 
@@ -191,9 +192,17 @@ def _old_format(folder: Path) -> FederatedError:
 
 
 def _referred_version(checkpoint: str) -> str | None:
-    """Return the version that a checkpoint refers to, "" if none, None if it cannot be read."""
+    """Return the version that a checkpoint refers to, "" if none or if it is gone, None if it is damaged.
+
+    Raises:
+        OSError: If it cannot be opened now, such as without the permission or with too many open files.
+    """
     try:
         saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return ""
+    except OSError:
+        raise
     except Exception:  # any error that a damaged file causes
         return None
     try:

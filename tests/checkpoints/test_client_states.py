@@ -1,5 +1,6 @@
 """Client states in memory and on disk: the same bits, and every kept checkpoint can be resumed from."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -518,6 +519,26 @@ def test_a_checkpoint_or_an_index_that_cannot_be_read_keeps_its_states(tmp_path:
     broken.index.path.write_bytes(b"damaged" * 999)
     StoreFolder(folder.path).collect(rank=0)
     assert {file.parent.name for file in states_files(folder.path)} == {store.name, broken.name}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_a_renamed_checkpoint_that_cannot_be_opened_now_keeps_its_states(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    checkpoint(folder, store, 1).rename(tmp_path / "mine.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", refuse)
+        StoreFolder(folder.path).collect(rank=0)
+    assert recorded(store) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refuse)
+        patch.setattr(os, "scandir", refuse)
+        StoreFolder(folder.path).collect(rank=0)
+    assert recorded(store) == 1
 
 
 @pytest.mark.parametrize("content", few([b"", b"SQLite format 3\0", b"damaged" * 999], [b"damaged" * 999]))
