@@ -492,6 +492,18 @@ def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
     assert late < 1.5 * early < 1.5 * 100 * 12
 
 
+def test_a_checkpoint_is_read_once_unless_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refers_to, reads = client_states._referred_version, []
+    monkeypatch.setattr(client_states, "_referred_version", lambda path: reads.append(path) or refers_to(path))
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    paths = [checkpoint(folder, store, number) for number in range(20)]
+    assert len(reads) == len(set(reads))
+    shutil.copy2(paths[3], paths[5])
+    folder.collect(rank=0)
+    assert len(reads) == 1 + len(set(reads)) == 21
+    assert {name for name, _ in store.index.versions()} == {f"{RUN}-{n:06d}" for n in range(20) if n != 5}
+
+
 @pytest.mark.thorough
 def test_of_many_checkpoints_few_that_are_gone_are_remembered(tmp_path: Path) -> None:
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
