@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,8 @@ class StoreFolder:
         self.lock = FileLock(path / "lock", thread_local=False)
         self.newest = ""  # the last version, whose checkpoint may not exist yet
         self.written = self._remaining = 0  # versions since the last garbage collection, and versions left then
+        # the checkpoints seen in it: which file each was, and the version that it refers to
+        self._referred: dict[str, tuple[tuple[int, ...], str | None]] = {}
 
     def acquire(self) -> None:
         """Create the folder if it is missing, and lock it; raise for the old format."""
@@ -83,9 +86,10 @@ class StoreFolder:
         """Delete data in shards that neither checkpoints nor this process's stores need.
 
         Each process cleans its shards. The first one also cleans those of other runs, which may have been killed.
+        Nothing is deleted while a folder or a checkpoint cannot be opened, since it may need any version.
         """
         found: dict[Index, set[tuple[str, str]]] = {}
-        with ExitStack() as opened:
+        with suppress(OSError), ExitStack() as opened:
             for path in self.path.iterdir():
                 if not _SHARD.fullmatch(path.name) or not _is_cleaned_here(path.name, rank):
                     continue
@@ -108,7 +112,8 @@ class StoreFolder:
     def _wanted(self, versions: set[tuple[str, str]]) -> set[str]:
         """Return the versions that a checkpoint may refer to, given each version's known checkpoint.
 
-        It reads the checkpoints, since they may have been renamed, or replaced by others of the same name.
+        It reads the checkpoints, since they may have been renamed, or replaced by others of the same name. It reads a
+        file that has not changed since the last time only once, which is most of the time of a save.
         """
         known = {(name, os.path.normpath(self.path / checkpoint)) for name, checkpoint in versions}
         files = {path for _, path in known}
@@ -116,7 +121,16 @@ class StoreFolder:
         for folder in {Path(file).parent for file in files}:
             if folder.is_dir():
                 files.update(str(f) for f in folder.iterdir() if f.suffix in kinds and f.is_file())
-        referred = {file: _referred_version(file) for file in files if os.path.exists(file)}
+        before, self._referred = self._referred, {}
+        for file in files:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found = os.stat(file)
+                if S_ISREG(found.st_mode):
+                    same = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+                    noted = before.get(file)
+                    version = noted[1] if noted is not None and noted[0] == same else _referred_version(file)
+                    self._referred[file] = same, version
+        referred = {file: version for file, (_, version) in self._referred.items()}
         wanted = {*referred.values(), self.newest}
         return {name for name, path in known if name in wanted or referred.get(path, "") is None}
 
@@ -191,9 +205,15 @@ def _old_format(folder: Path) -> FederatedError:
 
 
 def _referred_version(checkpoint: str) -> str | None:
-    """Return the version that a checkpoint refers to, "" if none, None if it cannot be read."""
+    """Return the version that a checkpoint refers to, "" if none, None if it is damaged.
+
+    Raises:
+        OSError: If it cannot be opened now, such as without the permission or with too many open files.
+    """
     try:
         saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+    except OSError:
+        raise
     except Exception:  # any error that a damaged file causes
         return None
     try:

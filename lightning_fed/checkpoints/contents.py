@@ -136,15 +136,29 @@ def check_loads(value: Any, what: str) -> None:
 
 
 def _loads(value: Any) -> bool:
-    """Return whether a value can be saved, and loaded without running code."""
+    """Return whether a value can be saved, and loaded without running code.
+
+    Tensors always can. They are left out, since a callback may hold as many as the model, or one for each checkpoint.
+    """
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        torch.save(_without_tensors(value), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception:  # pickling runs user code, which may raise anything
         return False
     return True
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tuples without tensors that hold nothing but numbers."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value if vars(value) or value.layout != torch.strided else None
+    if type(value) is dict:
+        return {key: _without_tensors(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_tensors, value))
+    return value
 
 
 def _kinds(value: Any) -> list[str]:

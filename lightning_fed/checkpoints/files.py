@@ -1,5 +1,6 @@
 """Atomic checkpoint files, whose checksums are verified on reading."""
 
+import errno
 import os
 import pickle
 import shutil
@@ -34,8 +35,11 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
     """Writes a checkpoint to a temporary file, flushes and renames it; verifies its content on reading.
 
     If the process or the machine dies at any time, a checkpoint is the old one or the new one, and a link such as
-    ``last`` leads to a complete one. fsspec handles remote paths, and uploads complete files.
+    ``last`` leads to a complete one. Each local file is newer than the one saved or loaded before it, even if the clock
+    was set back, since ``ckpt_path="last"`` is the newest. fsspec handles remote paths, and uploads complete files.
     """
+
+    _newest = 0  # the time of the last file, in nanoseconds
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint; if a local file cannot be written, the existing file stays."""
@@ -49,7 +53,11 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
             with part.open("wb") as stream:
                 _lock(stream)
                 _write(checkpoint, stream)
+            if (written := part.stat().st_mtime_ns) <= self._newest:
+                written = self._newest + 1
+                os.utime(part, ns=(written, written))
             os.replace(part, file)
+            self._newest = written
             flush_folder(file.parent)
         except OSError as error:
             reason = error.strerror or str(error)
@@ -68,8 +76,13 @@ class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Load a checkpoint with valid checksums; the error for a damaged one names the newest valid one."""
         file = local_path(path)
-        if file is not None and file.exists() and (fault := damage_of(file)):
-            raise FederatedError(f"The checkpoint {file} is damaged: {fault}. {_remedy_for(file)}")
+        if file is not None and file.exists():
+            if not os.access(file, os.R_OK):
+                reason = os.strerror(errno.EACCES)
+                raise FederatedError(f"The checkpoint {file} cannot be read: {reason}. Let this user read it.")
+            if fault := damage_of(file):
+                raise FederatedError(f"The checkpoint {file} is damaged: {fault}. {_remedy_for(file)}")
+            self._newest = max(self._newest, file.stat().st_mtime_ns)
         try:
             return super().load_checkpoint(path, map_location, weights_only is None or weights_only)  # type: ignore[no-any-return]
         except FileNotFoundError as error:
@@ -154,10 +167,13 @@ def link(file: Path, name: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> list[Path]:
-    """Remove the files of killed saves in a folder, and return them; skip saves in progress."""
-    gone = [part for part in folder.glob(f".*{_PART}") if _is_abandoned(part)] if folder.is_dir() else []
-    for part in gone:
-        part.unlink(missing_ok=True)
+    """Remove the files of killed saves in a folder, and return them; skip saves in progress and what must stay."""
+    gone = []
+    for part in folder.glob(f".*{_PART}") if folder.is_dir() else ():
+        with suppress(OSError):
+            if _is_abandoned(part):
+                part.unlink(missing_ok=True)
+                gone.append(part)
     return gone
 
 

@@ -44,10 +44,27 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
         if is_lightnings and not callback.save_weights_only:
             callback._link_checkpoint = _link_checkpoint  # type: ignore[method-assign]
     if trainer.is_global_zero:
+        for callback in writers:
+            if callback.save_top_k or callback.save_last:
+                _check_writable(callback.dirpath)
         folders = {local_path(c.dirpath) for c in writers if c.dirpath and not c.save_weights_only}
         for folder in sorted(f for f in {*folders, local_path(trainer.default_root_dir)} if f is not None):
             for gone in remove_temporary_files(folder):
                 rank_zero_info(f"Removed {gone}, which a save that was killed left.")
+
+
+def _check_writable(path: Any) -> None:
+    """Raise before the first round if checkpoints cannot be saved in a local folder."""
+    folder = None if path is None else local_path(path)
+    if folder is None:
+        return
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = f"this user cannot write to {place}" if place.is_dir() else f"{place} is not a folder"
+        raise FederatedError(
+            f"ModelCheckpoint cannot save in {folder}: {why}. Choose another folder with ModelCheckpoint's dirpath, or"
+            " with default_root_dir."
+        )
 
 
 def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:

@@ -190,26 +190,33 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         """Find the checkpoint that "last" or "best" is; a trainer that has not trained looks for the newest run's."""
         trainer, is_fit = self.trainer, state_fn == TrainerFn.FITTING
-        if ckpt_path == "last":
-            latest = newest(trainer) if is_fit else last_of_newest_run(trainer)
-            if latest is not None:
-                return latest
-            if not is_fit:
-                places = dict.fromkeys(map(str, [*folders(trainer, whole=False), *roots(trainer)]))
-                raise FederatedError(
-                    f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint: none lies in"
-                    f" {' or under '.join(places)}. Give the trainer the default_root_dir, logger and ModelCheckpoint"
-                    " of the run, or pass the path of a checkpoint."
-                )
-        noted = getattr(trainer.checkpoint_callback, "best_model_path", None)
-        if ckpt_path == "best" and not is_fit and not noted and trainer.fit_loop.round == 0:
-            return best_of_newest_run(trainer)
         try:
+            if ckpt_path == "last":
+                latest = newest(trainer) if is_fit else last_of_newest_run(trainer)
+                if latest is not None:
+                    return latest
+                if not is_fit:
+                    places = dict.fromkeys(map(str, [*folders(trainer, whole=False), *roots(trainer)]))
+                    raise FederatedError(
+                        f"FederatedTrainer.{state_fn.value}(ckpt_path='last') found no checkpoint: none lies in"
+                        f" {' or under '.join(places)}. Give the trainer the default_root_dir, logger and"
+                        " ModelCheckpoint of the run, or pass the path of a checkpoint."
+                    )
+            noted = getattr(trainer.checkpoint_callback, "best_model_path", None)
+            if ckpt_path == "best" and not is_fit and not noted and trainer.fit_loop.round == 0:
+                return best_of_newest_run(trainer)
             path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+            if path is not None:
+                check_exists(trainer, path)
+        except FederatedError:
+            raise
         except (ValueError, MisconfigurationException) as error:
             raise FederatedError(f"ckpt_path={ckpt_path!r}: {error}") from error
-        if path is not None:
-            check_exists(trainer, path)
+        except OSError as error:
+            raise FederatedError(
+                f"ckpt_path={str(ckpt_path)!r} cannot be read: {error.strerror or error}, at {error.filename}. Let this"
+                " user open the folder, or pass the path of another checkpoint."
+            ) from error
         return path
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The logger that a trainer has by default."""
 
+import traceback
 from pathlib import Path
 
 from lightning_fed.compat.package import pl
@@ -28,15 +29,27 @@ def name_default_runs(trainer: pl.Trainer, method: str) -> None:
             logger.method = method
 
 
-def unwritable_logs(trainer: pl.Trainer, error: OSError) -> FederatedError | None:
-    """Return the refusal of a run whose logs cannot be written, or None if the error is about another file."""
-    if not isinstance(error.filename, str):
+def unwritable_logs(trainer: pl.Trainer, error: Exception) -> FederatedError | None:
+    """Return the error of a run whose logs cannot be written, or None if it is about something else.
+
+    A full disk does not name the file, and TensorBoard's logger hides it behind a ``ValueError`` about the number.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return None
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     for logger in trainer.loggers:
-        place = getattr(logger, "root_dir", None)
-        if isinstance(place, str) and Path(error.filename).absolute().is_relative_to(Path(place).absolute()):
-            return FederatedError(
-                f"The logs cannot be written to {error.filename}: {error.strerror}. Choose another folder with"
-                " default_root_dir, or with the save_dir of your logger."
-            )
+        root = getattr(logger, "root_dir", None)
+        if not isinstance(root, str):
+            continue
+        name = cause.filename
+        if isinstance(name, str) and Path(name).absolute().is_relative_to(Path(root).absolute()):
+            remedy = "Choose another folder with default_root_dir, or with the save_dir of your logger."
+        elif name is None and any(owner is logger for owner in owners):
+            name, remedy = logger.log_dir, "Make room, and resume with ckpt_path='last'."
+        else:
+            continue
+        return FederatedError(f"The logs cannot be written to {name}: {cause.strerror}. {remedy}")
     return None

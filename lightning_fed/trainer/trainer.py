@@ -386,7 +386,7 @@ class FederatedTrainer(pl.Trainer):
             if not isinstance(error, ClientError):  # which ends a run that was not refused
                 remove_refused_logs(self)
             raise
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if (refusal := unwritable_logs(self, error)) is None:
                 raise
             raise refusal from error

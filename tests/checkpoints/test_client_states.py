@@ -1,5 +1,6 @@
 """Client states in memory and on disk: the same bits, and every kept checkpoint can be resumed from."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -491,6 +492,18 @@ def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
     assert late < 1.5 * early < 1.5 * 100 * 12
 
 
+def test_a_checkpoint_is_read_once_unless_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refers_to, reads = client_states._referred_version, []
+    monkeypatch.setattr(client_states, "_referred_version", lambda path: reads.append(path) or refers_to(path))
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    paths = [checkpoint(folder, store, number) for number in range(20)]
+    assert len(reads) == len(set(reads))
+    shutil.copy2(paths[3], paths[5])
+    folder.collect(rank=0)
+    assert len(reads) == 1 + len(set(reads)) == 21
+    assert {name for name, _ in store.index.versions()} == {f"{RUN}-{n:06d}" for n in range(20) if n != 5}
+
+
 @pytest.mark.thorough
 def test_of_many_checkpoints_few_that_are_gone_are_remembered(tmp_path: Path) -> None:
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
@@ -518,6 +531,26 @@ def test_a_checkpoint_or_an_index_that_cannot_be_read_keeps_its_states(tmp_path:
     broken.index.path.write_bytes(b"damaged" * 999)
     StoreFolder(folder.path).collect(rank=0)
     assert {file.parent.name for file in states_files(folder.path)} == {store.name, broken.name}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_a_renamed_checkpoint_that_cannot_be_opened_now_keeps_its_states(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
+    checkpoint(folder, store, 1).rename(tmp_path / "mine.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", refuse)
+        StoreFolder(folder.path).collect(rank=0)
+    assert recorded(store) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refuse)
+        patch.setattr(os, "scandir", refuse)
+        StoreFolder(folder.path).collect(rank=0)
+    assert recorded(store) == 1
 
 
 @pytest.mark.parametrize("content", few([b"", b"SQLite format 3\0", b"damaged" * 999], [b"damaged" * 999]))

@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.checkpoints.contents import SafeContents
 from lightning_fed.cli.main import main
 from tests.helpers.training import QUIET, Net, clients, parameters, same, seeded, trainer
 
@@ -289,3 +290,34 @@ def test_the_command_line_tests_and_resumes_such_a_module(tmp_path: Path, monkey
     main(["fit", "--config", "run.yaml", "--ckpt_path", "last", "--trainer.max_rounds", "3"])
     main(["test", "--config", "run.yaml", "--ckpt_path", "best"])
     main(["validate", "--config", "run.yaml", "--ckpt_path", "last"])
+
+
+def test_tensors_are_not_written_to_find_out_whether_they_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    save, sizes = torch.save, []
+
+    def counted(value: Any, stream: Any) -> None:
+        save(value, stream)
+        sizes.append(stream.tell())
+
+    monkeypatch.setattr(torch, "save", counted)
+    scores = {f"epoch={i}.ckpt": torch.tensor(float(i)) for i in range(100)}
+    state = {"best_k_models": scores, "average": [torch.zeros(10**5), nn.Parameter(torch.zeros(3))]}
+    found = SafeContents().of({"callbacks": {"kept": state, "lost": {"a": torch.zeros(3), "mode": Speed(1)}}}, Net())
+    assert same(found["callbacks"], {"kept": state})
+    assert sizes[0] < 10_000
+
+
+@pytest.mark.parametrize("name", ["attribute", "subclass"])
+def test_tensors_that_hold_more_than_numbers_are_tried(name: str) -> None:
+    value = torch.zeros(3)
+    if name == "attribute":
+        value.mode = Speed(1)
+    else:
+        value = value.as_subclass(Odd)
+    with pytest.warns(UserWarning, match="leave out what cannot be loaded without running code"):
+        found = SafeContents().of({"callbacks": {"lost": {"a": value}, "kept": {"b": 1}}}, Net())
+    assert found["callbacks"] == {"kept": {"b": 1}}
+
+
+class Odd(torch.Tensor):
+    """A kind of tensor of the user's own."""

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import struct
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ from lightning_fed.checkpoints.files import AtomicCheckpointIO, damage_of, link,
 from lightning_fed.core.errors import FederatedError
 from tests.helpers.checkpoints import run_keeping as run
 from tests.helpers.selection import few
-from tests.helpers.training import fit, same, seeded, trainer
+from tests.helpers.training import Net, fit, same, seeded, trainer
+
+
+class Untrained(Net):
+    """A module that nobody may train."""
+
+    def training_step(self, *_: Any) -> Any:
+        pytest.fail("a client was trained")
+
 
 CONTENT = {"x": torch.arange(500.0), "optimizer_states": [], "note": "whole"}
 
@@ -147,6 +156,28 @@ def test_a_fit_removes_what_a_killed_save_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step=1.ckpt"]
 
 
+def test_leftovers_that_cannot_be_removed_stay(tmp_path: Path) -> None:
+    (tmp_path / ".a.ckpt.77.part").mkdir()
+    assert remove_temporary_files(tmp_path) == []
+    run(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == [".a.ckpt.77.part", "step=1.ckpt"]
+
+
+def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_first_round(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FederatedError, match=f"ModelCheckpoint cannot save in {tmp_path / 'file' / 'a'}: .*dirpath"):
+        run(tmp_path / "file" / "a", 1, model=Untrained())
+    run(tmp_path / "file" / "a", 0, model=Untrained(), keep=ModelCheckpoint(tmp_path / "file" / "a", save_top_k=0))
+
+
+def test_a_clock_that_was_set_back_does_not_hide_the_newest_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    for name in ("step=1.ckpt", "step=2.ckpt"):
+        os.utime(tmp_path / name, ns=(2 * time.time_ns(),) * 2)
+    assert run(tmp_path, 4, ckpt_path=tmp_path / "step=2.ckpt").fit_loop.round == 4
+    assert run(tmp_path, 5, ckpt_path="last").ckpt_path == str(tmp_path / "step=4.ckpt")
+
+
 def test_remote_paths_are_left_to_fsspec(tmp_path: Path) -> None:
     straight = run(tmp_path, 3)
     run(tmp_path, 2, keep=ModelCheckpoint("memory://checkpoints", filename="{step}"))
@@ -221,6 +252,13 @@ def test_a_damaged_last_is_refused_and_the_newest_sound_one_offered(save_last: A
     straight = run(tmp_path / "straight", 5)
     offered = run(tmp_path / "again", 5, ckpt_path=tmp_path / best)
     assert torch.equal(offered.fit_loop.state.x, straight.fit_loop.state.x)
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.ckpt")
+    monkeypatch.setattr(os, "access", lambda file, mode: False)  # root may read every file
+    with pytest.raises(FederatedError, match=r"a\.ckpt cannot be read: Permission denied\. Let this user read it"):
+        AtomicCheckpointIO().load_checkpoint(path)
 
 
 def test_with_nothing_sound_the_way_out_is_to_start_anew(tmp_path: Path) -> None:

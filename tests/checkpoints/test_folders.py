@@ -226,10 +226,10 @@ class Evaluated(Net):
         return self(batch[0])
 
 
-def evaluate(stage: str, made: Any) -> torch.Tensor:
-    """Return the parameters with which the last checkpoint is evaluated by a trainer."""
+def evaluate(stage: str, made: Any, ckpt_path: Any = "last") -> torch.Tensor:
+    """Return the parameters with which a checkpoint is evaluated by a trainer."""
     model = Evaluated()
-    getattr(made, stage)(model, DataLoader(classification(8, 0), batch_size=4), ckpt_path="last")
+    getattr(made, stage)(model, DataLoader(classification(8, 0), batch_size=4), ckpt_path=ckpt_path)
     return parameters(model)
 
 
@@ -275,3 +275,10 @@ def test_a_path_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path)
         FederatedError, match=r"There is no checkpoint .*b\.ckpt\. .*a holds step=2\.ckpt, step=1\.ckpt"
     ):
         run(tmp_path / "a", 3, ckpt_path=tmp_path / "a" / "b.ckpt")
+
+
+@pytest.mark.parametrize("stage", ["fit", *STAGES])
+def test_a_path_that_the_system_does_not_open_is_refused(stage: str, tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 300)
+    with pytest.raises(FederatedError, match=r"ckpt_path='.*a{300}' cannot be read: .*too long"):
+        run(tmp_path, 1, ckpt_path=path) if stage == "fit" else evaluate(stage, trainer(), path)

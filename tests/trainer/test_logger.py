@@ -1,6 +1,9 @@
 """The default logger names a run's folder by its number and its method."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
@@ -40,8 +43,36 @@ def test_logs_that_cannot_be_written_are_refused_with_their_folder(logger: type 
     assert place.is_file()
 
 
+@pytest.mark.parametrize("logger", [TensorBoardLogger, CSVLogger])
+def test_a_disk_that_is_full_is_said_with_the_folder_of_the_logs(
+    logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without the name of the file
+
+    made = trainer(logger=logger(tmp_path, name="runs", version="a"))
+    monkeypatch.setattr(type(made.logger.experiment), "add_scalar", full, raising=False)
+    monkeypatch.setattr(CSVLogger, "save", full)
+    found = rf"cannot be written to {tmp_path}/runs/a: No space left .*Make room, .*ckpt_path='last'"
+    with pytest.raises(FederatedError, match=found):
+        made.fit(seeded(), data())
+
+
 def test_another_file_that_fails_keeps_its_error(tmp_path: Path) -> None:
     module = seeded()
     module.on_fit_start = lambda: (tmp_path / "mine.txt").read_text()  # type: ignore[method-assign]
     with pytest.raises(FileNotFoundError, match="mine"):
+        trainer(logger=True, default_root_dir=tmp_path).fit(module, data())
+
+
+def test_an_error_of_the_users_hook_keeps_its_kind_after_one_of_the_disk(tmp_path: Path) -> None:
+    def fail() -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise ValueError("mine") from error
+
+    module = seeded()
+    module.on_fit_start = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="^mine$"):
         trainer(logger=True, default_root_dir=tmp_path).fit(module, data())

@@ -6,6 +6,7 @@ version. The files that it needs are kept as long as it exists.
 """
 
 import ctypes
+import errno
 import os
 import shutil
 import sqlite3
@@ -301,8 +302,12 @@ class DiskClientStore(ClientStore):
         """Save the newest states as a version once they are on the disk; return the checkpoint's entry."""
         with self._open() as db:
             new = db.execute("SELECT id FROM files WHERE id > ?", (self._flushed,)).fetchall()
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(_flush, [self.index.file(number) for (number,) in new]))
+            paths = [self.index.file(number) for (number,) in new]
+            if len(paths) > 1:
+                with ThreadPoolExecutor() as pool:
+                    list(pool.map(_flush, paths))
+            elif paths:  # without a thread, which a limit of the system may refuse
+                _flush(paths[0])
             self._flushed = self._number
             flush_folder(self.index.folder)
             flush_folder(self.folder)
@@ -390,7 +395,9 @@ def _named(path: Path, reads: bool = False) -> Iterator[None]:
         yield
     except (OSError, sqlite3.Error) as error:
         why = getattr(error, "strerror", error)
-        if reads and isinstance(error, OSError):
+        if reads and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text = f"{path} cannot be copied: {why}. Make room in {tempfile.gettempdir()} and for the run's own files."
+        elif reads and isinstance(error, OSError):
             text = (
                 f"{path}, which holds kept client states, cannot be read: {why}. Copy the whole folder"
                 f" {path.parent.parent.name!r} along with a checkpoint, and leave its files alone."

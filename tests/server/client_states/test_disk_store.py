@@ -1,5 +1,6 @@
 """Client states on disk: what was committed survives anything, costs what is touched, and old states make room."""
 
+import errno
 import gc
 import io
 import multiprocessing
@@ -7,8 +8,10 @@ import os
 import shutil
 import sqlite3
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +213,30 @@ def test_a_full_disk_leaves_the_last_version_alone(tmp_path: Path, monkeypatch: 
     kept.index.connect().execute("PRAGMA max_page_count = 1000000")
     put(kept, {1: 3.0, 2: 4.0})
     assert values(kept) == {0: 1.0, 1: 3.0, 2: 4.0}
+
+
+def test_a_full_disk_is_not_taken_for_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = store(tmp_path)
+    put(kept, {0: 1.0})
+    shards = recorded(kept)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(FederatedError, match=r"index\.sqlite cannot be copied: No space left .*Make room in /.*"):
+        read_version(tmp_path, shards)
+
+
+def test_a_version_of_one_round_is_flushed_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    kept = store(tmp_path)
+    put(kept, {0: 1.0})
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert recorded(kept)[0].clients == 1
 
 
 def test_a_discarded_round_leaves_no_bytes(tmp_path: Path) -> None:
