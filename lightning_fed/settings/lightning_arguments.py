@@ -4,7 +4,7 @@ import math
 import os
 import re
 from ast import literal_eval
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -17,7 +17,7 @@ from torch._dynamo import OptimizedModule
 
 from lightning_fed.compat.package import pl, refuse_foreign
 from lightning_fed.compat.private import MisconfigurationException, rank_zero_info
-from lightning_fed.core.arguments import check_flags, check_paths, finite, format_value
+from lightning_fed.core.arguments import check_flags, check_paths, finite, format_value, kind_of
 from lightning_fed.core.errors import FederatedError
 
 _LEAST: Mapping[str, float] = {
@@ -50,7 +50,8 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
             raise FederatedError(f"FederatedTrainer has no argument {name!r}.{hint}")
         if name not in _ELSEWHERE and not _fits(value, hints[name]):
             raise FederatedError(
-                f"FederatedTrainer({name}={format_value(value)}): {name} must be {_describe(hints[name])}."
+                f"FederatedTrainer({name}={format_value(value)}): {name} must be {_describe(hints[name])},"
+                f" found {kind_of(value)}."
             )
         least = _LEAST.get(name)
         if least is not None and value is not None and value < least:
@@ -60,8 +61,10 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
 def as_callbacks(callbacks: Any) -> list[pl.Callback]:
     """Return the argument ``callbacks`` as a list."""
     given = [callbacks] if isinstance(callbacks, pl.Callback) else [] if callbacks is None else callbacks
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, str | bytes)  # Hydra has one that is no list
+    given = list(given) if is_sequence else given
     refuse_foreign(given)
-    if not isinstance(given, list | tuple) or not all(isinstance(callback, pl.Callback) for callback in given):
+    if not is_sequence or not all(isinstance(callback, pl.Callback) for callback in given):
         raise FederatedError(
             f"FederatedTrainer(callbacks={format_value(callbacks)}): callbacks must be a Callback or a list of"
             " Callbacks, instances and not classes."
@@ -125,7 +128,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
     if origin is dict:
-        return isinstance(value, Mapping) and all(isinstance(key, inner[0]) for key in value)
+        return isinstance(value, dict) and all(isinstance(key, inner[0]) for key in value)
     if origin is Iterable and isinstance(value, Iterator):  # checking its elements would consume it
         return True
     if origin is not None:  # a list, or any iterable

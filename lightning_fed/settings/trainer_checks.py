@@ -12,7 +12,7 @@ from lightning_fed.callbacks import (
     TargetMetric,
 )
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import PassThroughProfiler
+from lightning_fed.compat.private import PassThroughProfiler, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.settings.settings import MAX_UPDATE_RATIO
@@ -38,8 +38,8 @@ _REMEDIES = {
     "SpikeDetection": "set on_client_error='drop', which leaves out clients whose loss is not finite",
     "BaseFinetuning": "freeze parameters in the module's __init__, or give them a group of the optimizer with rate 0,"
     " which a hook raises in a later round",
-    "BatchSizeFinder": "set batch_size on the data module",
-    "LearningRateFinder": "sweep the learning rate over short runs",
+    "BatchSizeFinder": "set batch_size on the data module, with a new trainer if Tuner.scale_batch_size has added it",
+    "LearningRateFinder": "sweep the learning rate over short runs, with a new trainer if Tuner.lr_find has added it",
 }
 _STRATEGIES = {
     "fsdp": "it shards the parameters, while server and clients exchange them as one vector",
@@ -151,6 +151,24 @@ def check_trainer(trainer: pl.Trainer) -> None:
                     f"The callback {type(callback).__name__} is not supported: {_CALLBACKS[cls.__name__]}."
                     f" Instead, {remedy}."
                 )
+
+
+def warn_of_rare_logs(trainer: pl.Trainer) -> None:
+    """Warn if callbacks that log in every n-th round would log nothing, since the run has fewer rounds."""
+    interval, rounds = trainer.log_every_n_steps, trainer.fit_loop.max_epochs
+    if not trainer.loggers or rounds is None or not -1 < rounds < interval:
+        return
+    kinds = (pl.callbacks.DeviceStatsMonitor, pl.callbacks.ThroughputMonitor)
+    names = [
+        type(callback).__name__
+        for callback in trainer.callbacks
+        if isinstance(callback, kinds) or getattr(callback, "logging_interval", None) == "step"
+    ]
+    if names:
+        rank_zero_warn(
+            f"{' and '.join(names)} logs what happens in a local step every {interval} rounds (log_every_n_steps), and"
+            f" this run has {rounds}. Set log_every_n_steps=1 to log in every round."
+        )
 
 
 def _check_measures(trainer: pl.Trainer) -> None:

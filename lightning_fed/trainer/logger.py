@@ -1,8 +1,12 @@
-"""The logger that a trainer has by default."""
+"""The logger that a trainer has by default, and the numbers of runs."""
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from lightning_fed.checkpoints.files import local_path
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 
@@ -21,12 +25,48 @@ class MethodLogger(pl.loggers.TensorBoardLogger):
         return f"version_{super().version}_{self.method}"
 
 
+_NUMBERED = (pl.loggers.TensorBoardLogger, pl.loggers.CSVLogger, MethodLogger)
+
+
 def name_default_runs(trainer: pl.Trainer, method: str) -> None:
     """Let the loggers that Lightning has created name the method in the run's folder."""
     for logger in trainer.loggers:
         if type(logger) is pl.loggers.TensorBoardLogger:
             logger.__class__ = MethodLogger
             logger.method = method
+
+
+@contextmanager
+def numbered(trainer: pl.Trainer) -> Iterator[None]:
+    """Give loggers that number their runs a number that no other process takes, by making the run's folder.
+
+    Lightning's loggers list the folders, and make their own a little later: two processes that start together would
+    write into one folder, and overwrite each other's files. An error before the logger starts removes the folder.
+    """
+    made = list[Any]()
+    for logger in trainer._checkpoint_connector.unnumbered if trainer.is_global_zero else ():
+        if type(logger) not in _NUMBERED:  # a subclass may name its folder in its own way
+            continue
+        if logger._version is not None:  # from an earlier fit, or since somebody has asked for the folder
+            continue
+        while (folder := local_path(logger.log_dir)) is not None:
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                assert logger._version is not None  # log_dir has set it
+                logger._version += 1
+            else:
+                made.append(logger)
+                break
+    try:
+        yield
+    except BaseException:
+        for logger in made:
+            if logger._experiment is None and logger._version is not None:
+                with suppress(OSError):  # it is not empty: another process has started the logger
+                    Path(logger.log_dir).rmdir()
+                    logger._version = None
+        raise
 
 
 def unwritable_logs(trainer: pl.Trainer, error: Exception) -> FederatedError | None:

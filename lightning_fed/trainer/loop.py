@@ -38,7 +38,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
 from lightning_fed.settings.module_checks import check_batch_statistics, check_module
 from lightning_fed.settings.settings import Settings
-from lightning_fed.settings.trainer_checks import check_trainer
+from lightning_fed.settings.trainer_checks import check_trainer, warn_of_rare_logs
 from lightning_fed.strategies.stopping import Stop, exception_of, stop_of
 from lightning_fed.trainer.measurements import Measurements
 from lightning_fed.trainer.run_state import RunState
@@ -148,6 +148,7 @@ class FederatedLoop(_FitLoop):
         trainer = self.trainer
         check_trainer(trainer)
         check_module(trainer)
+        warn_of_rare_logs(trainer)
         time_by_rounds(trainer)
         self.run_state.connect_clients()
         self.max_batches = 1  # set again for every local epoch

@@ -37,7 +37,7 @@ from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
 from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
-from lightning_fed.trainer.logger import name_default_runs, unwritable_logs
+from lightning_fed.trainer.logger import name_default_runs, numbered, unwritable_logs
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.one_thread import one_thread
 from lightning_fed.trainer.threads import threads_for
@@ -381,7 +381,8 @@ class FederatedTrainer(pl.Trainer):
             )
         check_trainer(self)
         try:
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            with numbered(self):
+                super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         except FederatedError as error:
             if not isinstance(error, ClientError):  # which ends a run that was not refused
                 remove_refused_logs(self)

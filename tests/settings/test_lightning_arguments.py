@@ -1,5 +1,6 @@
 """Every argument of Lightning's Trainer, with a value of every type that it accepts: taken, or refused by name."""
 
+from collections import UserDict, UserList
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import yaml
 from lightning_fabric.plugins.environments import LightningEnvironment
+from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.profilers import SimpleProfiler
 
@@ -115,6 +117,30 @@ def is_of(value: Any, kind: Any) -> bool:
     if not isinstance(kind, type):  # a literal
         return type(value) is type(kind) and value == kind
     return type(value) is kind if kind in (int, float, bool, str) else isinstance(value, kind)
+
+
+class ListOfHydra(UserList[Any]):
+    """A sequence that is no list, such as Hydra's ``ListConfig``."""
+
+    def __repr__(self) -> str:
+        return repr(self.data)
+
+
+def test_callbacks_may_come_in_any_sequence() -> None:
+    callback = EarlyStopping("val_loss")
+    made = trainer(callbacks=ListOfHydra([callback]))
+    assert callback in made.callbacks
+    for wrong in ("", b"", {}, ListOfHydra([EarlyStopping])):
+        with pytest.raises(FederatedError, match="callbacks must be a Callback or a list of"):
+            trainer(callbacks=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("devices", ListOfHydra([0])), ("max_time", UserDict(minutes=1)), ("logger", ListOfHydra())]
+)
+def test_what_only_looks_like_a_list_or_a_dictionary_is_refused_with_its_class(name: str, value: Any) -> None:
+    with pytest.raises(FederatedError, match=f"{name} must be .*, found a {type(value).__name__}"):
+        trainer(**{name: value})
 
 
 def test_every_argument_has_examples_of_all_its_types() -> None:

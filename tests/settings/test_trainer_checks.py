@@ -1,9 +1,13 @@
 """Settings, strategies and callbacks of a trainer that rounds cannot take."""
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
+from pytorch_lightning.loggers import CSVLogger
 
 from lightning_fed.algorithms import FedAvg, FedSAM, PFedMe, ServerOnly
 from lightning_fed.callbacks import (
@@ -17,7 +21,7 @@ from lightning_fed.callbacks import (
 )
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
-from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer
+from lightning_fed.settings.trainer_checks import check_local_options, check_strategy, check_trainer, warn_of_rare_logs
 from lightning_fed.strategies import ClientsStrategy
 from tests.helpers.optional import needs_opacus
 from tests.helpers.training import trainer
@@ -75,7 +79,7 @@ def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> 
         ({"callbacks": [pl.callbacks.SpikeDetection()]}, "SpikeDetection is not supported: it compares a batch's loss"),
         (
             {"callbacks": [pl.callbacks.BatchSizeFinder()]},
-            "BatchSizeFinder .*Instead, set batch_size on the data module",
+            "BatchSizeFinder .*Instead, set batch_size on the data module, .*new trainer if Tuner.scale_batch_size has",
         ),
         (
             {"algorithm": FedSAM(0.1), "accumulate_grad_batches": 2},
@@ -86,6 +90,25 @@ def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> 
     ):
         with pytest.raises(FederatedError, match=message):
             check_trainer(trainer(**options))
+
+
+def test_callbacks_that_would_log_nothing_in_so_few_rounds_are_named(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for callback in (DeviceStatsMonitor(), LearningRateMonitor("step"), ThroughputMonitor(len)):
+        few = trainer(callbacks=[callback], logger=logger, max_rounds=4)
+        with pytest.warns(UserWarning, match=f"{type(callback).__name__} logs .* every 50 rounds.*log_every_n_steps=1"):
+            warn_of_rare_logs(few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in (
+            {"log_every_n_steps": 4},
+            {"max_rounds": 50},
+            {"max_rounds": -1},
+            {"logger": False},
+            {"callbacks": [LearningRateMonitor("epoch")]},
+        ):
+            unchanged = {"callbacks": [DeviceStatsMonitor()], "logger": logger, "max_rounds": 4}
+            warn_of_rare_logs(trainer(**{**unchanged, **options}))
 
 
 class After10(PersonalizedAccuracy):

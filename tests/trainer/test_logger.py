@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedAvg, Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.trainer.logger import MethodLogger
-from tests.helpers.training import data, seeded, trainer
+from tests.helpers.training import clients, data, seeded, trainer
 
 
 @pytest.mark.parametrize("default", [True, None])
@@ -31,6 +32,34 @@ def test_a_given_logger_keeps_its_name(tmp_path: Path) -> None:
 
 def test_a_quick_try_has_no_folder(tmp_path: Path) -> None:
     assert not isinstance(trainer(logger=True, fast_dev_run=True, default_root_dir=tmp_path).logger, MethodLogger)
+
+
+@pytest.mark.parametrize("logger", [None, CSVLogger, TensorBoardLogger])
+def test_a_number_that_another_process_takes_at_the_same_time_is_left_to_it(
+    logger: type | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [
+        trainer(logger=True if logger is None else logger(tmp_path), default_root_dir=tmp_path, max_rounds=1)
+        for _ in range(2)
+    ]
+    for run in made:  # both processes look for a free number before one of them has made a folder
+        monkeypatch.setattr(type(run.logger), "_get_next_version", lambda self: 4)
+    made[0].fit(seeded(), data())
+    theirs = {file: file.read_bytes() for file in Path(made[0].log_dir).rglob("*") if file.is_file()}
+    made[1].fit(seeded(), data())
+    assert [Path(run.log_dir).name.split("_")[:2] for run in made] == [["version", "4"], ["version", "5"]]
+    assert {file: file.read_bytes() for file in Path(made[0].log_dir).rglob("*") if file.is_file()} == theirs
+    assert len([file for file in Path(made[1].log_dir).rglob("*") if file.is_file()]) >= len(theirs)
+
+
+def test_a_run_that_fails_before_its_logger_starts_leaves_no_folder(tmp_path: Path) -> None:
+    class NoData(FederatedDataModule):
+        def prepare_data(self) -> None:
+            raise ConnectionError("no network")
+
+    with pytest.raises(ConnectionError):
+        trainer(logger=True, default_root_dir=tmp_path).fit(seeded(), NoData(clients=clients()))
+    assert not [*tmp_path.rglob("version_*")]
 
 
 @pytest.mark.parametrize("logger", [None, CSVLogger])

@@ -525,6 +525,13 @@ def test_what_is_only_read_costs_neither_engine_nor_traces() -> None:
     assert float(other.callback_metrics["read"]) == pytest.approx(float(one.callback_metrics["read"]))
 
 
+@pytest.mark.filterwarnings("error:Local steps run untraced", "error:Error detected in")
+def test_a_search_for_anomalies_warns_of_no_error_that_is_not_there() -> None:
+    one, other = (run(engine, detect_anomaly=True, max_rounds=2) for engine in ("sequential", "vectorized"))
+    assert len(other.fit_loop.clients.engine.step.traces) == 0
+    assert_agree(one, other)
+
+
 def test_marks_tell_an_object_from_another_at_its_place() -> None:
     module = nn.Linear(2, 2)
     module.own = torch.zeros(1)
