@@ -17,9 +17,9 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import FedAvg, FedProx, Mime, MimeLite, Scaffold, SGDm
+from lightning_fed.algorithms import FedAvg, FedProx, FedSAM, Mime, MimeLite, PFedMe, Scaffold, SGDm
 from tests.helpers.ids import spelled
-from tests.helpers.selection import covering
+from tests.helpers.selection import covering, few
 from tests.helpers.training import (
     CLASSES,
     FEATURES,
@@ -408,6 +408,35 @@ def test_the_anchor_sees_the_same_masks_and_augmentation() -> None:
             assert round_report.drift < 1e-7 * round_report.update_norm
 
     fit(seeded(Augments, dropout=0.5), algorithm=Mime(base=SGDm()), local_steps=1, callbacks=Check())
+
+
+def as_dict(examples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    x, y = (torch.stack(list(column)) for column in zip(*examples, strict=True))
+    return {"x": x, "y": y}
+
+
+class WritesIntoItsBatch(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch["x"] += 1.0
+        batch["x"] = 1.5 * batch["x"]
+        return super().training_step((batch["x"], batch.pop("y")), batch_idx)
+
+
+class LeavesItsBatch(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((1.5 * (batch["x"] + 1.0), batch["y"]), batch_idx)
+
+
+TWICE = [FedAvg(), Scaffold(option="i"), Mime(), Mime(base=SGDm()), FedSAM(rho=0.1), PFedMe(lam=1.0)]
+
+
+@pytest.mark.parametrize("method", few(TWICE, [TWICE[2], TWICE[4]]), ids=repr)
+def test_a_step_may_write_into_its_batch(method: Any) -> None:
+    found, expected = (
+        fit(seeded(module), data(collate_fn=as_dict, val=None), algorithm=method, max_rounds=1, limit_val_batches=0)
+        for module in (WritesIntoItsBatch, LeavesItsBatch)
+    )
+    assert torch.equal(found, expected)
 
 
 class Overflowing(MixedPrecision):

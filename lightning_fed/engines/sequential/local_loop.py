@@ -24,6 +24,7 @@ from lightning_fed.compat.private import (
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
+from lightning_fed.data.batches.copies import own_copy
 from lightning_fed.engines.batch_hooks import (
     has_transfer_hooks,
     is_users_own,
@@ -99,11 +100,14 @@ class ClientOptimization(_AutomaticOptimization):
         if self.anchor_grad is not None or self.looks_ahead:
             assert isinstance(optimizer, FederatedOptimizer)
             self.decay = optimizer.decay  # a hook may have changed it since the last step
+            second = kwargs["batch"]
+            if second is not NO_EXAMPLES:  # training_step may write into its batch
+                second = own_copy(second)
         if self.anchor_grad is not None:
             with preserved_random_state(self.anchor_grad.device):
-                self._add_gradient(self.anchor_point, kwargs["batch"], batch_idx, self.anchor_grad)
+                self._add_gradient(self.anchor_point, second, batch_idx, self.anchor_grad)
         if self.looks_ahead:
-            self._current_batch = kwargs["batch"], batch_idx, capture_random_state(self.trainer.strategy.root_device)
+            self._current_batch = second, batch_idx, capture_random_state(self.trainer.strategy.root_device)
         trainer = self.trainer  # a callback may have changed these
         if self.has_fast_path and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
             return self._run_fast_path(optimizer, kwargs)
