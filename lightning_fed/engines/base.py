@@ -226,6 +226,7 @@ class Engine(ABC):
 
     def _full_batches(self, batches: ClientBatches, round: int, index: int) -> Iterator[tuple[Any, int]]:
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
+        self._begin_pass(batches)
         return self.to_device(batches).full(generator(self.seed, Purpose.FULL_GRADIENT, round, index))
 
     @contextmanager
@@ -239,9 +240,15 @@ class Engine(ABC):
             def of_client(batches: ClientBatches, index: int) -> float:
                 seed = derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)
                 stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+                self._begin_pass(batches)
                 return loss_of(self.to_device(batches).unaugmented(stream), self.split.seed(seed))
 
             yield of_client
+
+    def _begin_pass(self, batches: ClientBatches) -> None:
+        """Set what ``training_step`` may read of the trainer; otherwise it is that of the client that trained last."""
+        loop: Any = self.trainer.fit_loop
+        loop.max_batches, loop.epoch_loop.batch_progress.is_last_batch = batches.num_batches(), False
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
         """Add the client, the round and the local step to any error inside."""

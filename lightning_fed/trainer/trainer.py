@@ -314,7 +314,7 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def num_training_batches(self) -> int | float:
-        """The batches in the local epoch of the client at work.
+        """The batches in the local epoch of the client at work; 1 between the work of clients.
 
         In ``configure_optimizers``, where modules multiply it by ``max_epochs`` for the length of a schedule, it is how
         often schedules are stepped in a round: once, or with ``local_schedule`` after each of the ``local_steps``.
