@@ -24,7 +24,7 @@ from lightning_fed.engines.changes import (
     parts_of,
 )
 from lightning_fed.engines.gradients import buffer_owners
-from lightning_fed.engines.prepared import PreparedModule
+from lightning_fed.engines.prepared import PreparedModule, unfrozen
 
 CLIENT_HOOKS = ("on_client_start", "on_client_end")
 """The callbacks' hooks for single clients."""
@@ -320,6 +320,8 @@ class FrozenParameters:
         """Raise if a client's work has changed a parameter since :meth:`read`."""
         name, self._has_summed = self.changed(before), True
         if name is not None:
+            if self._module.get_parameter(name).requires_grad:  # a step has unfrozen it
+                raise unfrozen(self._module, name)
             raise FederatedError(
                 f"{type(self._module).__name__} changes the parameter {name!r} while a client trains, though the"
                 " optimizer does not train it: other clients would start from the changed one. Pass"

@@ -525,6 +525,15 @@ def test_the_trainer_has_no_loader_of_all_clients() -> None:
     with pytest.raises(FederatedError, match="each client has its own loader.*num_training_batches"):
         fit(Asks(), data())
 
+    class SetsUp(Net):
+        def configure_optimizers(self) -> Any:
+            self.trainer.fit_loop.setup_data()  # after which Lightning's Trainer has a loader
+            len(self.trainer.train_dataloader)
+            return super().configure_optimizers()
+
+    with pytest.raises(FederatedError, match="each client has its own loader.*estimated_stepping_batches"):
+        fit(SetsUp(), data())
+
 
 def test_hooks_given_to_an_instance_are_heard() -> None:
     heard: list[str] = []

@@ -4,6 +4,7 @@ import copy
 from collections.abc import MutableMapping, MutableSequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _DEPTH = 4  # nesting of objects that are not plain collections
@@ -15,6 +16,8 @@ def own_copy(batch: Any, depth: int = _DEPTH) -> Any:
     Other objects are copied with their attributes, by their ``clone`` if they have it, as graphs of PyG and DGL do.
     What cannot be copied, such as an open file, is shared.
     """
+    if type(batch) is list and {*map(type, batch)} == {Tensor}:  # much faster
+        return [tensor.clone() for tensor in batch]
     return pytree.tree_map(lambda value: _copied(value, depth), batch)
 
 

@@ -18,7 +18,7 @@ from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_globa
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
-from lightning_fed.engines.changes import kept_in_attributes, parts_of
+from lightning_fed.engines.changes import kept_in_attributes, kept_in_callbacks, parts_of
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
@@ -264,7 +264,8 @@ class SequentialEngine(Engine):
 
     def _kept(self) -> tuple[Mapping[str, Any], ...]:
         """Return by attribute what goes from one client's work to the next: see :func:`kept_in_attributes`."""
-        return *kept_in_attributes(parts_of(self.trainer.lightning_module)), self.optimizer.counts()
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
+        return *kept_in_attributes(parts_of(module)), self.optimizer.counts(), kept_in_callbacks(callbacks, module)
 
     def _check_kept(self, before: tuple[Mapping[str, Any], ...]) -> None:
         """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
@@ -272,7 +273,7 @@ class SequentialEngine(Engine):
         Attributes may get more tensors or numbers.
         """
         module = type(self.trainer.lightning_module).__name__
-        tensors, numbers, states, counts = self._kept()
+        tensors, numbers, states, counts, of_callbacks = self._kept()
         for name, held in before[0].items():
             now = tensors.get(name, [])
             if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
@@ -280,6 +281,14 @@ class SequentialEngine(Engine):
                     f"{module} changes a tensor in its attribute {name!r} while a client trains. It goes from one"
                     " client to the next, and is not in checkpoints. Make it a buffer with register_buffer(), unless it"
                     " only collects numbers: buffers start from the server's for every client, and are averaged."
+                )
+        for name, held in before[4].items():
+            now = of_callbacks.get(name, [])
+            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
+                rank_zero_warn(
+                    f"The callback's attribute {name} changes its tensors while a client trains. It goes from one"
+                    " client to the next. For a moving average of the server's models, change it in on_train_epoch_end."
+                    " Otherwise keep a value for each client, or set it in on_client_start."
                 )
         for name, held in before[1].items():
             if (found := numbers.get(name, [])) != held and len(found) == len(held):

@@ -20,6 +20,7 @@ from lightning_fed.compat.private import (
     call,
     is_overridden,
     is_param_in_hook_signature,
+    rank_zero_warn,
 )
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
@@ -254,6 +255,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
         self.is_in_first_step = False  # of the first client of a round
         self.schedule_step: int | None = None  # while a schedule by local step takes a step
+        self._has_told_of_step = False
 
     def teardown(self) -> None:
         """End a fit."""
@@ -266,7 +268,24 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
         In ``lr_scheduler_step`` of a schedule by local step, the steps that the schedule has counted.
         """
-        return int(self.trainer.fit_loop.round) if self.schedule_step is None else self.schedule_step
+        if self.schedule_step is not None:
+            return self.schedule_step
+        if not self._has_told_of_step:
+            self._tell_of_step()
+        return int(self.trainer.fit_loop.round)
+
+    def _tell_of_step(self) -> None:
+        """Warn if a client's step reads the number of rounds, which does not change from one step to the next."""
+        module, several = self.trainer.lightning_module, self.trainer.fit_loop.runs_several
+        hook = "training_step" if several else getattr(module, "_current_fx_name", None)
+        if hook in ("training_step", "optimizer_step"):
+            self._has_told_of_step = True
+            rank_zero_warn(
+                f"{type(module).__name__}.{hook} reads global_step, which is the number of completed rounds: it is the"
+                " same in all steps of a client, and a warm-up or an annealing by it advances once a round. Return a"
+                " schedule of learning rates from configure_optimizers() with interval='step', and set local_schedule."
+                " For anything else, count the steps in a buffer, or read current_epoch."
+            )
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -303,6 +322,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.automatic_optimization.prepare()
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
+        self._has_told_of_step = False
         self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:

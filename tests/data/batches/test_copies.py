@@ -51,6 +51,7 @@ def ones() -> Tensor:
 KINDS: dict[str, Any] = {
     "tensor": (ones(), lambda batch: batch),
     "list": ([ones(), 3, None, "text"], lambda batch: batch[0]),
+    "tensors": ([ones(), ones()], lambda batch: batch[1]),
     "dict": ({"x": (ones(), None)}, lambda batch: batch["x"][0]),
     "named tuple": (Pair(ones(), ones()), lambda batch: batch.b),
     "dataclass": (Record(ones(), ["a"]), lambda batch: batch.a),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,6 +105,32 @@ def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None
     with pytest.warns(UserWarning, match="Averages changes a tensor in its attribute") as told:
         run("sequential", Averages)
     assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
+
+
+class AverageOfModel(pl.Callback):
+    """Moves an average of the module in every batch, as in ordinary training; notes what it has seen."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.seen, self.module = kind, [], None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        copied = copy.deepcopy(pl_module.head)
+        self.average = copied if self.kind == "module" else {n: p.detach() for n, p in copied.named_parameters()}
+        self.module = pl_module
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        average = self.average if isinstance(self.average, dict) else dict(self.average.named_parameters())
+        for name, p in pl_module.head.named_parameters():
+            average[name].lerp_(p, 0.1)
+        self.seen.append(torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", ["module", "tensors"])
+def test_an_average_in_a_callback_that_goes_from_client_to_client_is_told_once(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"AverageOfModel\.average changes .* on_train_epoch_end") as told:
+        run("sequential", callbacks=[AverageOfModel(kind)])
+    assert len([one for one in told if "AverageOfModel" in str(one.message)]) == 1
 
 
 class Counts(Ordinary):
