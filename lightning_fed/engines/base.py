@@ -18,7 +18,7 @@ from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.batch_hooks import has_transfer_hooks
-from lightning_fed.engines.client_errors import NamesClient
+from lightning_fed.engines.client_errors import FULL_GRADIENT, NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import clone_rows
@@ -201,7 +201,7 @@ class Engine(ABC):
     def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
         """Return a client's full-batch gradients at the method's points, before local work."""
         grads = {}
-        with self.errors_of(plan, inputs.round, "its full-batch gradient"):
+        with self.errors_of(plan, inputs.round, FULL_GRADIENT):
             for name in self.algorithm.full_grad_at:
                 self.trainer._signal_connector.check()
                 point = inputs.x if name == "x" else inputs.server[name]
