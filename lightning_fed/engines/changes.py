@@ -168,6 +168,16 @@ def kept_in_attributes(
     return tensors, numbers, generators
 
 
+def empty_attributes(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str]]:
+    """Return the attributes that are None in modules of the user's classes: by name, the module and its attribute."""
+    found = []
+    for prefix, part in parts:
+        cls: Any = type(part)
+        empty = [key for key, value in vars(part).items() if value is None] if _is_own(cls) else []
+        found += [(f"{prefix}.{key}" if prefix else key, part, key) for key in empty if key not in PASSING]
+    return found
+
+
 def kept_in_callbacks(callbacks: Iterable[object], module: nn.Module) -> dict[str, list[Any]]:
     """Return by name what tensors goes in attributes of the user's callbacks from one client's work to the next.
 

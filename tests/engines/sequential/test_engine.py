@@ -1,6 +1,7 @@
 """What one client's steps change reaches no other: frozen parameters, momentum, buffers of parts of a batch."""
 
 import copy
+import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,39 @@ def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None
     with pytest.warns(UserWarning, match="Averages changes a tensor in its attribute") as told:
         run("sequential", Averages)
     assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
+
+
+class Recurrent(Ordinary):
+    """Starts a step from what the last one has left, as stateful recurrent modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.shown, self.draws = None, None, nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, own = super().training_step(batch, batch_idx), self.draws(batch[0]).mean()
+        state = own if self.state is None else 0.5 * (own + self.state[0])
+        self.state, self.shown = (state.detach(), None), batch[0]
+        return loss * (1 + state.square())
+
+
+class Resets(Recurrent):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.state = None
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_state_that_goes_from_client_to_client_is_told_once() -> None:
+    plain = state_of(run("sequential", Resets))
+    with pytest.warns(
+        UserWarning, match="Recurrent.training_step reads what earlier steps have left in 'state'"
+    ) as told:
+        run("sequential", Recurrent)
+    assert len([one for one in told if "earlier steps" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*earlier steps have left")
+        assert_same(state_of(run("sequential", Resets)), plain)
 
 
 class AverageOfModel(pl.Callback):
