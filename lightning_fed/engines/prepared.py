@@ -157,7 +157,11 @@ class PreparedModule:
                 )
         for name, p in self._untrained:
             if p.requires_grad:  # the local optimizer would move it, but no client would send it
-                raise unfrozen(self.module, name)
+                raise FederatedError(
+                    f"{type(self.module).__name__} or a callback has unfrozen the parameter {name!r}: the trained"
+                    " parameters are fixed when the fit starts. To train it from a later round on, do not freeze it."
+                    " Give it a group of the optimizer with rate 0, and let a hook raise the rate in that round."
+                )
 
     def begin_round(self, step: int) -> None:
         """Show the rates that a round begins with, given the run's step of its schedules by local step."""
@@ -287,12 +291,3 @@ def personal_names(
                 " the model only. Use another method, such as FedAvg or Scaffold('ii')."
             )
     return frozenset(trained.keys() & personal), frozenset(personal.intersection(buffers))
-
-
-def unfrozen(module: pl.LightningModule, name: str) -> FederatedError:
-    """Return the error for a parameter that the run does not train and that requires a gradient now."""
-    return FederatedError(
-        f"{type(module).__name__} or a callback has unfrozen the parameter {name!r}: the trained parameters are fixed"
-        " when the fit starts. To train it from a later round on, do not freeze it. Give it a group of the optimizer"
-        " with rate 0, and let a hook raise the rate in that round."
-    )
