@@ -48,7 +48,8 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
                 " RMSprop."
             )
     closure = signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
+    is_sam = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # in all well-known versions
+    if is_sam or (closure is not None and closure.default is Parameter.empty):
         raise FederatedError(
             f"{role} {type(optimizer).__name__} is not supported: its step requires a closure to evaluate the loss"
             " again, so that no correction of one gradient can be injected. Use SGD, Adam, AdamW or RMSprop; for"

@@ -108,7 +108,8 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         batch_size: Examples in a client's training batch.
         eval_batch_size: Examples in a batch of ``val``, ``test`` and ``predict``; 256 by default.
         full_batch_size: Examples in a batch when a method needs a client's full-batch gradient. It only affects memory
-            and speed. The default is ``batch_size``, but at least 512.
+            and speed, unless the loss compares the examples of a batch, as contrastive losses do: then set it to
+            ``batch_size``. The default is ``batch_size``, but at least 512.
         shuffle: Whether clients shuffle their examples in every local epoch.
         drop_last: Whether clients drop a last, smaller batch. A client with fewer examples than ``batch_size`` keeps
             its only batch.

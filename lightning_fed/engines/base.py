@@ -18,7 +18,7 @@ from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.batch_hooks import has_transfer_hooks
-from lightning_fed.engines.client_errors import NamesClient
+from lightning_fed.engines.client_errors import FULL_GRADIENT, NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import clone_rows
@@ -201,7 +201,7 @@ class Engine(ABC):
     def full_gradients(self, inputs: RoundInputs, plan: WorkPlan) -> State:
         """Return a client's full-batch gradients at the method's points, before local work."""
         grads = {}
-        with self.errors_of(plan, inputs.round, "its full-batch gradient"):
+        with self.errors_of(plan, inputs.round, FULL_GRADIENT):
             for name in self.algorithm.full_grad_at:
                 self.trainer._signal_connector.check()
                 point = inputs.x if name == "x" else inputs.server[name]
@@ -226,6 +226,7 @@ class Engine(ABC):
 
     def _full_batches(self, batches: ClientBatches, round: int, index: int) -> Iterator[tuple[Any, int]]:
         seed_global(self.split.seed(derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)), self.flat.y.device)
+        self._begin_pass(batches)
         return self.to_device(batches).full(generator(self.seed, Purpose.FULL_GRADIENT, round, index))
 
     @contextmanager
@@ -239,9 +240,15 @@ class Engine(ABC):
             def of_client(batches: ClientBatches, index: int) -> float:
                 seed = derive_seed(self.seed, Purpose.FULL_GRADIENT, round, index)
                 stream = generator(self.seed, Purpose.FULL_GRADIENT, round, index)
+                self._begin_pass(batches)
                 return loss_of(self.to_device(batches).unaugmented(stream), self.split.seed(seed))
 
             yield of_client
+
+    def _begin_pass(self, batches: ClientBatches) -> None:
+        """Set what ``training_step`` may read of the trainer; otherwise it is that of the client that trained last."""
+        loop: Any = self.trainer.fit_loop
+        loop.max_batches, loop.epoch_loop.batch_progress.is_last_batch = batches.num_batches(), False
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
         """Add the client, the round and the local step to any error inside."""

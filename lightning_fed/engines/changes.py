@@ -169,6 +169,33 @@ def kept_in_attributes(
     return tensors, numbers, generators
 
 
+def empty_attributes(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str]]:
+    """Return the attributes that are None in modules of the user's classes: by name, the module and its attribute."""
+    found = []
+    for prefix, part in parts:
+        cls: Any = type(part)
+        empty = [key for key, value in vars(part).items() if value is None] if _is_own(cls) else []
+        found += [(f"{prefix}.{key}" if prefix else key, part, key) for key in empty if key not in PASSING]
+    return found
+
+
+def kept_in_callbacks(callbacks: Iterable[object], module: nn.Module) -> dict[str, list[Any]]:
+    """Return by name what tensors goes in attributes of the user's callbacks from one client's work to the next.
+
+    These are the shapes and numbers of tensors, and of modules such as a moving average, but not of the run's module.
+    """
+    tensors, own = dict[str, list[Any]](), {id(value) for _, value in own_tensors(parts_of(module))}
+    for callback in callbacks:
+        cls: Any = type(callback)
+        for name, attribute in vars(callback).items() if _is_own(cls) else ():
+            for value in values_in(attribute):
+                held = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
+                found = [(t.shape, numbers_in(t)) for t in held if isinstance(t, Tensor) and id(t) not in own]
+                if found:
+                    tensors.setdefault(f"{cls.__name__}.{name}", []).extend(found)
+    return tensors
+
+
 def own_classes(parts: Iterable[nn.Module]) -> list[type]:
     """Return the user-defined classes of modules, including bases."""
     classes = dict.fromkeys(cls for part in parts for cls in type(part).__mro__)

@@ -37,6 +37,14 @@ _MEMORY_REMEDY = (
     ". The device does not hold the work of one client at a time. Use a smaller batch_size or full_batch_size, or a"
     " lower precision such as 'bf16-mixed'"
 )
+FULL_GRADIENT = "its full-batch gradient"
+"""The name of a pass over a client's data before its local work."""
+
+_OF_SHAPES = (RuntimeError, ValueError, AssertionError)
+_FULL_GRADIENT_REMEDY = (
+    ". Full-batch gradients take batches of up to full_batch_size examples: if the module needs batches of batch_size,"
+    " set the data module's full_batch_size to it"
+)
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item(), by one_hot() or by data-dependent control flow"
 _OWN_FUNCTION = (
@@ -125,6 +133,8 @@ class NamesClient:
                 text += _NOTHING_TO_CLIP_REMEDY
             if is_out_of_memory(error):
                 text += _MEMORY_REMEDY + self.less_memory
+            elif self.what == FULL_GRADIENT and isinstance(error, _OF_SHAPES) and ONE_VALUE not in text:
+                text += _FULL_GRADIENT_REMEDY
         raise ClientError(
             f"Client {self.client_id!r} failed in {self.what} in round {self.round}{at}: {text}",
             self.client_id if _is_clients_own(error) else None,

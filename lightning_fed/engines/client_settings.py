@@ -282,7 +282,7 @@ class FrozenParameters:
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
-        self._module, self._trained = prepared.module, prepared.flat.names
+        self._module, self._trained, self._prepared = prepared.module, prepared.flat.names, prepared
         trained, buffers = set(map(id, prepared.flat.params)), prepared.buffers.owners
         named = self._module.named_parameters()
         self.names = [name for name, p in named if id(p) not in trained and name not in buffers]
@@ -305,6 +305,7 @@ class FrozenParameters:
         """Raise if a client's work has changed a parameter since :meth:`read`."""
         name, self._has_summed = self.changed(before), True
         if name is not None:
+            self._prepared.check_parameters()  # a step may have unfrozen it, for the optimizer to train
             raise FederatedError(
                 f"{type(self._module).__name__} changes the parameter {name!r} while a client trains, though the"
                 " optimizer does not train it: other clients would start from the changed one. Pass"

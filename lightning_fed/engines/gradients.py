@@ -149,10 +149,10 @@ class GradientPass:
                 (loss * factor if factor != 1.0 else loss).backward()
         return [p.grad for p in self.flat.params]
 
-    def forward(self, batch: Any, batch_idx: int) -> None:
-        """Run the module's step on one prepared batch with the current parameters; inside :meth:`silent`."""
+    def forward(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """Return the loss on one prepared batch with the current parameters; inside :meth:`silent`."""
         with torch.enable_grad():
-            self._forward(batch, batch_idx)
+            return self._forward(batch, batch_idx)
 
     def full(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]) -> Vector:
         """Return the full-batch gradient [P] at a point: the mean over batches, weighted by size.

@@ -153,14 +153,16 @@ class PreparedModule:
                 )
             if not p.requires_grad:
                 raise FederatedError(
-                    f"A hook has frozen the parameter {name!r}: the trained parameters are fixed when the fit starts."
-                    " Freeze it in the module's __init__, or set requires_grad and start a new fit of another trainer."
+                    f"{type(self.module).__name__} or a callback has frozen the parameter {name!r}: the trained"
+                    " parameters are fixed when the fit starts. Freeze it in the module's __init__. To let it rest in"
+                    " some rounds, give it a group of the optimizer, whose rate a hook sets to 0."
                 )
         for name, p in self._untrained:
             if p.requires_grad:  # the local optimizer would move it, but no client would send it
                 raise FederatedError(
-                    f"A hook has unfrozen the parameter {name!r}: the trained parameters are fixed when the fit starts."
-                    " Train it from the start, or set requires_grad after the fit, and fit with another trainer."
+                    f"{type(self.module).__name__} or a callback has unfrozen the parameter {name!r}: the trained"
+                    " parameters are fixed when the fit starts. To train it from a later round on, do not freeze it."
+                    " Give it a group of the optimizer with rate 0, and let a hook raise the rate in that round."
                 )
 
     def begin_round(self, step: int) -> None:

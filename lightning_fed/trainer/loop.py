@@ -332,6 +332,7 @@ class FederatedLoop(_FitLoop):
         server_round, statuses = run.rounds.run(self._process_status)
         self._merge_statuses(statuses)
         self.is_closing, run.round_start = True, None  # from here on, a checkpoint is of this round
+        self.max_batches = 1  # no longer those of the last client
         if run.has_hooks:
             run.server_model.forget_kept()
         if self.settings.is_private or self.settings.client_privacy is not None:

@@ -1,5 +1,6 @@
 """The trainer that federates an ordinary LightningModule."""
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
@@ -300,12 +301,14 @@ class FederatedTrainer(pl.Trainer):
     def train_dataloader(self) -> None:
         """``None`` in the module's ``setup`` and ``configure_*`` hooks, as in any fit before its loaders are set up.
 
+        After ``trainer.fit_loop.setup_data()`` there it raises an error: Lightning's Trainer would have a loader.
+
         Raises:
             FederatedError: Elsewhere, since each client has its own loader. It is an ``AttributeError`` as well, so
                 ``getattr`` with a default value returns that.
         """
-        module = self.lightning_module
-        if module is None or module._current_fx_name not in ("setup", "configure_model", "configure_optimizers"):
+        module, early = self.lightning_module, ("setup", "configure_model", "configure_optimizers")
+        if self.fit_loop.max_batches != math.inf or module is None or module._current_fx_name not in early:
             raise _NoLoaderError(
                 "trainer.train_dataloader does not exist, since each client has its own loader. While a client trains,"
                 " trainer.num_training_batches is its number of batches. For the length of a schedule, use"
@@ -314,7 +317,7 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def num_training_batches(self) -> int | float:
-        """The batches in the local epoch of the client at work.
+        """The batches in the local epoch of the client at work; 1 between the work of clients.
 
         In ``configure_optimizers``, where modules multiply it by ``max_epochs`` for the length of a schedule, it is how
         often schedules are stepped in a round: once, or with ``local_schedule`` after each of the ``local_steps``.
@@ -380,6 +383,7 @@ class FederatedTrainer(pl.Trainer):
                 " FederatedDataModule(val=...), a data set or a loader."
             )
         check_trainer(self)
+        self.fit_loop.max_batches = math.inf  # until the data are set up, as in Lightning's first fit
         try:
             with numbered(self):
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -17,9 +18,9 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
-from lightning_fed.algorithms import FedAvg, FedProx, Mime, MimeLite, Scaffold, SGDm
+from lightning_fed.algorithms import FedAvg, FedProx, FedSAM, Mime, MimeLite, PFedMe, Scaffold, SGDm
 from tests.helpers.ids import spelled
-from tests.helpers.selection import covering
+from tests.helpers.selection import covering, few
 from tests.helpers.training import (
     CLASSES,
     FEATURES,
@@ -29,6 +30,7 @@ from tests.helpers.training import (
     data,
     fit,
     parameters,
+    rounds_in,
     seeded,
     trainer,
 )
@@ -410,6 +412,70 @@ def test_the_anchor_sees_the_same_masks_and_augmentation() -> None:
     fit(seeded(Augments, dropout=0.5), algorithm=Mime(base=SGDm()), local_steps=1, callbacks=Check())
 
 
+def as_dict(examples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    x, y = (torch.stack(list(column)) for column in zip(*examples, strict=True))
+    return {"x": x, "y": y}
+
+
+class WritesIntoItsBatch(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch["x"] += 1.0
+        batch["x"] = 1.5 * batch["x"]
+        return super().training_step((batch["x"], batch.pop("y")), batch_idx)
+
+
+class LeavesItsBatch(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((1.5 * (batch["x"] + 1.0), batch["y"]), batch_idx)
+
+
+TWICE = [FedAvg(), Scaffold(option="i"), Mime(), Mime(base=SGDm()), FedSAM(rho=0.1), PFedMe(lam=1.0)]
+
+
+@pytest.mark.parametrize("method", few(TWICE, [TWICE[2], TWICE[4]]), ids=repr)
+def test_a_step_may_write_into_its_batch(method: Any) -> None:
+    found, expected = (
+        fit(seeded(module), data(collate_fn=as_dict, val=None), algorithm=method, max_rounds=1, limit_val_batches=0)
+        for module in (WritesIntoItsBatch, LeavesItsBatch)
+    )
+    assert torch.equal(found, expected)
+
+
+class DividesByBatches(Net):
+    """Weights a term by the number of batches, as variational modules do."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.seen: list[tuple[str, Any]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append(("round", self.trainer.num_training_batches))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches, kind = self.trainer.num_training_batches, "eval" if not self.training else "pass"
+        self.seen.append((kind, batches))
+        norm = sum(p.square().sum() for p in self.parameters())
+        return super().training_step(batch, batch_idx) + norm / batches
+
+
+class Losses(FederatedCallback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.fit_loop.training_losses([0, 1])
+
+
+def test_the_number_of_batches_is_that_of_the_client_in_every_pass(tmp_path: Path) -> None:
+    sizes, batches, rounds = (12, 4), (3, 1), 2
+    module, saves = seeded(DividesByBatches), ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, every_n_epochs=1)
+    options = {"algorithm": Mime(), "max_rounds": rounds, "clients_per_round": 2, "limit_val_batches": 0}
+    whole = fit(module, data(sizes=sizes), callbacks=[Losses(), saves], enable_checkpointing=True, **options)
+    seen = {(kind, number) for kind, number in module.seen}
+    assert seen == {("round", 1), *(("pass", number) for number in batches), *(("eval", number) for number in batches)}
+    of_full_passes = module.seen[1:3]  # of round 0, each in one batch
+    assert sorted(number for _, number in of_full_passes) == sorted(batches)
+    first = min(tmp_path.iterdir(), key=rounds_in)
+    assert torch.equal(fit(seeded(DividesByBatches), data(sizes=sizes), ckpt_path=first, **options), whole)
+
+
 class Overflowing(MixedPrecision):
     """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
 
@@ -458,6 +524,15 @@ def test_the_trainer_has_no_loader_of_all_clients() -> None:
 
     with pytest.raises(FederatedError, match="each client has its own loader.*num_training_batches"):
         fit(Asks(), data())
+
+    class SetsUp(Net):
+        def configure_optimizers(self) -> Any:
+            self.trainer.fit_loop.setup_data()  # after which Lightning's Trainer has a loader
+            len(self.trainer.train_dataloader)
+            return super().configure_optimizers()
+
+    with pytest.raises(FederatedError, match="each client has its own loader.*estimated_stepping_batches"):
+        fit(SetsUp(), data())
 
 
 def test_hooks_given_to_an_instance_are_heard() -> None:

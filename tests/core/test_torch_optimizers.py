@@ -46,6 +46,17 @@ def test_optimizers_that_cannot_take_an_injected_gradient_are_refused_by_name() 
 
     with pytest.raises(FederatedError, match=r"optimizer Twice is not supported: its step requires a closure"):
         refuse_unsupported(made(Twice, lr=0.1), "The local optimizer")
+
+    class Sharpness(torch.optim.SGD):
+        def first_step(self) -> None: ...
+
+        def second_step(self) -> None: ...
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return closure()
+
+    with pytest.raises(FederatedError, match=r"Sharpness is not supported: its step requires a closure.*FedSAM"):
+        refuse_unsupported(made(Sharpness, lr=0.1), "The local optimizer")
     for cls in (torch.optim.SGD, torch.optim.AdamW, LBFGS):
         refuse_unsupported(made(cls, lr=0.1), "The local optimizer")
 

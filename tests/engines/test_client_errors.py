@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_fed import ClientError, FederatedError
+from lightning_fed.algorithms import Mime
 from lightning_fed.compat.private import SIGTERMException
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient, fault_of
@@ -132,3 +133,16 @@ def test_a_step_without_a_gradient_cannot_be_clipped_by_value_but_in_the_other_w
         fitted = trainer(**{**clip, **remedy})
         fitted.fit(Step(skip), data())
         assert fitted.fit_loop.round == 1
+
+
+class FixedSize(Ordinary):
+    """Takes batches of one size only, as a queue of keys or a state of a recurrent layer may."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + torch.zeros(4)[: len(batch[0])].add(batch[0][:, 0] * 0).sum()
+
+
+def test_a_module_for_one_size_of_batch_is_told_of_the_size_of_full_batches() -> None:
+    with pytest.raises(ClientError, match=r"full-batch gradient in round 0: RuntimeError.*set the data module's full_"):
+        trainer(algorithm=Mime()).fit(FixedSize(), data())
+    trainer(algorithm=Mime(), max_rounds=1).fit(FixedSize(), data(full_batch_size=4))

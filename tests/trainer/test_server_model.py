@@ -260,6 +260,25 @@ def test_unfreezing_a_parameter_of_the_optimizer_during_a_fit_is_refused(engine:
         run(engine, callbacks=hooks)
 
 
+class UnfreezesInAStep(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch == 1:
+            self.head.weight.requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_step_that_unfreezes_a_parameter_is_told_how_to_train_it_later() -> None:
+    with pytest.raises(FederatedError, match=r"has unfrozen the parameter 'head.weight'.*optimizer with rate 0"):
+        run("sequential", UnfreezesInAStep)
+
+
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
 def test_parameters_may_be_frozen_once_training_has_ended(engine: str) -> None:
     t = run(engine, callbacks=[hooked("on_train_end", lambda trainer, module: module.freeze())])

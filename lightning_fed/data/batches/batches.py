@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.seeds import KeyedStream, Purpose
+from lightning_fed.data.batches.copies import own_copy
 from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
@@ -358,8 +359,9 @@ class RepeatedBatches(ClientBatches):
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of one local epoch."""
         for batch, examples in self.batches.epoch(generator, shuffle):
-            for _ in range(self.times):
-                yield batch, examples
+            for _ in range(self.times - 1):
+                yield own_copy(batch), examples  # a step may write into its batch
+            yield batch, examples
 
     def full(self, generator: torch.Generator) -> Batches:
         """Yield every example once."""

@@ -9,18 +9,27 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Run, Step
-from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
+from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
-from lightning_fed.engines.changes import kept_in_attributes, parts_of
+from lightning_fed.engines.changes import (
+    Snapshot,
+    empty_attributes,
+    kept_in_attributes,
+    kept_in_callbacks,
+    parts_of,
+    values_in,
+)
 from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
+from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
@@ -71,7 +80,9 @@ class SequentialEngine(Engine):
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
-            kept = None if self._has_checked else self._kept()
+            kept, empty = None, []
+            if not self._has_checked:
+                kept, empty = self._kept(), empty_attributes(parts_of(self.trainer.lightning_module))
             self.epoch_loop.begin_client()
             for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
                 p.grad = None
@@ -88,7 +99,8 @@ class SequentialEngine(Engine):
             numbers = self.epoch_loop.close_client()
             if kept is not None:
                 self.prepared.check_parameters()
-                self._check_kept(kept)
+                if not self._check_kept(kept):  # or the trial steps would write into these tensors once more
+                    self._check_filled(empty, plan)
                 self._has_checked = True
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -268,24 +280,72 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
+    def _check_filled(self, empty: Sequence[tuple[str, nn.Module, str]], plan: WorkPlan) -> None:
+        """Warn if a step reads a tensor that local work has put where None was, such as a recurrent state.
+
+        Most such attributes only note something. Two trial steps on the client's first batch tell, with what the
+        attributes hold and with None.
+        """
+        filled = [
+            (name, part, key)
+            for name, part, key in empty
+            if any(isinstance(value, Tensor) and value.grad_fn is None for value in values_in(vars(part)[key]))
+        ]
+        if not filled or self.split.size > 1 or self.private is not None:
+            return
+        device, losses = self.flat.y.device, list[Tensor | None]()
+        for values in ({}, dict.fromkeys(filled)):
+            before = Snapshot(part for _, part in parts_of(self.trainer.lightning_module))
+            try:
+                for (_, part, key), value in values.items():
+                    vars(part)[key] = value
+                batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
+                with preserved_random_state(device), self.gradients.silent():
+                    seed_global(0, device)
+                    losses.append(self.gradients.forward(prepare_batch(self.trainer, batch), 0))
+            except Exception:
+                return
+            finally:
+                before.restore()
+        with_them, without = losses
+        if with_them is None or without is None or torch.equal(with_them, without):
+            return
+        module, names = type(self.trainer.lightning_module).__name__, ", ".join(repr(name) for name, _, _ in filled)
+        rank_zero_warn(
+            f"{module}.training_step reads what earlier steps have left in {names}, which was None: the next client"
+            " starts with the last one's, and a resumed run with None. Set it to None in training_step where batch_idx"
+            " is 0, or in on_client_start."
+        )
+
     def _kept(self) -> tuple[Mapping[str, Any], ...]:
         """Return by attribute what goes from one client's work to the next: see :func:`kept_in_attributes`."""
-        return *kept_in_attributes(parts_of(self.trainer.lightning_module)), self.optimizer.counts()
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
+        return *kept_in_attributes(parts_of(module)), self.optimizer.counts(), kept_in_callbacks(callbacks, module)
 
-    def _check_kept(self, before: tuple[Mapping[str, Any], ...]) -> None:
+    def _check_kept(self, before: tuple[Mapping[str, Any], ...]) -> bool:
         """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
 
-        Attributes may get more tensors or numbers.
+        Attributes may get more tensors or numbers. Return whether a tensor in an attribute of the module has changed.
         """
         module = type(self.trainer.lightning_module).__name__
-        tensors, numbers, states, counts = self._kept()
+        tensors, numbers, states, counts, of_callbacks = self._kept()
+        has_changed = False
         for name, held in before[0].items():
             now = tensors.get(name, [])
             if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
+                has_changed = True
                 rank_zero_warn(
                     f"{module} changes a tensor in its attribute {name!r} while a client trains. It goes from one"
                     " client to the next, and is not in checkpoints. Make it a buffer with register_buffer(), unless it"
                     " only collects numbers: buffers start from the server's for every client, and are averaged."
+                )
+        for name, held in before[4].items():
+            now = of_callbacks.get(name, [])
+            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
+                rank_zero_warn(
+                    f"The callback's attribute {name} changes its tensors while a client trains. It goes from one"
+                    " client to the next. For a moving average of the server's models, change it in on_train_epoch_end."
+                    " Otherwise keep a value for each client, or set it in on_client_start."
                 )
         for name, held in before[1].items():
             if (found := numbers.get(name, [])) != held and len(found) == len(held):
@@ -309,3 +369,4 @@ class SequentialEngine(Engine):
                     " and this number would go from one to the next. Keep it in self.state[parameter], or in a"
                     " parameter group: both are reset."
                 )
+        return has_changed

@@ -20,10 +20,12 @@ from lightning_fed.compat.private import (
     call,
     is_overridden,
     is_param_in_hook_signature,
+    rank_zero_warn,
 )
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
+from lightning_fed.data.batches.copies import own_copy
 from lightning_fed.engines.batch_hooks import (
     has_transfer_hooks,
     is_users_own,
@@ -99,11 +101,14 @@ class ClientOptimization(_AutomaticOptimization):
         if self.anchor_grad is not None or self.looks_ahead:
             assert isinstance(optimizer, FederatedOptimizer)
             self.decay = optimizer.decay  # a hook may have changed it since the last step
+            second = kwargs["batch"]
+            if second is not NO_EXAMPLES:  # training_step may write into its batch
+                second = own_copy(second)
         if self.anchor_grad is not None:
             with preserved_random_state(self.anchor_grad.device):
-                self._add_gradient(self.anchor_point, kwargs["batch"], batch_idx, self.anchor_grad)
+                self._add_gradient(self.anchor_point, second, batch_idx, self.anchor_grad)
         if self.looks_ahead:
-            self._current_batch = kwargs["batch"], batch_idx, capture_random_state(self.trainer.strategy.root_device)
+            self._current_batch = second, batch_idx, capture_random_state(self.trainer.strategy.root_device)
         trainer = self.trainer  # a callback may have changed these
         if self.has_fast_path and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
             return self._run_fast_path(optimizer, kwargs)
@@ -250,6 +255,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
         self.is_in_first_step = False  # of the first client of a round
         self.schedule_step: int | None = None  # while a schedule by local step takes a step
+        self._has_told_of_step = False
 
     def teardown(self) -> None:
         """End a fit."""
@@ -262,7 +268,24 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
         In ``lr_scheduler_step`` of a schedule by local step, the steps that the schedule has counted.
         """
-        return int(self.trainer.fit_loop.round) if self.schedule_step is None else self.schedule_step
+        if self.schedule_step is not None:
+            return self.schedule_step
+        if not self._has_told_of_step:
+            self._tell_of_step()
+        return int(self.trainer.fit_loop.round)
+
+    def _tell_of_step(self) -> None:
+        """Warn if a client's step reads the number of rounds, which does not change from one step to the next."""
+        module, several = self.trainer.lightning_module, self.trainer.fit_loop.runs_several
+        hook = "training_step" if several else getattr(module, "_current_fx_name", None)
+        if hook in ("training_step", "optimizer_step"):
+            self._has_told_of_step = True
+            rank_zero_warn(
+                f"{type(module).__name__}.{hook} reads global_step, which is the number of completed rounds: it is the"
+                " same in all steps of a client, and a warm-up or an annealing by it advances once a round. Return a"
+                " schedule of learning rates from configure_optimizers() with interval='step', and set local_schedule."
+                " For anything else, count the steps in a buffer, or read current_epoch."
+            )
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -300,6 +323,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.automatic_optimization.prepare()
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
+        self._has_told_of_step = False
         self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:

@@ -1,11 +1,13 @@
 """What one client's steps change reaches no other: frozen parameters, momentum, buffers of parts of a batch."""
 
 import copy
+import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,6 +106,65 @@ def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None
     with pytest.warns(UserWarning, match="Averages changes a tensor in its attribute") as told:
         run("sequential", Averages)
     assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
+
+
+class Recurrent(Ordinary):
+    """Starts a step from what the last one has left, as stateful recurrent modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.shown, self.draws = None, None, nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, own = super().training_step(batch, batch_idx), self.draws(batch[0]).mean()
+        state = own if self.state is None else 0.5 * (own + self.state[0])
+        self.state, self.shown = (state.detach(), None), batch[0]
+        return loss * (1 + state.square())
+
+
+class Resets(Recurrent):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.state = None
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_state_that_goes_from_client_to_client_is_told_once() -> None:
+    plain = state_of(run("sequential", Resets))
+    with pytest.warns(
+        UserWarning, match="Recurrent.training_step reads what earlier steps have left in 'state'"
+    ) as told:
+        run("sequential", Recurrent)
+    assert len([one for one in told if "earlier steps" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*earlier steps have left")
+        assert_same(state_of(run("sequential", Resets)), plain)
+
+
+class AverageOfModel(pl.Callback):
+    """Moves an average of the module in every batch, as in ordinary training; notes what it has seen."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.seen, self.module = kind, [], None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        copied = copy.deepcopy(pl_module.head)
+        self.average = copied if self.kind == "module" else {n: p.detach() for n, p in copied.named_parameters()}
+        self.module = pl_module
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        average = self.average if isinstance(self.average, dict) else dict(self.average.named_parameters())
+        for name, p in pl_module.head.named_parameters():
+            average[name].lerp_(p, 0.1)
+        self.seen.append(torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", ["module", "tensors"])
+def test_an_average_in_a_callback_that_goes_from_client_to_client_is_told_once(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"AverageOfModel\.average changes .* on_train_epoch_end") as told:
+        run("sequential", callbacks=[AverageOfModel(kind)])
+    assert len([one for one in told if "AverageOfModel" in str(one.message)]) == 1
 
 
 class Counts(Ordinary):

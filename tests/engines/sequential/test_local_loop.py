@@ -1,11 +1,14 @@
 """The loop of one client's local epochs: the batches it gets, and the losses of its steps."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor
 
@@ -168,3 +171,45 @@ def test_second_gradients_and_losses_are_those_of_the_whole_batch() -> None:
         (whole, losses), (parts, of_parts) = (ends_of(algorithm, accumulated) for accumulated in (1, 2))
         assert_close(parts, whole)
         torch.testing.assert_close(torch.tensor(of_parts), torch.tensor(losses), rtol=1e-6, atol=1e-9)
+
+
+class Anneals(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.global_step)
+
+
+class WarmsUp(Ordinary):
+    def optimizer_step(self, *args: Any) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.01 * (1 + self.trainer.global_step)
+        super().optimizer_step(*args)
+
+
+class ReadsElsewhere(Ordinary):
+    def on_train_epoch_start(self) -> None:
+        assert self.global_step == self.current_epoch
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("rounds", float(self.global_step))
+
+
+@pytest.mark.parametrize(
+    ("module", "engine"),
+    [
+        (Anneals, "sequential"),
+        (WarmsUp, "sequential"),
+        pytest.param(Anneals, "vectorized", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_step_that_reads_the_number_of_rounds_as_that_of_steps_is_told_once(module: Any, engine: str) -> None:
+    with pytest.warns(UserWarning, match=rf"{module.__name__}\.\w+_step reads global_step") as told:
+        run(engine, module, max_rounds=2)
+    assert len([one for one in told if "global_step" in str(one.message)]) == 1
+
+
+def test_hooks_between_rounds_and_callbacks_may_read_the_number_of_rounds(tmp_path: Path) -> None:
+    callbacks = [ModelCheckpoint(dirpath=tmp_path), LearningRateMonitor()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*reads global_step")
+        logger = CSVLogger(tmp_path)
+        run("sequential", ReadsElsewhere, callbacks=callbacks, logger=logger, enable_checkpointing=True)
