@@ -22,6 +22,7 @@ try:
     _sync_module_states = pl.overrides.distributed._sync_module_states
     PassThroughProfiler = pl.profilers.PassThroughProfiler
     _MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
+    _SubprocessScriptLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
     call = pl.trainer.call
     _CheckpointConnector = pl.trainer.connectors.checkpoint_connector._CheckpointConnector
     _LoggerConnector = pl.trainer.connectors.logger_connector.logger_connector._LoggerConnector

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import Tqdm, TrainerFn, _MultiProcessingLauncher, rank_zero_info
+from lightning_fed.compat.private import (
+    Tqdm,
+    TrainerFn,
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+    rank_zero_info,
+)
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.stopping import OtherProcessError
 
@@ -93,21 +99,33 @@ class RoundLauncher(_MultiProcessingLauncher):
         loop.set_progress(extra["rounds"])
 
 
-def adopt_launcher(trainer: pl.Trainer) -> None:
-    """Make a trainer that starts processes from Python use :class:`RoundLauncher`.
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts a trainer's other processes by running its script again, and refuses a program that is not in a file."""
 
-    Raise if the others would run a script again, and there is none.
-    """
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other processes, unless they are there, and call a function in this one.
+
+        Raises:
+            FederatedError: If there is no script to run.
+        """
+        starts_some = self.num_processes > 1 and not self.cluster_environment.creates_processes_externally
+        if starts_some and sys.argv[0] in _NO_SCRIPT:
+            name = getattr(None if trainer is None else trainer.strategy, "strategy_name", "ddp")
+            raise FederatedError(
+                f"strategy={name!r} starts its other processes by running the script again, found a program that is not"
+                f" in a file (python -c, or from standard input). Write it to a file and run that, or pass"
+                f" strategy='{name}_fork', which starts them from Python."
+            )
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def adopt_launcher(trainer: pl.Trainer) -> None:
+    """Make a trainer that starts processes use the launchers of this module."""
     launcher = trainer.strategy.launcher
     if type(launcher) is _MultiProcessingLauncher:
         launcher.__class__ = RoundLauncher
-    elif launcher is not None and trainer.num_devices > 1 and sys.argv[0] in _NO_SCRIPT:
-        name = getattr(trainer.strategy, "strategy_name", "ddp")
-        raise FederatedError(
-            f"strategy={name!r} starts its other processes by running the script again, found a program that is not in"
-            f" a file (python -c, or from standard input). Write it to a file and run that, or pass"
-            f" strategy='{name}_fork', which starts them from Python."
-        )
+    elif type(launcher) is _SubprocessScriptLauncher:
+        launcher.__class__ = ScriptLauncher
 
 
 def _settle_in_fork() -> None:

@@ -218,7 +218,9 @@ def test_processes_that_would_run_no_script_are_refused(
     strategy: str, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", [program])
+    refused = trainer(strategy=strategy, **TWO)
     with pytest.raises(FederatedError, match=f"strategy='{strategy}' starts.*pass strategy='{strategy}_fork'"):
-        trainer(strategy=strategy, **TWO)
-    trainer(strategy=f"{strategy}_fork", **TWO)
-    trainer(strategy=strategy, accelerator="cpu", devices=1)
+        refused.fit(seeded(), data())
+    with pytest.raises(FederatedError, match=f"strategy='{strategy}' starts"):
+        refused.validate(seeded(), data())
+    trainer(strategy=strategy, accelerator="cpu", devices=1, max_rounds=0).fit(seeded(), data())
