@@ -15,7 +15,7 @@ from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import ClientReport, Step
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.tracked_state import TrackedState
-from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.batch_hooks import has_transfer_hooks
 from lightning_fed.engines.client_errors import FULL_GRADIENT, NamesClient
@@ -156,6 +156,9 @@ class Engine(ABC):
     name: str
     """The engine's name in the trainer's argument ``engine``."""
 
+    shares_settings = False
+    """Whether clients train together, and so cannot have settings of their own that hooks set for one client."""
+
     less_memory = ""
     """An extra remedy in the error for a client that does not fit a device."""
 
@@ -172,15 +175,6 @@ class Engine(ABC):
         self.flat.y.copy_(x)
         self.flat.personal.copy_(personal)
         self.buffers.write(buffers)
-
-    def client_started(self, client_id: ClientId) -> None:  # noqa: B027
-        """Check the changes of ``on_client_start``, right after it ran for a client."""
-
-    def check_hooks(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
-        """Check the changes of client hooks, before the clients of a chunk run."""
-
-    def client_ended(self, client_id: ClientId) -> None:  # noqa: B027
-        """Check the changes of ``on_client_end``, if other clients trained together with this one."""
 
     def bind(self, result: ChunkResult, row: int) -> None:  # noqa: B027
         """Bind :attr:`current_parameters` to one client of a chunk, while its hooks run."""

@@ -9,7 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -265,42 +265,32 @@ def slots_in(value: Any) -> dict[str, Any]:
     return {name: own for name, own in found.items() if own is not missing}
 
 
-def describe(
-    value: Any, alive: list[Any] | None = None, left: list[int] | None = None, above: tuple[int, ...] = ()
-) -> Any:
-    """Return a description that is equal for equal values: numbers of tensors, contents of collections, else ids.
+def describe(value: Any, alive: list[Any], left: list[int] | None = None, above: tuple[int, ...] = ()) -> Any:
+    """Return a description that changes when a value is set, grows or is written: contents of collections, and ids.
 
-    With a list of ``alive`` objects, which must live as long as the description, it is unique to the object, and
-    changes when the value is set, grows or is written.
+    The described objects are added to ``alive``, and must live as long as the description, which is unique to them.
     """
     if isinstance(value, (int, float, str, bool, type(None))):
         return value if value == value else "nan"
     left = [_MOST] if left is None else left  # number of values that may still be inspected
-    if alive is not None:
-        alive.append(value)
+    alive.append(value)
     if isinstance(value, Tensor):
-        if alive is not None:
-            return id(value), _version_of(value)
-        return id(value) if isinstance(value, nn.Parameter) else numbers_in(value)
+        return id(value), _version_of(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
-        if alive is not None:
-            return id(value), value.tobytes() if value.size <= left[0] else 0
-        return value.shape, value.dtype.str, value.tobytes() if value.size <= _SMALL else id(value)
+        return id(value), value.tobytes() if value.size <= left[0] else 0
     if isinstance(value, _GENERATORS):
-        if alive is None and not isinstance(value, torch.Generator):
-            return id(value)
         generator = _state_of(value)
-        return None if alive is None else id(value), pickle.dumps(generator and generator[0])
+        return id(value), pickle.dumps(generator and generator[0])
     inner = _inside(value)
     if inner is None:
         return id(value)
     if len(above) >= _DEPTH or id(value) in above or left[0] < len(inner):
         return id(value), len(inner)
     left[0] -= len(inner)
-    who = type(value).__name__ if alive is None else id(value)
     if isinstance(inner, (set, frozenset)):
-        return who, frozenset(describe(part, alive, left, _CLOSED) for part in inner)
-    found, above = [who], (*above, id(value))
+        return id(value), frozenset(describe(part, alive, left, _CLOSED) for part in inner)
+    found: list[Any] = [id(value)]
+    above = (*above, id(value))
     for part in inner.items() if isinstance(inner, Mapping) else inner:
         if isinstance(inner, Mapping):
             found.append(describe(part[0], alive, left, _CLOSED))
@@ -325,6 +315,14 @@ def numbers_in(tensor: Tensor) -> Any:
     return *kind, flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
+def has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor) -> bool:
+    """Return whether a tensor has other numbers than before, given :func:`numbers_in` and a copy from then."""
+    if numbers_in(tensor) != numbers:
+        return True
+    is_compared = tensor.numel() <= _SMALL or tensor.layout != torch.strided or tensor.device.type == "meta"
+    return not is_compared and not torch.equal(tensor.nan_to_num(), copied.nan_to_num())
+
+
 def _state_of(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
     """Return the state of a generator and its setter, or None for any other value."""
     if isinstance(value, torch.Generator):
@@ -341,6 +339,9 @@ def _state_of(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
 # ------------------------------------------------------------------ restoring
 
 
+_Place: TypeAlias = tuple[Any, str]  # an object, and the name of an attribute
+
+
 class Snapshot:
     """A snapshot of attributes, contents of collections and states of generators, to restore.
 
@@ -350,34 +351,41 @@ class Snapshot:
     def __init__(self, owners: Iterable[Any]) -> None:
         # the names of the attributes to restore; None for all
         self._attributes: list[tuple[Any, dict[str, Any], set[str] | None]] = []
-        self._contents: list[tuple[Any, Any]] = []
-        self._slots: list[tuple[Any, dict[str, Any], set[str] | None]] = []  # like the attributes
+        # each with the object and the name of its attribute where it is
+        self._contents: list[tuple[Any, Any, _Place]] = []
+        self._slots: list[tuple[Any, dict[str, Any], set[str] | None, _Place]] = []  # like the attributes
         self._generators: list[tuple[Any, Callable[[Any], Any]]] = []
         for owner in owners:
             self.add_attributes(owner)
             for name, value in vars(owner).items():
                 if name in INTERNAL and isinstance(owner, nn.Module):
                     if isinstance(value, (dict, set)):
-                        self._contents.append((value, copy.copy(value)))
+                        self._contents.append((value, copy.copy(value), (owner, name)))
                 elif name not in PASSING:
-                    self.add(value)
+                    self.add(value, (owner, name))
 
     def add_attributes(self, owner: Any, *names: str) -> None:
         """Save attributes of an object without their contents, by default all."""
         self._attributes.append((owner, dict(vars(owner)), set(names) if names else None))
 
-    def add(self, value: Any) -> None:
+    def add(self, value: Any, place: _Place = (None, "")) -> None:
         """Save a value's contents."""
         for part in values_in(value):
             cls: Any = type(part)
             inner, generator, slots = _inside(part), _state_of(part), _slots_of(cls)
             if slots and inner is not None:
-                self._slots.append((part, slots_in(part), None))
+                self._slots.append((part, slots_in(part), None, place))
                 inner = getattr(part, "__dict__", None)
             if isinstance(inner, (list, deque, dict, set)):
-                self._contents.append((inner, copy.copy(inner)))
+                self._contents.append((inner, copy.copy(inner), place))
             if generator is not None:
                 self._generators.append(generator)
+
+    def add_options(self, options: dict[str, Any]) -> None:
+        """Save a mapping as if its keys were attributes, and their contents."""
+        self._contents.append((options, copy.copy(options), (options, "")))
+        for name, value in options.items():
+            self.add(value, (options, name))
 
     def noted(self) -> list[tuple[dict[str, Any], str]]:
         """Return the attributes that were None and are strings now, each as the dictionary that holds it and its name.
@@ -385,7 +393,7 @@ class Snapshot:
         Strings of one character are left out, since Python has one object for all equal ones.
         """
         held = [(vars(owner), was) for owner, was, _ in self._attributes]
-        held += [(inner, was) for inner, was in self._contents if isinstance(inner, dict)]
+        held += [(inner, was) for inner, was, _ in self._contents if isinstance(inner, dict)]
         found = {  # several may hold one dictionary
             (id(now), name): (now, name)
             for now, was in held
@@ -396,16 +404,32 @@ class Snapshot:
 
     def keep_changed(self) -> None:
         """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state."""
-        attributes, self._attributes = self._attributes, []
-        for owner, alive, own in attributes:
+        self._attributes = list(self._changed_attributes())
+        self._contents = list(self._changed_contents())
+        self._slots = list(self._changed_slots())
+        self._generators = []
+
+    def changed(self) -> _Place | None:
+        """Return an object and the name of one of its attributes that is or has something changed by now, or None."""
+        for owner, _, names in self._changed_attributes():
+            return owner, min(names)
+        for inner, content, (owner, name) in self._changed_contents():
+            return owner, name or min(changed_names(content, inner))
+        return next((place for *_, place in self._changed_slots()), None)
+
+    def _changed_attributes(self) -> Iterator[tuple[Any, dict[str, Any], set[str]]]:
+        for owner, alive, own in self._attributes:
             names = changed_names(alive, vars(owner)) - set(PASSING)
             if names := names if own is None else names & own:
-                self._attributes.append((owner, alive, names))
-        self._contents = [(inner, content) for inner, content in self._contents if not _is_same(inner, content)]
-        self._slots = [
-            (part, alive, names) for part, alive, _ in self._slots if (names := changed_names(alive, slots_in(part)))
-        ]
-        self._generators = []
+                yield owner, alive, names
+
+    def _changed_contents(self) -> Iterator[tuple[Any, Any, _Place]]:
+        return (own for own in self._contents if not _is_same(*own[:2]))
+
+    def _changed_slots(self) -> Iterator[tuple[Any, dict[str, Any], set[str], _Place]]:
+        for part, alive, _, place in self._slots:
+            if names := changed_names(alive, slots_in(part)):
+                yield part, alive, names, place
 
     def restore(self) -> None:
         """Restore everything, or after :meth:`keep_changed` what had changed."""
@@ -416,10 +440,10 @@ class Snapshot:
                     now[key] = alive[key]
                 else:
                     now.pop(key, None)
-        for inner, content in self._contents:
+        for inner, content, _ in self._contents:
             inner.clear()
             (inner.extend if isinstance(inner, (list, deque)) else inner.update)(content)
-        for part, alive, names in self._slots:
+        for part, alive, names, _ in self._slots:
             for name in (slots_in(part).keys() | alive.keys()) if names is None else names:
                 if name in alive:
                     object.__setattr__(part, name, alive[name])

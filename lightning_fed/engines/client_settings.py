@@ -2,28 +2,16 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
-from lightning_fed.callbacks.base import FederatedCallback, any_uses_hook, uses_hook
+from lightning_fed.callbacks.base import FederatedCallback, uses_hook
 from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import ClientId
-from lightning_fed.engines.base import OnlySequentialError
-from lightning_fed.engines.changes import (
-    INTERNAL,
-    METRICS,
-    PASSING,
-    Snapshot,
-    attribute_tensors,
-    describe,
-    numbers_in,
-    parts_of,
-)
-from lightning_fed.engines.gradients import buffer_owners
+from lightning_fed.engines.changes import METRICS, Snapshot, attribute_tensors, has_other_numbers, numbers_in, parts_of
 from lightning_fed.engines.prepared import PreparedModule
 
 CLIENT_HOOKS = ("on_client_start", "on_client_end")
@@ -38,146 +26,19 @@ _TRAINER = (
 )
 """Attributes of the trainer that local work reads."""
 
-_DATA = "datamodule."
 _COPIED = 2**22  # tensors up to this size can be restored
 _ALL = 2**14  # frozen parameters up to this size are compared in full
 _SOME = 1_000  # numbers that are compared of larger ones, at least
-
-Settings: TypeAlias = dict[tuple[str, str], Any]
-"""The values of settings by kind ("module", "optimizer" ...) and name. Equal values compare equal."""
-
-
-class ClientSettings:
-    """Ensures that clients that train together have the settings that each would have alone.
-
-    Hooks may set attributes of the module, options of the optimizer and others for one client. The vectorized engine
-    calls the hooks of several clients before it trains any of them, so all must set the same values. Nothing is
-    compared if no callback of the user has such a hook: those of this package set nothing.
-
-    Settings are the inputs of local work: attributes of the module and its submodules, including collections, tensors
-    and the training mode, frozen parameters, options of the local optimizer, and attributes of the method, its base
-    optimizer, the trainer (such as ``gradient_clip_val``) and the data module. Trained parameters and buffers are not
-    compared: every client starts from the server's.
-    """
-
-    def __init__(self, prepared: PreparedModule) -> None:
-        self.trainer: Any = prepared.trainer
-        self._prepared, self.module = prepared, prepared.module
-        self._trained = set(map(id, prepared.flat.params))
-        self.is_needed = False  # whether a user's callback has client hooks in this round
-        self._at_start: Settings = {}  # at the start of the round
-        self._buffers: list[int] = []  # ids of buffers at that time
-        self._first: tuple[ClientId, Settings] | None = None  # the first client of the chunk whose hooks ran
-        self._worked: tuple[ClientId, Settings] | None = None  # a client of this round that has trained
-        self._after: Settings = {}  # after the last chunk's training
-        self._alive: list[Any] = []  # objects that settings of the data module are compared by
-
-    def begin_round(self) -> None:
-        """Record all settings, if hooks may change them for single clients."""
-        self.is_needed = any_uses_hook(self.trainer, *CLIENT_HOOKS, of_users=True)
-        self._first = self._worked = None
-        if self.is_needed:
-            self._alive.clear()
-            self._after = {}
-            self._at_start, self._buffers = self._now(), self._buffers_now()
-
-    def client_started(self, client_id: ClientId) -> None:
-        """Raise if the settings after a client's hook differ from those of the first client of the chunk."""
-        if not self.is_needed:
-            return
-        if self._first is None:
-            self._first = client_id, self._now(with_data=True)
-            return
-        first, settings = self._first
-        for kind, name in _differing(settings, self._now(with_data=True)):
-            raise self._refusal(f"on_client_start changes {self._name(kind, name)} for client {client_id!r}", first)
-
-    def check(self, clients: Sequence[ClientId]) -> set[str]:
-        """Return the kinds of settings that changed since the round began; called before a chunk's work.
-
-        Raises if other clients of this round worked with other settings.
-        """
-        first, self._first = self._first, None
-        client_id, now = first or (clients[0], self._now(with_data=True))
-        worked, self._worked = self._worked, (client_id, now)
-        if worked is not None:
-            other, before = worked
-            for kind, name in _differing(_without_data(before), _without_data(now)):
-                raise self._refusal(f"a hook changes {self._name(kind, name)} before client {client_id!r}", other)
-            return set()
-        kinds = {kind for kind, _ in _differing(self._at_start, _without_data(now))}
-        return kinds if self._buffers == self._buffers_now() else {*kinds, "buffer"}
-
-    def worked(self) -> None:
-        """Record settings after the clients of a chunk trained."""
-        if any_uses_hook(self.trainer, "on_client_end", of_users=True):
-            self._after = self._now(with_data=True)
-
-    def client_ended(self, client_id: ClientId) -> None:
-        """Raise if a client's hook changed settings, since the next clients have already trained."""
-        if not any_uses_hook(self.trainer, "on_client_end", of_users=True):
-            return
-        for kind, name in _differing(self._after, self._now(with_data=True)):
-            raise OnlySequentialError(
-                f"engine='vectorized' cannot give each client its own settings: on_client_end changes"
-                f" {self._name(kind, name)} after client {client_id!r}, and others were trained together with it. Set"
-                " it in on_round_start for all clients, or use engine='sequential'. Keep notes in the callback."
-            )
-
-    def _refusal(self, what: str, other: ClientId) -> OnlySequentialError:
-        return OnlySequentialError(
-            f"engine='vectorized' cannot give each client its own settings: {what}, and clients that are trained"
-            f" together or after one another must share it with client {other!r}. Make it part of the client's data, or"
-            " use engine='sequential'. Keep notes in the callback."
-        )
-
-    def _name(self, kind: str, name: str) -> str:
-        """Return the name of a setting for messages."""
-        if kind == "module":
-            return f"the attribute {name!r} of {type(self.module).__name__}"
-        if kind == "parameter":
-            return f"the frozen parameter {name!r} of {type(self.module).__name__}"
-        if kind == "optimizer":
-            group, _, option = name.partition(".")
-            of_group = f" in its group {group}" if len(self._prepared.optimizer.param_groups) > 1 else ""
-            what = "the learning rate" if option == "lr" else f"the option {option!r}"
-            return f"{what} of the local optimizer{of_group}"
-        if kind == "method":
-            return f"the attribute {name!r} of {type(self._prepared.algorithm).__name__}"
-        return f"trainer.{name}"
-
-    def _buffers_now(self) -> list[int]:
-        return [id(owner.get_buffer(key)) for owner, key in buffer_owners(self.module).values()]
-
-    def _now(self, with_data: bool = False) -> Settings:
-        """Return all settings; those of the data module optionally, as it changes when it builds clients' data."""
-        found: Settings = {}
-        for name, part in parts_of(self.module):
-            if not isinstance(part, METRICS):
-                start = f"{name}." if name else ""
-                found |= {("module", start + key): value for key, value in _attributes(part)}
-        for name, p in self.module.named_parameters():
-            if id(p) not in self._trained:
-                found["parameter", name] = numbers_in(p)
-        for number, group in enumerate(self._prepared.optimizer.param_groups):
-            for option, value in group.items():
-                found["optimizer", f"{number}.{option}"] = describe(value)
-        for name, part in _methods(self._prepared):
-            found |= {("method", name + key): describe(value) for key, value in vars(part).items()}
-        trainer: Any = self.trainer
-        found |= {("trainer", name): describe(getattr(trainer, name)) for name in _TRAINER}
-        found["trainer", "fit_loop.corrected_clip"] = describe(trainer.fit_loop.corrected_clip)
-        if with_data and trainer.datamodule is not None:  # by identity, since it may hold all data
-            data = vars(trainer.datamodule).items()
-            found |= {("trainer", _DATA + key): describe(value, self._alive) for key, value in data if key != "trainer"}
-        return found
 
 
 class SettingsSnapshot:
     """Saves all settings, to restore them after a client, or if a round restarts.
 
-    These are attributes, the contents of lists, dicts and sets, and the numbers in tensors. Other effects of hooks
-    cannot be undone. With ``with_callbacks``, attributes of callbacks with client hooks are included.
+    Settings are the inputs of local work: attributes of the module and its submodules, including collections, tensors
+    and the training mode, frozen parameters and ``requires_grad``, options of the local optimizer, and attributes of
+    the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and the data module. Trained parameters
+    and buffers are not saved: every client starts from the server's. Other effects of hooks cannot be undone. With
+    ``with_callbacks``, attributes of callbacks with client hooks are included.
     """
 
     def __init__(self, prepared: PreparedModule, with_callbacks: bool = True) -> None:
@@ -191,26 +52,38 @@ class SettingsSnapshot:
             and any(uses_hook(callback, h, FederatedCallback) for h in CLIENT_HOOKS)
         ]
         parts = [(name, part) for name, part in parts_of(prepared.module) if not isinstance(part, METRICS)]
-        methods = [part for _, part in _methods(prepared)]
-        self._snapshot = Snapshot([*(part for _, part in parts), *methods, *callbacks])
-        for group in prepared.optimizer.param_groups:  # each separately, for any number of parameters
-            self._snapshot.add(group)
+        methods, groups = list(_methods(prepared)), prepared.optimizer.param_groups
+        self._snapshot = Snapshot([part for _, part in (*parts, *methods)] + callbacks)
+        for group in groups:  # each separately, for any number of parameters
+            self._snapshot.add_options(group)
         if trainer.datamodule is not None:
             self._snapshot.add_attributes(trainer.datamodule)
         self._snapshot.add_attributes(trainer, *_TRAINER)
         self._snapshot.add_attributes(trainer.fit_loop, "corrected_clip")
+        self._places = {  # kinds of settings and the start of their names, by owner
+            id(trainer.datamodule): ("trainer", "datamodule."),
+            id(trainer): ("trainer", ""),
+            id(trainer.fit_loop): ("trainer", "fit_loop."),
+            **{id(part): ("module", f"{name}." if name else "") for name, part in parts},
+            **{id(part): ("method", name) for name, part in methods},
+            **{id(group): ("optimizer", f"{number}.") for number, group in enumerate(groups)},
+        }
         trained = set(map(id, prepared.flat.params))
-        parameters: Any = prepared.module.named_parameters()
-        tensors: list[tuple[str, Tensor]] = [(name, p) for name, p in parameters if id(p) not in trained]
-        tensors += [(name, t) for (_, name), t in attribute_tensors(parts) if not isinstance(t, nn.Parameter)]
-        self._small = [(tensor, tensor.detach().clone()) for _, tensor in tensors if tensor.numel() <= _COPIED]
-        self._large = [(name, tensor, numbers_in(tensor)) for name, tensor in tensors if tensor.numel() > _COPIED]
+        named: Any = prepared.module.named_parameters()
+        tensors: list[tuple[str, str, Tensor]] = [("parameter", name, p) for name, p in named if id(p) not in trained]
+        held = (pair for pair in attribute_tensors(parts) if not isinstance(pair[1], nn.Parameter))
+        tensors += [("module", name, tensor) for (_, name), tensor in held]
+        options = ((f"{n}.{name}", value) for n, group in enumerate(groups) for name, value in group.items())
+        tensors += [("optimizer", name, value) for name, value in options if isinstance(value, Tensor)]
+        noted = [(kind, name, tensor, numbers_in(tensor)) for kind, name, tensor in tensors]
+        self._small = [(*own, own[2].detach().clone()) for own in noted if own[2].numel() <= _COPIED]
+        self._large = [own for own in noted if own[2].numel() > _COPIED]
 
     def keep_changed(self, hook: str) -> None:
         """Forget what a hook has not changed, so that only its changes are restored; raise for a large tensor."""
         self._snapshot.keep_changed()
-        self._small = [(tensor, held) for tensor, held in self._small if numbers_in(tensor) != numbers_in(held)]
-        for name, tensor, numbers in self._large:
+        self._small = [own for own in self._small if has_other_numbers(*own[2:])]
+        for _, name, tensor, numbers in self._large:
             if numbers_in(tensor) != numbers:
                 raise FederatedError(
                     f"{hook} changes {name!r} of {type(self._prepared.module).__name__} in place: {tensor.numel():,}"
@@ -219,6 +92,17 @@ class SettingsSnapshot:
                 )
         self._large = []
 
+    def changed(self) -> str | None:
+        """Return a setting that has changed by now, for messages, or None."""
+        written = [own[:2] for own in self._small if has_other_numbers(*own[2:])]
+        written += [own[:2] for own in self._large if numbers_in(own[2]) != own[3]]
+        for kind, name in written:
+            return named_setting(self._prepared, kind, name)
+        if (found := self._snapshot.changed()) is None:
+            return None
+        kind, start = self._places[id(found[0])]
+        return named_setting(self._prepared, kind, start + found[1])
+
     def restore(self) -> None:
         """Restore everything, or after :meth:`keep_changed` what a hook had changed.
 
@@ -226,15 +110,31 @@ class SettingsSnapshot:
         """
         self._snapshot.restore()
         with torch.no_grad():
-            for tensor, numbers in self._small:
-                tensor.copy_(numbers)
-        for name, tensor, numbers in self._large:
+            for _, _, tensor, _, copied in self._small:
+                tensor.copy_(copied)
+        for _, name, tensor, numbers in self._large:
             if numbers_in(tensor) != numbers:
                 raise FederatedError(
                     f"A hook of single clients has changed {name!r} of {type(self._prepared.module).__name__} in place,"
                     f" and engine={self._prepared.settings.engine!r} cannot put it back to begin the round again. Use"
                     " engine='sequential'."
                 )
+
+
+def named_setting(prepared: PreparedModule, kind: str, name: str) -> str:
+    """Return a setting for messages, given its kind ("module", "optimizer" ...) and name."""
+    if kind == "module":
+        return f"the attribute {name!r} of {type(prepared.module).__name__}"
+    if kind == "parameter":
+        return f"the frozen parameter {name!r} of {type(prepared.module).__name__}"
+    if kind == "optimizer":
+        group, _, option = name.partition(".")
+        of_group = f" in its group {group}" if len(prepared.optimizer.param_groups) > 1 else ""
+        what = "the learning rate" if option == "lr" else f"the option {option!r}"
+        return f"{what} of the local optimizer{of_group}"
+    if kind == "method":
+        return f"the attribute {name!r} of {type(prepared.algorithm).__name__}"
+    return f"trainer.{name}"
 
 
 def _methods(prepared: PreparedModule) -> Iterator[tuple[str, Any]]:
@@ -246,32 +146,6 @@ def _methods(prepared: PreparedModule) -> Iterator[tuple[str, Any]]:
         for key, part in vars(method).items():
             if isinstance(part, BaseOptimizer):
                 yield f"{name}{key}.", part
-
-
-def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the names and contents of a module's attributes, submodules and hooks, but not parameters."""
-    for key, value in vars(part).items():
-        if key in PASSING or key in ("_parameters", "_buffers"):
-            continue
-        if key == "_modules":  # submodules' attributes are compared separately
-            yield key, tuple((name, type(own)) for name, own in value.items())
-        elif key in INTERNAL and isinstance(value, dict):  # hooks, by numbers that change each time
-            if value:
-                yield key, tuple(map(id, value.values()))
-        else:
-            yield key, describe(value)
-
-
-def _differing(one: Settings, other: Settings) -> list[tuple[str, str]]:
-    """Return the kinds and names of the settings that differ."""
-    if one == other:
-        return []
-    missing = object()
-    return [k for k in dict.fromkeys((*other, *one)) if one.get(k, missing) != other.get(k, missing)]
-
-
-def _without_data(settings: Settings) -> Settings:
-    return {(kind, name): value for (kind, name), value in settings.items() if not name.startswith(_DATA)}
 
 
 class FrozenParameters:

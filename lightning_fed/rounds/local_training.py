@@ -16,9 +16,9 @@ from lightning_fed.core.devices import are_equal, numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan
-from lightning_fed.engines.changes import changed, marks
-from lightning_fed.engines.client_settings import FrozenParameters, SettingsSnapshot
+from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
+from lightning_fed.engines.changes import Marks, changed, marks
+from lightning_fed.engines.client_settings import FrozenParameters, SettingsSnapshot, named_setting
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.rounds.failures import Isolation, stop_at
@@ -276,7 +276,8 @@ class LocalTraining:
         attackers: frozenset[int] = frozenset(),
     ) -> None:
         self.engine, self.settings, self.gradients, self.inner_solve = engine, settings, gradients, inner_solve
-        self.engines = [engine] if inner_solve is None else [engine, inner_solve.engine]
+        engines = [engine] if inner_solve is None else [engine, inner_solve.engine]
+        self._shares = any(engine.shares_settings for engine in engines)
         self.trainer = engine.trainer
         self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
         self._has_warned = False  # of changes that have no effect
@@ -293,7 +294,9 @@ class LocalTraining:
         """
         self.put_back_settings()
         self.result: ChunkResult | None = None  # for the clients of the last reply
-        self._ended, self._round = 0, 0  # clients of the result whose hook has run, and their round
+        self._round = 0  # of the result
+        # the settings before the first of its clients' hooks, if others have trained with them
+        self._at_end: tuple[Marks, SettingsSnapshot] | None = None
         self._before: Sequence[State] = []  # its clients' states before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
         self._sets = self._uses_start_hook and any_uses_hook(self.trainer, "on_client_start", of_users=True)
@@ -347,7 +350,7 @@ class LocalTraining:
         module = self.trainer.lightning_module
         self.put_back_settings()
         held = SettingsSnapshot(self.engine.prepared, with_callbacks=False) if self._sets else None
-        before = marks(module) if self._has_measured else None
+        before = marks(module) if self._has_measured or (self._sets and self._shares) else None
         frozen = self._frozen.read() if self._has_measured else []
         self._held = held  # so that a hook that raises is undone as well
         if self._sets:
@@ -359,15 +362,31 @@ class LocalTraining:
         if before is None:
             return
         name, kind = changed(before, marks(module)), "attribute"
-        if name is None:
+        if name is None and self._has_measured:
             name, kind = self._frozen.changed(frozen), "parameter"
-        if name is not None:
+        if name is not None and self._has_measured:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
                 f"on_client_start changes the {kind} {name!r} of {type(module).__name__} for client {client_id!r},"
                 f" after {method} has taken full-batch gradients or losses that do not have the change."
                 " Put what differs between clients into their data, set it for all clients in on_round_start, and keep"
                 " notes on clients in the callback."
+            )
+        if held is not None and self._shares:
+            self._check_shared(name, held, f"on_client_start changes {{}} for client {client_id!r}")
+
+    def _check_shared(self, attribute: str | None, settings: SettingsSnapshot, found: str) -> None:
+        """Raise if a hook has changed settings, which clients that train together share.
+
+        ``attribute`` is a changed one of the module, if known.
+        """
+        prepared = self.engine.prepared
+        what = settings.changed() if attribute is None else named_setting(prepared, "module", attribute)
+        if what is not None:
+            raise OnlySequentialError(
+                f"engine='vectorized' cannot give each client its own settings: {found.format(what)}, and others train"
+                " together with it. Set it in on_round_start for all clients, make it part of the client's data, or"
+                " use engine='sequential'. Keep notes in the callback."
             )
 
     def put_back_settings(self) -> None:
@@ -397,11 +416,6 @@ class LocalTraining:
                 self._start(client_id, plan.participant.index)
                 if self._sets and not self._has_warned:
                     self._warn_of_discarded(client_id)
-                for engine in self.engines:
-                    engine.client_started(client_id)
-        if self._uses_start_hook or self._uses_end_hook:
-            for engine in self.engines:
-                engine.check_hooks(plans)
         failed: dict[int, ClientError] = {}
         self.result = None
         result = self._isolation.run(partial(self._run, task, inputs, states), plans, failed)
@@ -411,7 +425,7 @@ class LocalTraining:
         failed |= {result.participants[row].index: error for row, error in result.faults.items()}
         for error in failed.values():
             stop_at(error, self.settings.drops_failed)
-        self.result, self._ended = result, 0
+        self.result, self._at_end = result, None
         clients, work = [who.index for who in result.participants], {plan.participant.index: plan for plan in plans}
         examples = [num_examples(work[index]) for index in clients]
         own_examples: list[int] = []
@@ -441,6 +455,9 @@ class LocalTraining:
         if result is None or not self._uses_end_hook:
             return
         rows = {report.client_id: row for row, report in enumerate(result.reports)}
+        module = self.trainer.lightning_module
+        if self._reads and self._shares and self._at_end is None:
+            self._at_end = marks(module), SettingsSnapshot(self.engine.prepared, with_callbacks=False)
         for client_id in clients:
             self.engine.bind(result, rows[client_id])
             if self._reads:
@@ -448,9 +465,10 @@ class LocalTraining:
             call_round_hook(self.trainer, "on_client_end", result.reports[rows[client_id]])
             if self._reads:
                 self.engine.prepared.check_parameters()
-            self._ended += 1
-            if self._ended < len(rows) - len(result.faults):  # others trained together with it
-                self.engine.client_ended(client_id)
+            if self._at_end is not None:
+                attributes, settings = self._at_end
+                name = changed(attributes, marks(module))
+                self._check_shared(name, settings, f"on_client_end changes {{}} after client {client_id!r}")
 
     @denormals_as_zero()
     def _run(self, task: Task, inputs: RoundInputs, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:

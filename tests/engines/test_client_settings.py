@@ -1,11 +1,13 @@
 """What hooks of clients set: each client works with its own settings, or the engine is refused by name."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Ditto, FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.callbacks import ClientModels, RoundProgressBar, UpdateCosine
-from lightning_fed.engines.client_settings import ClientSettings
+from lightning_fed.engines.client_settings import SettingsSnapshot
 from tests.engines.sequential.test_engine import Teacher
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_close, results_of, run, state_of
 from tests.helpers.processes import in_processes
@@ -202,7 +204,6 @@ SETTERS: dict[Setter, str] = {
     clip: "trainer.gradient_clip_val",
     data_module: "trainer.datamodule.shift",
 }
-HARMLESS_ALONE = (data_module,)  # it is read again for every chunk
 
 
 def options_of(setter: Setter) -> dict[str, Any]:
@@ -234,21 +235,31 @@ def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
 @pytest.mark.parametrize("setter", few(SETTERS, [nested, configuration, new_tensor, momentum]))
 def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=1)
-    if setter is data_module and "chunk_size" in engine:
-        assert_agree(start(**engine), start(engine="sequential"))  # batches are made for one client after another
-        return
-    with pytest.raises(FederatedError, match=f"{SETTERS[setter]} .*client 1.*engine='sequential'"):
+    found = f"on_client_start changes {SETTERS[setter]} for client [01],.*on_round_start.*engine='sequential'"
+    with pytest.raises(FederatedError, match=found):
         start(**engine)
 
 
-@pytest.mark.filterwarnings("error:engine='auto' restarts")
-@pytest.mark.parametrize("engine", few([*VECTORIZED, {"engine": "auto"}], VECTORIZED[1:]), ids=str)
-@pytest.mark.parametrize("setter", few(SETTERS, [attribute, rate]))
-def test_all_clients_may_get_the_same_value(setter: Setter, engine: dict[str, Any]) -> None:
-    start = setting(setter, lambda _, round: (1.0, 2.0, 2.0, 1.0)[round], max_rounds=4, clients_per_round=3)
-    found = start(**engine)
-    assert found.fit_loop.clients.engine.name == "vectorized"
-    assert_agree(found, start(engine="sequential"))
+@pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
+def test_what_a_value_of_all_clients_is_set_by_is_named(engine: dict[str, Any]) -> None:
+    start = setting(rate, lambda _, round: 2.0, max_rounds=1)
+    with pytest.raises(FederatedError, match=r"on_client_start changes the learning rate .* for client 0, .* in on_ro"):
+        start(**engine)
+
+
+def array(trainer: Any, module: Any, value: float) -> None:
+    module.array[:] = value
+
+
+def test_contents_of_arrays_are_compared_too() -> None:
+    class WithArray(Adjustable):
+        def __init__(self) -> None:
+            super().__init__()
+            self.array = np.ones(CLASSES)
+
+    start = setting(array, lambda client, _: UNALIKE[client], max_rounds=1, make=WithArray)
+    with pytest.raises(FederatedError, match="on_client_start changes the attribute 'array' of WithArray for client 1"):
+        start(engine="vectorized")
 
 
 @pytest.mark.parametrize("algorithm", few([Scaffold(option="i"), Ditto(0.1)], []), ids=lambda a: type(a).__name__)
@@ -268,18 +279,6 @@ def test_a_setting_that_full_gradients_were_taken_without_is_refused(setter: Set
         start(engine=engine)
 
 
-def test_a_module_that_cannot_be_vectorized_with_the_new_value_restarts() -> None:
-    class Branches(Adjustable):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            return loss * float(batch[0].sum() > 0) if self.factor == 2.0 else loss
-
-    start = setting(attribute, lambda _, round: 1.0 + round, make=Branches)
-    with pytest.warns(UserWarning, match=r"restarts round 1 with 'sequential'.*cannot take Branches.training_step"):
-        found = start(engine="auto")
-    assert_agree(found, start(engine="sequential"))
-
-
 def trainable(trainer: Any, module: Any, value: float) -> None:
     module.head.bias.requires_grad_(value == 1.0)
 
@@ -296,6 +295,19 @@ def test_a_parameter_that_a_hook_freezes_for_clients_is_refused(hook: str, engin
 # ---------------------------------------------------------------------- for one client alone
 
 
+def values_of(trainer: Any) -> list[Any]:
+    """Return the values of all that is set here."""
+    module, data = trainer.lightning_module, trainer.datamodule
+    options = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizers[0].param_groups]
+    of_trainer = trainer.gradient_clip_val, trainer.fit_loop.corrected_clip, vars(trainer.fit_loop.settings.algorithm)
+    of_data = getattr(data, "shift", 1.0), hasattr(data, "not_there_before")
+    tensors = module.numbers.tolist(), module.frozen.weight.tolist(), module.head.bias.requires_grad
+    hooks = len(module.last._forward_hooks), type(module.last), module.doubling.training
+    plain = module.factor, module.inner.factor, module.options.factor, module.hparams.factor
+    more = hasattr(module, "not_there_before"), module.table
+    return copy.deepcopy([options, *of_trainer, *of_data, *tensors, *hooks, *plain, *more])
+
+
 class OnlyFor(FederatedCallback):
     """Sets something for client 1 and for the last one, and notes the settings that clients and rounds find."""
 
@@ -306,7 +318,7 @@ class OnlyFor(FederatedCallback):
 
     def _note(self, trainer: Any, notes: list[Any]) -> None:
         if trainer.fit_loop.prepared is not None:
-            notes.append(ClientSettings(trainer.fit_loop.prepared)._now(with_data=True))
+            notes.append(values_of(trainer))
 
     def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
         self._note(trainer, self.found)
@@ -377,8 +389,6 @@ def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> Non
     assert all(one == first for one in others)
     assert len(callback.at_end) == 2 * 2
     assert all(one != first for one in callback.at_end)
-    if setter in HARMLESS_ALONE or setter is extra or setter is extended:
-        return
     auto = OnlyFor(setter)
     with pytest.warns(UserWarning, match=RESTARTS):
         assert same(state_of(run("auto", callbacks=[auto], **options)), state_of(found))
@@ -428,9 +438,6 @@ def test_what_the_end_of_a_client_sets_is_for_the_next(setter: Setter, chunk_siz
         callback = Sets(setter, lambda client, _: 1.0 + client, "on_client_end")
         return run(engine, callbacks=[callback], **options, **options_of(setter))
 
-    if setter is data_module and chunk_size == 1:  # batches are made for one client after another
-        assert_agree(start("auto", chunk_size=1), start("sequential"))
-        return
     with pytest.warns(UserWarning, match=f"{RESTARTS} 0"):
         found = start("auto", chunk_size=chunk_size)
     assert same(state_of(found), state_of(start("sequential")))
@@ -455,9 +462,9 @@ def test_what_the_end_of_a_round_sets_is_for_the_next_round() -> None:
                 pl_module.factor = 1.0 + self.ended / 4
 
     options = {"max_rounds": 2, **options_of(attribute)}
-    found, expected = (run(engine, callbacks=[Last()], **options) for engine in ("auto", "sequential"))
-    assert found.fit_loop.clients.engine.name == "vectorized"
-    assert_agree(found, expected)
+    expected = run("sequential", callbacks=[Last()], **options)
+    with pytest.warns(UserWarning, match=f"{RESTARTS} 0"):
+        assert same(state_of(run("auto", callbacks=[Last()], **options)), state_of(expected))
 
 
 # ---------------------------------------------------------------------- the restart
@@ -578,7 +585,7 @@ def test_nothing_is_compared_without_hooks_of_users(own: Any, tmp_path: Path, mo
         def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
             pl_module.factor = 1.0 + round
 
-    monkeypatch.setattr(ClientSettings, "_now", lambda *_, **__: pytest.fail("settings were looked at"))
+    monkeypatch.setattr(SettingsSnapshot, "changed", lambda *_: pytest.fail("settings were looked at"))
     callbacks = [Rounds(), *([own()] if own is not None else [])]
     bar = {"enable_progress_bar": own is RoundProgressBar, "default_root_dir": tmp_path}
     fit = run("auto", callbacks=callbacks, max_rounds=2, chunk_size=1, **bar, **options_of(attribute))
@@ -616,16 +623,14 @@ class Replaces(FederatedCallback):
 
 
 @pytest.mark.thorough
-def test_a_buffer_that_a_hook_replaces_is_read_anew() -> None:
-    """The first client has no example of the class, so its step cannot tell that a trace has the buffer before."""
+def test_a_buffer_that_a_hook_replaces_is_not_for_clients_together() -> None:
     stream, labels = torch.Generator().manual_seed(0), [[0, 1] * 4, [CLASSES - 1] * 8]
     sets = [TensorDataset(torch.randn(8, FEATURES, generator=stream), torch.tensor(y)) for y in labels]
-    found = [
-        run(engine, Weighted, partial(FederatedDataModule, clients=sets, batch_size=4), callbacks=[Replaces()],
-            clients_per_round=2)
-        for engine in ("sequential", "vectorized")
-    ]  # fmt: skip
-    assert_close(*map(state_of, found))
+    options = {"clients_per_round": 2, "callbacks": [Replaces()]}
+    start = partial(run, make=Weighted, datamodule=partial(FederatedDataModule, clients=sets, batch_size=4), **options)
+    with pytest.warns(UserWarning, match=f"{RESTARTS} 0 .*changes the attribute '_buffers' of Weighted for client 0"):
+        found = start("auto")
+    assert same(state_of(found), state_of(start("sequential")))
 
 
 class Counting(Ordinary):

@@ -296,20 +296,37 @@ def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
 
 
-class ChangedBatches(ClientBatches):
-    """A client's batches, each passed through a function that keeps the number of examples."""
+class _OtherBatches(ClientBatches):
+    """Batches made of those of another object, unchanged where a subclass does not say otherwise."""
 
-    def __init__(self, batches: ClientBatches, change: Callable[[Any], Any]) -> None:
-        self.batches, self.change, self.size = batches, change, batches.size
-        self.expected_size = batches.expected_size
+    def __init__(self, batches: ClientBatches) -> None:
+        self.batches, self.size = batches, batches.size
 
     def num_batches(self) -> int:
-        """Return the number of training batches in one local epoch."""
         return self.batches.num_batches()
 
     def num_examples(self, num_batches: int) -> int:
-        """Return the number of examples in the first ``num_batches`` batches of a local epoch."""
         return self.batches.num_examples(num_batches)
+
+    def full(self, generator: torch.Generator) -> Batches:
+        return self.batches.full(generator)
+
+    def unaugmented(self, generator: torch.Generator) -> Batches:
+        return self.batches.unaugmented(generator)
+
+    def one(self, generator: torch.Generator) -> Batches:
+        return self.batches.one(generator)
+
+    def check_counts(self) -> None:
+        self.batches.check_counts()
+
+
+class ChangedBatches(_OtherBatches):
+    """A client's batches, each passed through a function that keeps the number of examples."""
+
+    def __init__(self, batches: ClientBatches, change: Callable[[Any], Any]) -> None:
+        super().__init__(batches)
+        self.change, self.expected_size = change, batches.expected_size
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
         """Yield the batches of one local epoch."""
@@ -327,10 +344,6 @@ class ChangedBatches(ClientBatches):
         """Yield a batch of one example."""
         return self._changed(self.batches.one(generator))
 
-    def check_counts(self) -> None:
-        """Raise if the examples in a batch cannot be counted."""
-        self.batches.check_counts()
-
     def for_own_solve(self) -> ClientBatches:
         """Return the batches for the inner solve of methods that have one."""
         batches = self.batches.for_own_solve()
@@ -340,11 +353,12 @@ class ChangedBatches(ClientBatches):
         return ((self.change(batch) if examples else batch, examples) for batch, examples in batches)
 
 
-class RepeatedBatches(ClientBatches):
+class RepeatedBatches(_OtherBatches):
     """A client's batches, each repeated several times."""
 
     def __init__(self, batches: ClientBatches, times: int) -> None:
-        self.batches, self.times, self.size = batches, times, batches.size
+        super().__init__(batches)
+        self.times = times
 
     def num_batches(self) -> int:
         """Return the number of training batches in one local epoch, repetitions included."""
@@ -363,37 +377,20 @@ class RepeatedBatches(ClientBatches):
                 yield own_copy(batch), examples  # a step may write into its batch
             yield batch, examples
 
-    def full(self, generator: torch.Generator) -> Batches:
-        """Yield every example once."""
-        return self.batches.full(generator)
 
-    def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of one example."""
-        return self.batches.one(generator)
-
-    def unaugmented(self, generator: torch.Generator) -> Batches:
-        """Yield every example once, without augmentation."""
-        return self.batches.unaugmented(generator)
-
-    def check_counts(self) -> None:
-        """Raise if the examples in a batch cannot be counted."""
-        self.batches.check_counts()
-
-
-class PoissonBatches(ClientBatches):
+class PoissonBatches(_OtherBatches):
     """A client's examples in batches by Poisson sampling, as many per epoch as without.
 
     Empty batches are yielded as None. The draws cannot be predicted without the run's seed. Those of other rounds and
     clients are independent also where a generator of batches, which has 32 bits of seed, is the same.
     """
 
-    def __init__(self, batches: TensorBatches | LoaderBatches, seed: int, round: int, client: int) -> None:
-        self.batches, self.size, self._key = batches, batches.size, (seed, Purpose.POISSON, round, client)
-        self.expected_size = batches.size / max(1, batches.num_batches())
+    batches: TensorBatches | LoaderBatches
 
-    def num_batches(self) -> int:
-        """Return the number of training batches in one local epoch."""
-        return self.batches.num_batches()
+    def __init__(self, batches: TensorBatches | LoaderBatches, seed: int, round: int, client: int) -> None:
+        super().__init__(batches)
+        self._key = seed, Purpose.POISSON, round, client
+        self.expected_size = batches.size / max(1, batches.num_batches())
 
     def num_examples(self, num_batches: int) -> int:
         """Return the expected number of examples in some batches."""
@@ -415,15 +412,3 @@ class PoissonBatches(ClientBatches):
         count = self.num_batches()
         for _ in range(count):
             yield torch.nonzero(bits.uniform(self.size) < 1.0 / count).flatten()
-
-    def full(self, generator: torch.Generator) -> Batches:
-        """Yield every example once."""
-        return self.batches.full(generator)
-
-    def unaugmented(self, generator: torch.Generator) -> Batches:
-        """Yield every example once, without augmentation."""
-        return self.batches.unaugmented(generator)
-
-    def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of one example."""
-        return self.batches.one(generator)

@@ -16,8 +16,6 @@ class ChangeTracker:
         self.algorithm = algorithm
         self.module = trainer.lightning_module
         self._marks = Marks()
-        self._hooks_changed = False  # whether client hooks of this round changed an attribute
-        self._has_hooks = False  # whether any callback has client hooks in this round
         self._tensors = Marks()  # see begin_work
         self._worked = 0  # times that clients worked in this round
         self._in_a_row = 0  # consecutive rounds before which an attribute changed
@@ -29,38 +27,15 @@ class ChangeTracker:
     def begin_round(self) -> bool:
         """Record all attributes; return whether one changed since the last record."""
         before, self._marks = self._marks, marks(self.module, self.algorithm)
-        self._worked, self._has_hooks = 0, False
-        name = changed(before, self._marks)
-        if name is not None:
-            self._count_change(name)
-        elif not self._hooks_changed:
-            self._in_a_row = 0
-        self._hooks_changed = False
-        return name is not None
-
-    def _count_change(self, name: str) -> None:
-        """Count consecutive rounds in which an attribute changes, and warn once if there are many."""
-        self._in_a_row += 1
+        self._worked, name = 0, changed(before, self._marks)
+        self._in_a_row = 0 if name is None else self._in_a_row + 1
         if self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
                 f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
                 " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
                 " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
             )
-
-    def expect_hooks(self) -> None:
-        """Record all attributes between chunks, since client hooks may have set some.
-
-        ``ClientSettings`` compares these. The work of every chunk, and not only of the first, is then compared with
-        this record.
-        """
-        before, is_first = self._marks, not self._has_hooks
-        self.remember()
-        self._worked, self._has_hooks = 0, True
-        name = changed(before, self._marks) if is_first else None
-        if name is not None:
-            self._hooks_changed = True
-            self._count_change(name)
+        return name is not None
 
     def begin_work(self) -> None:
         """Record buffers, metrics and frozen parameters before clients work."""
@@ -84,7 +59,7 @@ class ChangeTracker:
 
     def end_round(self) -> None:
         """Raise if later clients' work changed an attribute, whose value others of its chunk have not seen."""
-        if self._has_hooks or self._worked <= 1:
+        if self._worked <= 1:
             return
         name = changed(self._marks, marks(self.module, self.algorithm))
         if name is not None:

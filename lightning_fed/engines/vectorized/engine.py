@@ -14,11 +14,10 @@ from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
-from lightning_fed.core.types import ClientId, State, Vector
+from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
 from lightning_fed.engines.client_errors import fault_of, summary_of
-from lightning_fed.engines.client_settings import ClientSettings
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import add_decay, prepare_batch
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
@@ -46,6 +45,7 @@ class VectorizedEngine(Engine):
     """
 
     name = "vectorized"
+    shares_settings = True
     less_memory = ". engine='sequential' takes the least memory, and 'auto' falls back on it"
 
     def __init__(self, chunk_size: int | None, prepared: PreparedModule, make_sequential: Callable[[], Engine]) -> None:
@@ -59,7 +59,6 @@ class VectorizedEngine(Engine):
         self.full = FullGradients(self.step)
         self.schedule = Schedule(self, self.step)
         self.changes = ChangeTracker(self.trainer, self.algorithm)
-        self.settings = ClientSettings(prepared)
         self._row: tuple[ChunkResult, int] | None = None
         self._memory: ChunkMemory | None = None
         self._logged: dict[str, tuple[float, float]] = {}  # see ChunkMeans.add_to
@@ -112,12 +111,8 @@ class VectorizedEngine(Engine):
         self.step.begin_round()
         self.schedule.recurring.begin_round()
         has_changed = self.changes.begin_round()
-        self.settings.begin_round()
-        if has_changed:
-            self._start_over(plans)
-
-    def _start_over(self, plans: Sequence[WorkPlan]) -> None:
-        """Retry the module, and drop its traces."""
+        if not has_changed:
+            return
         self.step.traces.drop()
         was_random = self.step.is_random
         try:
@@ -141,30 +136,6 @@ class VectorizedEngine(Engine):
         """Let the module hold the model that a client starts from, for its hooks."""
         self._row = None
         super().show(x, personal, buffers)
-
-    def client_started(self, client_id: ClientId) -> None:
-        """Raise if ``on_client_start`` set something for one client only."""
-        self.settings.client_started(client_id)
-
-    def check_hooks(self, plans: Sequence[WorkPlan]) -> None:
-        """Accept settings that hooks changed alike for all clients, before a chunk works; raise for others."""
-        if not self.settings.is_needed:
-            return
-        kinds = self.settings.check([plan.participant.client_id for plan in plans])
-        self.changes.expect_hooks()
-        if not kinds:
-            return
-        try:
-            check_settings(self)
-            if kinds - {"optimizer", "trainer"}:
-                self.step.begin_round()
-                self._start_over(plans)
-        except FederatedError as error:
-            raise OnlySequentialError(str(error)) from error
-
-    def client_ended(self, client_id: ClientId) -> None:
-        """Raise if ``on_client_end`` changed settings for clients that have already trained."""
-        self.settings.client_ended(client_id)
 
     def bind(self, result: ChunkResult, row: int) -> None:
         """Bind :attr:`current_parameters`, and the module's parameters, to one client of a chunk."""
@@ -221,8 +192,6 @@ class VectorizedEngine(Engine):
             if any(changed := options.take_back()):
                 raise self._refusal_of_options(*changed)
             delta, send, keep = work.finish()
-        if self.settings.is_needed:
-            self.settings.worked()
         seconds = (time.perf_counter() - started) / len(plans)
         loss, metrics = means.of_clients()
         norms, faults = torch.linalg.vector_norm(delta, dim=1).tolist(), dict[int, ClientError]()
