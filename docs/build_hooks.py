@@ -27,7 +27,6 @@ HIDDEN = {"index.md": ["navigation"], "examples.md": ["navigation", "toc"]}  # r
 BRANCH = "main"  # of the repository, for links to its files
 _LONG = 40  # characters of code that a table's cell shows in one line
 KEPT = {"FederatedTrainer"}  # users call what it overrides
-WITH_BASE = {"FederatedLoop"}  # a part of it is a base, which has no place of its own
 LISTED = {
     "Algorithm",
     "FederatedTrainer",
@@ -280,10 +279,7 @@ def _reference() -> Iterator[tuple[str, str]]:
             "\n".join(["| name | purpose |", "| --- | --- |", *rows]),
         ]
         for name, each in defined.items():
-            own = name.rpartition(".")[2]
-            options = "summary: {functions: true}" if own in LISTED else ""
-            options = "inherited_members: true" if own in WITH_BASE else options
-            listed = f"\n    options: {{{options}}}" if options else ""
+            listed = "\n    options: {summary: {functions: true}}" if name.rpartition(".")[2] in LISTED else ""
             parts.append(f"::: {each.canonical_path if '.lab.' in name else name}{listed}")
         yield file, "\n\n".join(parts) + "\n"
     if wrong := found - Counter(_public()) | (Counter(_public()) - found):

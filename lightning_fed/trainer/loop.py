@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
@@ -44,7 +44,7 @@ from lightning_fed.trainer.measurements import Measurements
 from lightning_fed.trainer.run_state import RunState
 
 
-class FederatedLoop(Measurements, _FitLoop):
+class FederatedLoop(_FitLoop):
     """Run federated rounds where Lightning would run epochs.
 
     A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
@@ -68,6 +68,7 @@ class FederatedLoop(Measurements, _FitLoop):
     Attributes:
         settings: How rounds are run.
         run_state: The run between rounds: its start and end, checkpoints, and the server's model in the module.
+        measurements: Measurements of clients.
         monitors: The metrics that callbacks and schedules follow.
         runs_several: Whether a training step is that of several clients.
         is_closing: Whether a round is between the server's step and the end of its hooks.
@@ -84,6 +85,7 @@ class FederatedLoop(Measurements, _FitLoop):
         self.epoch_loop: ClientEpochLoop = ClientEpochLoop(trainer)
         self.settings = settings
         self.run_state = RunState(trainer, settings)
+        self.measurements = Measurements(self.run_state)
         self.monitors = Monitors()
         self.runs_several = self.is_closing = self.has_run = False
         self.corrected_clip: tuple[float, Any] | None = None
@@ -208,7 +210,7 @@ class FederatedLoop(Measurements, _FitLoop):
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self.run_state.rounds.draw(self.training_losses)
+        self.run_state.rounds.draw(self.measurements.training_losses)
         call_round_hook(trainer, "on_round_start", self.round)
 
     def advance(self) -> None:
@@ -522,3 +524,94 @@ class FederatedLoop(Measurements, _FitLoop):
     def gather(self, record: Any) -> list[Any]:
         """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
         return self.run_state.ranks.gather(record)
+
+    # ------------------------------------------------------------------ what callbacks may measure of clients
+
+    def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
+        """Return the full-batch gradient [P] of a client's training loss at a point [P].
+
+        It leaves no trace, and is a function of (seed, round, client) like every other gradient.
+
+        Raises:
+            FederatedError: If there is no such client, or the point is not a vector of the model's size.
+        """
+        return self.measurements.full_gradient(client_id, point)
+
+    def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
+        """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
+
+        The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
+
+        Raises:
+            FederatedError: If the model has an operation that cannot be differentiated twice, or point or vector are
+                not of the model's size.
+        """
+        return self.measurements.hessian_vector(client_id, point, vector)
+
+    def batch_gradients(self, client_id: ClientId, point: Vector, most: int) -> Iterator[Vector]:
+        """Yield the gradients [P] at a point [P] of the first ``most`` batches of a client's local epoch.
+
+        They leave no trace, and are a function of (seed, round, client); no fit trains on batches in this order.
+
+        Raises:
+            FederatedError: If there is no such client, or the point is not a vector of the model's size.
+        """
+        return self.measurements.batch_gradients(client_id, point, most)
+
+    def training_loss(self, client_id: ClientId) -> float:
+        """Return :meth:`training_losses` of one client.
+
+        Raises:
+            FederatedError: If it has no examples, or is on a site that does not answer.
+        """
+        losses = self.training_losses([client_id])
+        if client_id not in losses:
+            raise FederatedError(f"The site of client {client_id!r} has not answered, and its loss is unknown.")
+        return losses[client_id]
+
+    def training_losses(self, client_ids: Sequence[ClientId]) -> dict[ClientId, float]:
+        """Return the mean training loss f_i of clients at the server model, in eval mode and without augmentation.
+
+        It leaves no trace, and is a function of (seed, round, client). Clients on sites: see :meth:`evaluate_clients`.
+
+        Raises:
+            FederatedError: If a client has no examples.
+        """
+        return self.measurements.training_losses(client_ids)
+
+    def evaluate_client(
+        self, client_id: ClientId, on: str = "val", steps: int = 0, own: bool = False
+    ) -> dict[str, float]:
+        """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
+
+        It leaves no trace, and is a function of (seed, round, client).
+
+        Args:
+            client_id: The client.
+            on: "val" for the client's own validation set, "train" for its training set.
+            steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
+            own: Whether to evaluate the client's own model instead; of a client that this process keeps.
+
+        Raises:
+            FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
+        """
+        return self.measurements.evaluate_client(client_id, on, steps, own)
+
+    def evaluate_clients(
+        self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0, own: bool = False
+    ) -> dict[ClientId, dict[str, float]]:
+        """Return :meth:`evaluate_client` of several clients, by client; remote clients are asked at once.
+
+        Clients on sites that do not answer are left out.
+        """
+        return self.measurements.evaluate_clients(client_ids, on, steps, own)
+
+    def showing_client_model(self, client_id: ClientId) -> AbstractContextManager[None]:
+        """Let the module hold a client's personal model inside, and then restore it; between rounds of a fit.
+
+        This is the model to save or to use for this client. It is the server's if clients have no personal models.
+
+        Raises:
+            FederatedError: If no fit is running, or if another process or a site has the client's state.
+        """
+        return self.measurements.showing_client_model(client_id)
