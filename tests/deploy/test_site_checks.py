@@ -38,7 +38,8 @@ def registration(make: Callable[[], Any] = MAKE, **header: Any) -> Message:
 def optimizer_facts_of(module: Net) -> dict[str, str]:
     made = module.configure_optimizers()
     config = SimpleNamespace(scheduler=made["lr_scheduler"], frequency=1)
-    return optimizer_facts(SimpleNamespace(optimizers=[made["optimizer"]], lr_scheduler_configs=[config]))
+    found = {"optimizers": [made["optimizer"]], "lr_scheduler_configs": [config], "lightning_module": module}
+    return optimizer_facts(SimpleNamespace(**found))
 
 
 def task(tensors: dict[str, Any] | None = None, **header: Any) -> Message:
