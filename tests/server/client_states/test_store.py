@@ -2,7 +2,7 @@
 
 import gc
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.types import State
-from lightning_fed.server.client_states import store as stores
+from lightning_fed.server.client_states import store as state_rows
 from lightning_fed.server.client_states.disk_store import DiskClientStore
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore, clone_rows, clone_tensor
 from tests.helpers.training import same
@@ -225,6 +225,14 @@ def state_of(seed: int, kind: str = "usual") -> State:
     return {"c_i": c, "n": torch.tensor(seed)} if kind == "usual" else {"h": c.bfloat16()}
 
 
+@pytest.fixture(scope="module")
+def few_rows() -> Iterator[None]:
+    """Let rows be used up soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_rows, "_FIRST", 2)
+        yield
+
+
 def stacked(states: Sequence[State]) -> State:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
@@ -244,16 +252,25 @@ def test_states_of_several_clients_are_staged_like_those_of_each(make: Make, siz
         assert all(v.untyped_storage().nbytes() == v.nbytes for v in store.state_dict()[index].values())
 
 
-def test_stacked_states_are_nobody_elses() -> None:
+def test_what_is_handed_out_is_nobody_elses() -> None:
     store = MemoryClientStore()
     store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
     store.commit()
-    found = store.stacked([1, 4], state_of(9))
+    saved, found = store.state_dict(), store.stacked([1, 4], state_of(9))
     assert same(found, stacked([state_of(1), state_of(9)]))
-    for value in found.values():
-        value.zero_()
+    for state in (store.get(0), found, saved[1]):
+        for value in state.values():
+            value.zero_()
     assert same(store.state_dict(), {0: state_of(0), 1: state_of(1)})
     assert same(store.stacked([4, 0], state_of(8)), stacked([state_of(8), state_of(0)]))
+
+
+def test_there_is_room_for_more_clients_than_there_were() -> None:
+    store = MemoryClientStore()
+    for start in range(0, 300, 30):
+        store.stage_all(range(start, start + 30), stacked([state_of(i) for i in range(start, start + 30)]))
+        store.commit()
+    assert same(store.state_dict(), {i: state_of(i) for i in range(300)})
 
 
 def test_no_memory_for_more_clients_leaves_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,10 +280,10 @@ def test_no_memory_for_more_clients_leaves_those_there_are(monkeypatch: pytest.M
     store = MemoryClientStore()
     store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
     store.commit()
-    monkeypatch.setattr(stores, "clone_rows", none)
+    monkeypatch.setattr(state_rows, "_new_rows", none)
+    store.stage_all(range(1, 99), stacked([state_of(i + 5) for i in range(98)]))
     with pytest.raises(MemoryError):
-        store.stage_all(range(1, 99), stacked([state_of(i + 5) for i in range(98)]))
-    store.commit()
+        store.commit()
     assert same(store.state_dict(), {0: state_of(0), 1: state_of(1)})
 
 
@@ -306,8 +323,9 @@ ACTION = st.one_of(
 )
 
 
+@pytest.mark.usefixtures("few_rows")
 @given(st.lists(ACTION, max_size=25), st.lists(st.integers(0, 11), unique=True, min_size=1))
-def test_a_store_is_a_dictionary(actions: list[tuple[Any, ...]], asked: list[int]) -> None:
+def test_a_store_in_rows_is_a_dictionary(actions: list[tuple[Any, ...]], asked: list[int]) -> None:
     store, kept, staged = MemoryClientStore(), dict[int, State](), dict[int, State]()
     for number, (action, *rest) in enumerate(actions):
         if action == "one":
