@@ -13,6 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
+from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Population
 from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
@@ -31,28 +32,29 @@ class Measurements:
 
     def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
         """Return the full-batch gradient [P] of a client's training loss at a point [P]."""
-        batches, index = self._client(client_id)
         self._check_vectors("full_gradient", point=point)
-        with self._run.preserving_module(), preserved_random_state(point.device):
+        with self._naming(client_id), self._run.preserving_module(), preserved_random_state(point.device):
+            batches, index = self._client(client_id)
             return self._run.engine.gradient_at(point, batches, self._run.round, index)
 
     def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
         """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P]."""
-        batches, index = self._client(client_id)
         self._check_vectors("hessian_vector", point=point, vector=vector)
-        with self._run.preserving_module(), preserved_random_state(point.device):
+        with self._naming(client_id), self._run.preserving_module(), preserved_random_state(point.device):
+            batches, index = self._client(client_id)
             return self._run.engine.hessian_vector_at(point, vector, batches, self._run.round, index)
 
     def batch_gradients(self, client_id: ClientId, point: Vector, most: int) -> Iterator[Vector]:
         """Yield the gradients [P] at a point [P] of the first ``most`` batches of a client's local epoch."""
-        batches, index = self._client(client_id)
         self._check_vectors("batch_gradients", point=point)
-        engine, key = self._run.engine, (Purpose.MEASUREMENT, self._run.round, index)
-        for number, (batch, size) in enumerate(islice(batches.epoch(generator(engine.seed, *key)), most)):
-            with self._run.preserving_module(), preserved_random_state(point.device):
-                seed_global(derive_seed(derive_seed(engine.seed, *key), Purpose.TRAINING, number), point.device)
-                gradient = engine.gradients.full(point, [(batch, size)], size, engine.optimizer.decay)
-            yield gradient
+        with self._naming(client_id):
+            batches, index = self._client(client_id)
+            engine, key = self._run.engine, (Purpose.MEASUREMENT, self._run.round, index)
+            for number, (batch, size) in enumerate(islice(batches.epoch(generator(engine.seed, *key)), most)):
+                with self._run.preserving_module(), preserved_random_state(point.device):
+                    seed_global(derive_seed(derive_seed(engine.seed, *key), Purpose.TRAINING, number), point.device)
+                    gradient = engine.gradients.full(point, [(batch, size)], size, engine.optimizer.decay)
+                yield gradient
 
     def training_losses(self, client_ids: Sequence[ClientId]) -> dict[ClientId, float]:
         """Return the mean training loss f_i of clients at the server's model."""
@@ -64,9 +66,10 @@ class Measurements:
             engine.losses_at(self._run.server.evaluation_x(), self._run.round) as loss_of,
         ):
             for client_id in client_ids:
-                batches, index = self._client(client_id)
-                total = sum(engine.split.gather(loss_of(batches, index)))
-                losses[client_id] = mean_loss(client_id, total, batches.size)
+                with self._naming(client_id):
+                    batches, index = self._client(client_id)
+                    total = sum(engine.split.gather(loss_of(batches, index)))
+                    losses[client_id] = mean_loss(client_id, total, batches.size)
         return losses
 
     def evaluate_client(self, client_id: ClientId, on: str, steps: int, own: bool) -> dict[str, float]:
@@ -78,7 +81,7 @@ class Measurements:
         x, buffers = (
             self._own_model(index) if own else (torch.cat([server.evaluation_x(), server.personal]), server.buffers)
         )
-        with self._run.preserving_module():
+        with self._naming(client_id), self._run.preserving_module():
             evaluation = ClientEvaluation(self._run.engine)
             return evaluation.of_client(x, buffers, client_id, index, on, steps, self._run.round)
 
@@ -123,6 +126,17 @@ class Measurements:
     def _population(self) -> Population:
         assert self._run.population is not None
         return self._run.population
+
+    @contextmanager
+    def _naming(self, client_id: ClientId) -> Iterator[None]:
+        """Add the client and the round to any error inside, but for refusals, which have said all."""
+        try:
+            yield
+        except FederatedError:
+            raise
+        except Exception:
+            with NamesClient(client_id, self._run.round, "its measure", lambda: None):
+                raise
 
     def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
         return self._run.trainer.datamodule.client_batches(client_id), self._population.index_of(client_id)

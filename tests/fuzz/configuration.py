@@ -197,6 +197,8 @@ def _refused_late(c: Configuration) -> dict[str, Any]:
         "distinct",
     ):
         changes["attribute"] = "none"  # full gradients are taken before hooks set an attribute
+    if c.fails and not c.mended:
+        changes["fails"] = False  # a failing client ends the run, unless all that lets a round do without it is set
     return changes
 
 

@@ -341,6 +341,8 @@ class _Loop:
         model.load(y)
         own = None if c.optimizer in ("sgd", "decay") else self._own_optimizer(lr)
         for batch, batch_idx in self._batches(r, i, asked):
+            # before the gradient at y, whose pass may move buffers that both passes read
+            anchor = model.silently(self.x, batch, batch_idx) if c.method == "Mime" else None
             found = model.gradient(y, batch, batch_idx)
             if found is None:
                 continue
@@ -349,7 +351,7 @@ class _Loop:
             if c.clip == "gradient":
                 norm = torch.stack([g.norm() for g in grads if g is not None]).norm()
                 grads = [None if g is None else g * min(1.0, 0.5 / (float(norm) + 1e-6)) for g in grads]
-            y = self._step(y, grads, batch, batch_idx, lr, own, mean_gradient)
+            y = self._step(y, grads, anchor, lr, own, mean_gradient)
             steps += 1
         return y, losses.values().get("loss", float("nan")), steps, lr
 
@@ -380,8 +382,7 @@ class _Loop:
         self,
         y: Tensor,
         grads: list[Tensor | None],
-        batch: Any,
-        batch_idx: int,
+        anchor: Tensor | None,
         lr: Tensor,
         own: Optimizer | None,
         mean_gradient: Tensor | None,
@@ -410,9 +411,8 @@ class _Loop:
             alpha = 0.7 if c.variant % 2 else 0.3
             g = alpha * g + (1 - alpha) * self.c_server
         elif self.base is not None:
-            if c.method == "Mime":
-                anchor = model.silently(self.x, batch, batch_idx) + self.decay * self.x
+            if anchor is not None:
                 assert mean_gradient is not None
-                g = g - anchor + mean_gradient
+                g = g - (anchor + self.decay * self.x) + mean_gradient
             g = self.base.direction(g)
         return y - lr * g

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedPer
+from lightning_fed.core.errors import ClientError
 from tests.helpers.selection import few
 from tests.helpers.training import Net, clients, parameters, seeded, trainer
 
@@ -130,6 +132,34 @@ def test_measurements_leave_no_trace_in_the_run(engine: str) -> None:
     assert torch.equal(plain.fit_loop.state.x, watched.fit_loop.state.x)
     metrics = [{k: float(v) for k, v in run.callback_metrics.items() if "seconds" not in k} for run in (plain, watched)]
     assert metrics[0] == metrics[1]
+
+
+def test_an_error_in_a_measurement_names_the_client_and_the_round() -> None:
+    class Examples(TensorDataset):
+        can_be_read = True
+
+        def __getitem__(self, at: Any) -> Any:
+            if not Examples.can_be_read:
+                raise OSError("this example cannot be read")
+            return super().__getitem__(at)
+
+    class MeasuresTheUnreadable(FederatedCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
+            loop, x, Examples.can_be_read = trainer.fit_loop, trainer.fit_loop.state.x, False
+            for measure in (
+                lambda: loop.evaluate_clients([1, 2], on="val"),
+                lambda: loop.training_losses([1, 2]),
+                lambda: loop.full_gradient(2, x),
+                lambda: loop.hessian_vector(2, x, x),
+                lambda: next(loop.batch_gradients(2, x, 1)),
+            ):
+                with pytest.raises(ClientError, match="Client 2 failed in its measure in round 1: OSError: this"):
+                    measure()
+
+    own = dict(enumerate(clients(SIZES)))
+    own[2] = Examples(*own[2].tensors)
+    data = FederatedDataModule(own, client_val=own, batch_size=4)
+    trainer(callbacks=MeasuresTheUnreadable(), algorithm=FedAvg(), max_rounds=1).fit(seeded(dropout=0.0), data)
 
 
 def test_clients_are_measured_once_a_fit_has_begun() -> None:
