@@ -16,8 +16,8 @@ from lightning_fed.deploy.message import check_columns
 from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
-from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.asynchronous import Asynchronous
+from lightning_fed.server.optimal_sampling import OptimalClientSampling
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.run_state import RunState
 

@@ -34,8 +34,8 @@ from lightning_fed.deploy.site_privacy import SitePrivacy
 from lightning_fed.deploy.site_states import SiteStates, Version
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.messages import TRAIN
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.client_states.store import MemoryClientStore
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings.settings import Settings
 
 _log = logging.getLogger("lightning_fed.deploy.site")

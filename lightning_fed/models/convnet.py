@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import as_images, check_widths, sized
-from lightning_fed.models.classifier import Classifier
+from lightning_fed.models.classifier import Classifier, as_images, check_widths, sized
 
 
 class ConvNet(Classifier):

@@ -11,8 +11,7 @@ from torchvision.models.resnet import BasicBlock
 
 from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import as_images, sized
-from lightning_fed.models.classifier import Classifier
+from lightning_fed.models.classifier import Classifier, as_images, sized
 
 _STAGES = {18: ((64, 128, 256, 512), 2), 20: ((16, 32, 64), 3)}  # depth: channels of the stages, blocks in each
 _Norm = Callable[[int], nn.Module]

@@ -17,7 +17,7 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.mean import Aggregator, Collectives, averaged_points
 from lightning_fed.server.aggregation.robust import CollectedAggregation
-from lightning_fed.server.client_clock import ClientClock
+from lightning_fed.server.heterogeneity import ClientClock
 from lightning_fed.server.sampling import Sampler
 
 

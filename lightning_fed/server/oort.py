@@ -12,7 +12,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
-from lightning_fed.server.client_clock import ClientClock
+from lightning_fed.server.heterogeneity import ClientClock
 from lightning_fed.server.sampling import CountingSampler, has_examples
 
 _EXPLOIT, _EXPLORE = 1, 2  # the streams of a round

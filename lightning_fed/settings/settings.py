@@ -17,15 +17,13 @@ from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
 from lightning_fed.server.aggregation.mean import Aggregator, averaged_points
-from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
 from lightning_fed.server.asynchronous import Asynchronous, FedAsync
 from lightning_fed.server.attacks import Attack
-from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.optimal_sampling import OptimalClientSampling
+from lightning_fed.server.privacy import ClientPrivacy, DifferentialPrivacy, accountant
 from lightning_fed.server.sampling import Sampler, UniformSampler, learns
-from lightning_fed.server.server import resolve_weighting
-from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
+from lightning_fed.server.server import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd, resolve_weighting
 
 MAX_FAILED_SHARE = 0.5
 MAX_UPDATE_RATIO = 1e6

@@ -1,17 +1,18 @@
 """One client's batches: an epoch in an order fixed by a generator, and a full pass in stored order."""
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.seeds import KeyedStream, Purpose
-from lightning_fed.data.batches.copies import own_copy
 from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
@@ -412,3 +413,39 @@ class PoissonBatches(_OtherBatches):
         count = self.num_batches()
         for _ in range(count):
             yield torch.nonzero(bits.uniform(self.size) < 1.0 / count).flatten()
+
+
+_DEPTH = 4  # nesting of objects that are not plain collections
+
+
+def own_copy(batch: Any, depth: int = _DEPTH) -> Any:
+    """Return a copy of a batch with its own collections, tensors and arrays.
+
+    Other objects are copied with their attributes, by their ``clone`` if they have it, as graphs of PyG and DGL do.
+    What cannot be copied, such as an open file, is shared.
+    """
+    if type(batch) is list and {*map(type, batch)} == {Tensor}:  # much faster
+        return [tensor.clone() for tensor in batch]
+    return pytree.tree_map(lambda value: _copied(value, depth), batch)
+
+
+def _copied(value: Any, depth: int) -> Any:
+    if depth == 0:
+        return value
+    if callable(clone := getattr(value, "clone", None)) and not isinstance(value, type):
+        return clone()
+    try:
+        found = copy.copy(value)
+    except TypeError:
+        return value
+    if found is value:  # a number or a text
+        return value
+    if isinstance(found, MutableMapping):
+        for key in found:
+            found[key] = own_copy(found[key], depth - 1)
+    elif isinstance(found, MutableSequence):
+        found[:] = [own_copy(part, depth - 1) for part in found]
+    attributes = getattr(found, "__dict__", {})
+    for name, part in attributes.items():
+        attributes[name] = own_copy(part, depth - 1)
+    return found
