@@ -61,16 +61,11 @@ class SystemsHeterogeneity(ArgumentsRepr):
         deadline: float | None = None,
         speed_spread: float = 0.5,
     ) -> None:
-        check_number(self, "stragglers", stragglers, "[0, 1]")
-        check_number(self, "dropout", dropout, "[0, 1)")
-        check_number(self, "speed_spread", speed_spread, "[0, inf)")
-        if deadline is not None:
-            check_number(self, "deadline", deadline, "(0, inf)")
-        self.stragglers = stragglers
+        self.stragglers = check_number(self, "stragglers", stragglers, "[0, 1]")
         self.policy = check_one_of(self, "policy", policy, ("keep", "drop"))
-        self.dropout = dropout
-        self.deadline = deadline
-        self.speed_spread = speed_spread
+        self.dropout = check_number(self, "dropout", dropout, "[0, 1)")
+        self.deadline = None if deadline is None else check_number(self, "deadline", deadline, "(0, inf)")
+        self.speed_spread = check_number(self, "speed_spread", speed_spread, "[0, inf)")
 
     def __call__(
         self, seed: int, round: int, clients: Sequence[int], epochs: Sequence[int], steps: Sequence[int]
@@ -152,18 +147,17 @@ class ClientClock(ArgumentsRepr):
         spread: float = 0.0,
         jitter: float = 0.0,
     ) -> None:
-        owner = type(self).__name__
         self.seconds: float | ClientWeights
         if isinstance(seconds, str | Mapping):
-            self.seconds = ClientWeights(seconds, name=f"{owner}(seconds=...)", column="seconds")
+            self.seconds = ClientWeights(seconds, name=f"{type(self).__name__}(seconds=...)", column="seconds")
         else:
-            self.seconds = check_number(owner, "seconds", seconds, "(0, inf)")
-        check_flags(owner, per_example=per_example)
+            self.seconds = check_number(self, "seconds", seconds, "(0, inf)")
+        check_flags(self, per_example=per_example)
         self.per_example = per_example
-        self.slow_share = check_number(owner, "slow_share", slow_share, "[0, 1)")
-        self.slow_factor = check_number(owner, "slow_factor", slow_factor, "[1, inf)")
-        self.spread = check_number(owner, "spread", spread, "[0, inf)")
-        self.jitter = check_number(owner, "jitter", jitter, "[0, inf)")
+        self.slow_share = check_number(self, "slow_share", slow_share, "[0, 1)")
+        self.slow_factor = check_number(self, "slow_factor", slow_factor, "[1, inf)")
+        self.spread = check_number(self, "spread", spread, "[0, inf)")
+        self.jitter = check_number(self, "jitter", jitter, "[0, inf)")
         self._base: tuple[int, Sequence[ClientId], Tensor] | None = None
 
     def seconds_of(self, seed: int, population: Sequence[ClientId], client: int, round: int) -> float:

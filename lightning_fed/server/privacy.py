@@ -275,9 +275,9 @@ class ClientPrivacy(SetOnce, ArgumentsRepr):
         self.max_grad_norm = check_number(self, "max_grad_norm", max_grad_norm, "(0, inf)")
         self.delta = check_number(self, "delta", delta, "(0, 1)")
         self.sampling = check_one_of(self, "sampling", sampling, ("poisson", "shuffle"))
-        if examples_at_once is not None:
-            examples_at_once = check_count(self, "examples_at_once", examples_at_once)
-        self.examples_at_once = examples_at_once
+        self.examples_at_once = (
+            None if examples_at_once is None else check_count(self, "examples_at_once", examples_at_once)
+        )
 
     def epsilon(self, counts: Mapping[int, int]) -> float:
         r"""Return :math:`\varepsilon` after some noisy sums over samples of a data set.

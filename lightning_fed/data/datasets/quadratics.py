@@ -138,14 +138,14 @@ class LeastSquares(FederatedDataModule):
         batch_size: int | None = None,
         seed: int = 0,
     ) -> None:
-        name = "LeastSquares"
-        numbers = range(check_count(name, "num_clients", num_clients, least=1))
-        self.dim = check_count(name, "dim", dim, least=1)
-        self.samples = check_count(name, "samples", samples, least=1)
-        self.dissimilarity = check_number(name, "dissimilarity", dissimilarity, "[0, inf)")
-        self.noise = check_number(name, "noise", noise, "[0, inf)")
-        self.seed = check_seed(name, seed)
-        examples, given = num_clients * samples, f"{name}(num_clients={num_clients}, dim={dim}, samples={samples})"
+        numbers = range(check_count(self, "num_clients", num_clients, least=1))
+        self.dim = check_count(self, "dim", dim, least=1)
+        self.samples = check_count(self, "samples", samples, least=1)
+        self.dissimilarity = check_number(self, "dissimilarity", dissimilarity, "[0, inf)")
+        self.noise = check_number(self, "noise", noise, "[0, inf)")
+        self.seed = check_seed(self, seed)
+        given = f"LeastSquares(num_clients={num_clients}, dim={dim}, samples={samples})"
+        examples = num_clients * samples
         if examples * (dim + 1) > _MAX_NUMBERS:
             raise FederatedError(
                 f"{given}: that makes {examples * (dim + 1):,} numbers, more than the {_MAX_NUMBERS:,} that this data"

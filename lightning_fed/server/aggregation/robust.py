@@ -458,9 +458,7 @@ class MultiKrum(_PairwiseRule):
 
     def __init__(self, num_bad: int, num_selected: int | None = None) -> None:
         super().__init__(num_bad)
-        if num_selected is not None:
-            num_selected = check_count(self, "num_selected", num_selected)
-        self.num_selected = num_selected
+        self.num_selected = None if num_selected is None else check_count(self, "num_selected", num_selected)
 
     @property
     def least_clients(self) -> int:
