@@ -225,7 +225,10 @@ DAMAGED = [
     ("", "has no column 'who'"),
     (b"who,x,y\n\xff,1,0\n", "is not utf-8-sig text"),
     ("who,x,y\na,1,0\nb,1,0\na ,2,1\n", "line 4: column 'who' holds 'a ', and elsewhere 'a'"),
-    ('who,x,y\na,1,0\nb,2,"1\nb,3,0\nb,4,1\n', "row that begins in line 3 has a quote that is not closed"),
+    (
+        'who,x,y\na,1,0\nb,2,"1\nb,3,0\nb,4,1\n',
+        "line 3 is not CSV .the row that begins there has a quote that is not closed",
+    ),
 ]
 
 
