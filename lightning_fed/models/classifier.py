@@ -159,14 +159,10 @@ class MLPClassifier(Classifier):
         owner = type(self).__name__
         check_count(owner, "num_classes", num_classes, least=2)
         check_number(owner, "dropout", dropout, "[0, 1)")
-        layers: list[nn.Module] = [nn.Flatten()]
         width = check_count(owner, "in_features", in_features)
         widths = check_widths(owner, "hidden", hidden)
         with sized(owner, in_features=in_features, num_classes=num_classes, hidden=hidden):
-            for next_width in widths:
-                layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
-                width = next_width
-            net = nn.Sequential(*layers, nn.Linear(width, num_classes))
+            net = nn.Sequential(nn.Flatten(), *dense(width, widths, dropout, num_classes))
         super().__init__(net, num_classes, lr, momentum, weight_decay)
         self._in_features = in_features
 
@@ -179,6 +175,15 @@ class MLPClassifier(Classifier):
             )
         check_floating(self, x)
         return super().forward(x)
+
+
+def dense(width: int, widths: Sequence[int], dropout: float, outputs: int) -> list[nn.Module]:
+    """Return hidden layers with ReLU and dropout, and the layer of the outputs, for inputs [B, width]."""
+    layers: list[nn.Module] = []
+    for next_width in widths:
+        layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
+        width = next_width
+    return [*layers, nn.Linear(width, outputs)]
 
 
 def check_widths(owner: str, name: str, values: Any) -> list[int]:

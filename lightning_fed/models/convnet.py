@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_fed.core.arguments import check_count, check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.classifier import Classifier, as_images, check_widths, sized
+from lightning_fed.models.classifier import Classifier, as_images, check_widths, dense, sized
 
 
 class ConvNet(Classifier):
@@ -84,11 +84,7 @@ class ConvNet(Classifier):
                     " pool='last'."
                 )
             layers += [nn.Dropout(conv_dropout), nn.Flatten()]
-            width *= size * size
-            for output in units:
-                layers += [nn.Linear(width, output), nn.ReLU(), nn.Dropout(dropout)]
-                width = output
-            net = nn.Sequential(*layers, nn.Linear(width, num_classes))
+            net = nn.Sequential(*layers, *dense(width * size * size, units, dropout, num_classes))
         super().__init__(net, num_classes, lr, momentum, weight_decay)
         self._shape = (in_channels, image_size)
 

@@ -58,12 +58,7 @@ class OptimalClientSampling(Aggregator):
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
         """Return the aggregator; raise if the method's clients send more than the change of their models."""
-        if dict(algorithm.reduces) != {"delta": "weighting"} or averaged_points(algorithm):
-            raise FederatedError(
-                f"aggregator={self!r} cannot be combined with {algorithm!r}, whose clients send"
-                f" {[*algorithm.reduces, *averaged_points(algorithm)]}: it is made for the weighted mean of the models'"
-                " changes alone. Use a method such as FedAvg or FedProx."
-            )
+        check_sends_changes(f"aggregator={self!r}", algorithm)
         return super().for_run(algorithm, weighting, sampler)
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
@@ -210,6 +205,16 @@ class UpdateNormSampler(CountingSampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the last norms."""
         self._norms = {client_id: float(norm) for client_id, norm in state_dict["norms"].items()}
+
+
+def check_sends_changes(who: str, algorithm: Algorithm) -> None:
+    """Raise if the method's clients send more than the change of their models, of which ``who`` makes an estimate."""
+    if dict(algorithm.reduces) != {"delta": "weighting"} or averaged_points(algorithm):
+        raise FederatedError(
+            f"{who} cannot be combined with {algorithm!r}, whose clients send"
+            f" {[*algorithm.reduces, *averaged_points(algorithm)]}: the estimate is made for the weighted mean of the"
+            " models' changes alone. Use a method such as FedAvg or FedProx."
+        )
 
 
 def optimal_probabilities(norms: Tensor, m: int) -> Tensor:

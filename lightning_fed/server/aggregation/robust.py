@@ -397,42 +397,6 @@ class _PairwiseRule(RobustAggregator):
         """Return the combined message [P], given the squared distances [S, S]."""
 
 
-class Krum(_PairwiseRule):
-    r"""The message that is closest to its neighbors.
-
-    Blanchard et al., *Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent*, NeurIPS 2017
-    (https://arxiv.org/abs/1703.02757), Section 4. Of n messages, the one with the smallest score
-
-    .. math::
-        s(i) = \sum_{i \to j} \lVert m_i - m_j \rVert^2
-
-    is the result, where the sum is over the :math:`n - f - 2` other messages closest to :math:`m_i`. Of equal scores,
-    the client first in stored order wins. All clients have equal weight. It costs :math:`O(n^2 P)` per message.
-
-    Args:
-        num_bad: f, the largest number of bad clients in a round. A round needs :math:`n \ge 2f + 3` clients.
-
-    Raises:
-        FederatedError: If the number is negative. A run also raises it for a round with too few clients.
-
-    Example:
-        >>> import torch
-        >>> messages = torch.tensor([[0.0], [1.0], [1.5], [3.0], [100.0]])
-        >>> Krum(num_bad=1).combine(
-        ...     messages, torch.full((5,), 1 / 5), lambda part: part
-        ... )
-        tensor([1.], dtype=torch.float64)
-    """
-
-    @property
-    def least_clients(self) -> int:
-        """2f + 3."""
-        return 2 * self.num_bad + 3
-
-    def _chosen(self, messages: Tensor, distances: Tensor) -> Tensor:
-        return widened(messages[int(_scores(distances, self.num_bad).argmin())])
-
-
 class MultiKrum(_PairwiseRule):
     r"""The mean of the messages with the smallest Krum scores.
 
@@ -472,6 +436,37 @@ class MultiKrum(_PairwiseRule):
         for index in sorted(best.tolist()):
             total.add_(messages[index])
         return total / count
+
+
+class Krum(MultiKrum):
+    r"""The message that is closest to its neighbors.
+
+    Blanchard et al., *Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent*, NeurIPS 2017
+    (https://arxiv.org/abs/1703.02757), Section 4. Of n messages, the one with the smallest score
+
+    .. math::
+        s(i) = \sum_{i \to j} \lVert m_i - m_j \rVert^2
+
+    is the result, where the sum is over the :math:`n - f - 2` other messages closest to :math:`m_i`. Of equal scores,
+    the client first in stored order wins. All clients have equal weight. It costs :math:`O(n^2 P)` per message.
+
+    Args:
+        num_bad: f, the largest number of bad clients in a round. A round needs :math:`n \ge 2f + 3` clients.
+
+    Raises:
+        FederatedError: If the number is negative. A run also raises it for a round with too few clients.
+
+    Example:
+        >>> import torch
+        >>> messages = torch.tensor([[0.0], [1.0], [1.5], [3.0], [100.0]])
+        >>> Krum(num_bad=1).combine(
+        ...     messages, torch.full((5,), 1 / 5), lambda part: part
+        ... )
+        tensor([1.], dtype=torch.float64)
+    """
+
+    def __init__(self, num_bad: int) -> None:
+        super().__init__(num_bad, num_selected=1)
 
 
 class Bulyan(_PairwiseRule):
