@@ -8,10 +8,9 @@ from lightning_fed.data.datasets.concrete import Concrete
 from lightning_fed.data.datasets.digits import Digits
 from lightning_fed.data.datasets.images import CIFAR10, CIFAR100, EMNIST, MNIST
 from lightning_fed.data.datasets.leaf import FEMNIST, LeafDataModule
-from lightning_fed.data.datasets.quadratics import LeastSquares, Quadratics
 from lightning_fed.data.datasets.sentiment import Sentiment140
 from lightning_fed.data.datasets.shakespeare import Shakespeare
-from lightning_fed.data.datasets.synthetic import Synthetic
+from lightning_fed.data.datasets.synthetic import LeastSquares, Quadratics, Synthetic
 from lightning_fed.data.files.folders import ClientFolder, ClientImages
 from lightning_fed.data.files.tables import ClientTable
 from lightning_fed.data.partitions.feature_shift import FeatureShift
