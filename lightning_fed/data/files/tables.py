@@ -421,10 +421,13 @@ class ClientTable(StoredDataModule):
             name: self._agreed.get(name) if isinstance(given, int) else given
             for name, given in {**self.categories, **self.ordered}.items()
         }
+        if self.declared_classes is not None:
+            words[self.target] = self.declared_classes
         keys = [self.client, *([] if self.split is None else [self.split])]
         ruled = self.missing if isinstance(self.missing, Mapping) else ()
         numeric = [name for name in dict.fromkeys((*(self.features or ()), *ruled)) if name not in words]
-        (keys if self.targets == "classes" else numeric).append(self.target)
+        if self.target not in words:
+            (keys if self.targets == "classes" else numeric).append(self.target)
         table = self._read(keys, numeric, self.features is None, words)
         path = table.path
         order = self.features or sorted({*table.numbers, *words}, key=table.heading.index)
@@ -445,7 +448,7 @@ class ClientTable(StoredDataModule):
                     f" {room}. Make room for all of them, in the model as well."
                 )
         x = self._inputs(table, features)
-        y = self._labels(table) if self.targets == "classes" else torch.from_numpy(table.numbers[self.target])[:, None]
+        y = torch.from_numpy(table.numbers[self.target])[:, None] if self.targets == "values" else self._labels(table)
         train, val, test = parts = self._divide(table, x, y)
         if not train:
             raise FederatedError(f"{path}: column {self.split!r} leaves no row for training.")
@@ -541,18 +544,11 @@ class ClientTable(StoredDataModule):
 
     def _labels(self, table: Columns) -> Tensor:
         """Return each value's position among the classes, by default the sorted distinct values, numbers as numbers."""
-        values = table.keys[self.target]
-        texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
         if self.declared_classes is not None:
             self.classes = self.declared_classes
-            places = {name: place for place, name in enumerate(self.classes)}
-            for row, value in enumerate(values):
-                if texts[value] not in places:
-                    raise FederatedError(
-                        f"{table.path}, {table.line(row)}: column {self.target!r} holds {texts[value]!r}, and the"
-                        f" declared classes are {self.classes}. Add it to them, or correct the row."
-                    )
-            return torch.tensor([places[texts[value]] for value in values], dtype=torch.int64)
+            return torch.from_numpy(table.words[self.target])
+        values = table.keys[self.target]
+        texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
         numbers = {value: as_number(text) for value, text in texts.items()}
         holes = {value for value, number in numbers.items() if number is not None and math.isnan(number)}
         if None in numbers.values() or len(holes) == len(numbers):

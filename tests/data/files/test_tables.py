@@ -482,7 +482,7 @@ def test_a_mean_is_of_the_clients_own_training_rows(tmp_path):
         ("70,5", "70.5", {}, "line 2: column 'weight' holds '70.5'.*decimal comma and without points"),
         ("70,5", "1.070,5", {}, "line 2: column 'weight' holds '1.070,5'.*decimal comma and without points"),
         ("70,5", "much", {}, "column 'weight' must hold finite numbers; line 2 holds 'much'"),
-        (";well", ";dead", {"classes": ["well", "ill"]}, "line 2: column 'outcome' holds 'dead', and the declared"),
+        (";well", ";dead", {"classes": ["well", "ill"]}, "line 2: column 'outcome' holds 'dead', and its words are"),
         ("ward;", "ward;", {"delimiter": ","}, "seem to be separated by ';': set delimiter"),
         ("ward;", "ward;", {"decimal": "."}, "line 2: column 'weight' holds '70,5'.*set decimal=','"),
         ("ward;", "ward;", {"missing": {"age": 0, "weight": 0}}, "line 5: column 'sex' has no value"),
