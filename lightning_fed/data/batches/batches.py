@@ -220,9 +220,9 @@ class LoaderBatches(_IndexedBatches):
         super().__init__(size_of(dataset), settings)
         self.dataset = dataset
 
-    def loader(self, generator: torch.Generator, shuffle: bool = True) -> DataLoader[Any]:
+    def loader(self, generator: torch.Generator) -> DataLoader[Any]:
         """Return a loader of one local epoch: the batches of :meth:`epoch` before augmentation and transforms."""
-        return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
+        return self._loader(_chunks(self._order(generator, True), self.settings.batch_size), generator)
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
         return self.load(_chunks(order, batch_size), generator)
@@ -309,17 +309,23 @@ class _OtherBatches(ClientBatches):
     def num_examples(self, num_batches: int) -> int:
         return self.batches.num_examples(num_batches)
 
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        return self._changed(self.batches.epoch(generator, shuffle))
+
     def full(self, generator: torch.Generator) -> Batches:
-        return self.batches.full(generator)
+        return self._changed(self.batches.full(generator))
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
-        return self.batches.unaugmented(generator)
+        return self._changed(self.batches.unaugmented(generator))
 
     def one(self, generator: torch.Generator) -> Batches:
-        return self.batches.one(generator)
+        return self._changed(self.batches.one(generator))
 
     def check_counts(self) -> None:
         self.batches.check_counts()
+
+    def _changed(self, batches: Batches) -> Batches:
+        return batches
 
 
 class ChangedBatches(_OtherBatches):
@@ -328,22 +334,6 @@ class ChangedBatches(_OtherBatches):
     def __init__(self, batches: ClientBatches, change: Callable[[Any], Any]) -> None:
         super().__init__(batches)
         self.change, self.expected_size = change, batches.expected_size
-
-    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of one local epoch."""
-        return self._changed(self.batches.epoch(generator, shuffle))
-
-    def full(self, generator: torch.Generator) -> Batches:
-        """Yield every example once."""
-        return self._changed(self.batches.full(generator))
-
-    def unaugmented(self, generator: torch.Generator) -> Batches:
-        """Yield every example once, without augmentation."""
-        return self._changed(self.batches.unaugmented(generator))
-
-    def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of one example."""
-        return self._changed(self.batches.one(generator))
 
     def for_own_solve(self) -> ClientBatches:
         """Return the batches for the inner solve of methods that have one."""
