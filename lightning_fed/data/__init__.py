@@ -11,10 +11,10 @@ from lightning_fed.data.datasets.leaf import FEMNIST, LeafDataModule
 from lightning_fed.data.datasets.sentiment import Sentiment140
 from lightning_fed.data.datasets.shakespeare import Shakespeare
 from lightning_fed.data.datasets.synthetic import LeastSquares, Quadratics, Synthetic
+from lightning_fed.data.feature_shift import FeatureShift
 from lightning_fed.data.files.folders import ClientFolder, ClientImages
 from lightning_fed.data.files.tables import ClientTable
-from lightning_fed.data.partitions.feature_shift import FeatureShift
-from lightning_fed.data.partitions.partition import (
+from lightning_fed.data.partitions import (
     BalancedDirichlet,
     ByKey,
     ClassesPerClient,

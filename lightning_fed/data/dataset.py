@@ -27,8 +27,8 @@ from lightning_fed.data.batches.examples import (
     size_of,
     targets_of,
 )
-from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
-from lightning_fed.data.partitions.partition import (
+from lightning_fed.data.feature_shift import FeatureShift, ShiftedClients
+from lightning_fed.data.partitions import (
     ByKey,
     Partition,
     PartitionFunction,

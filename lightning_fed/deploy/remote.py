@@ -9,7 +9,7 @@ from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import check_client_ids
+from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.facts import check_single, facts_of, optimizer_facts
 from lightning_fed.deploy.message import check_columns

@@ -13,7 +13,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.batches.examples import size_of
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import check_client_ids
+from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
 from lightning_fed.deploy.message import (

@@ -11,7 +11,7 @@ from lightning_fed.core.arguments import check_flags, check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import Dirichlet, Partition, PartitionFunction
+from lightning_fed.data.partitions import Dirichlet, Partition, PartitionFunction
 
 _VAL_FRACTION = 0.1
 

@@ -17,7 +17,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.batches.settings import BatchAugmentation, BatchTransform
 from lightning_fed.data.batches.transforms import Flatten, Normalize, RandomCrop, RandomFlip, ToFloat
 from lightning_fed.data.files.stored import StoredDataModule
-from lightning_fed.data.partitions.partition import BalancedDirichlet, Partition, PartitionFunction, PowerLaw
+from lightning_fed.data.partitions import BalancedDirichlet, Partition, PartitionFunction, PowerLaw
 
 
 class ImageDataModule(StoredDataModule):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed.core.arguments import check_count, check_flags, check_number, check_numbers, check_one_of, check_seed
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import Floats, random_state
+from lightning_fed.data.partitions import Floats, random_state
 
 _MAX_CLIENTS = 100_000  # drawn at once and kept: half a minute, and gigabytes
 

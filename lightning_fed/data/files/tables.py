@@ -30,7 +30,7 @@ from lightning_fed.core.arguments import (
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
-from lightning_fed.data.partitions.partition import check_client_id, random_state
+from lightning_fed.data.partitions import check_client_id, random_state
 
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed.core.arguments import check_number, check_one_of, check_seed, kind_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.partition import (
+from lightning_fed.data.partitions import (
     Partition,
     PartitionFunction,
     Parts,

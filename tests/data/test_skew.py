@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.partition import (
+from lightning_fed.data.partitions import (
     BalancedDirichlet,
     ClassesPerClient,
     Dirichlet,
