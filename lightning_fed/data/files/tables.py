@@ -96,10 +96,8 @@ class Columns:
         found = self.words[name] = np.array(codes, np.int64)[of_rows]
         if (found == -2).any() and not may_be_unknown:
             row = int(np.argmax(found == -2))
-            raise FederatedError(
-                f"{self.path}, {self.line(row)}: column {name!r} holds {texts[of_rows[row]]!r}, and its words are"
-                f" {list(vocabulary)}. Add it to them, or correct the row."
-            )
+            words = f"and its words are {list(vocabulary)}. Add it to them, or correct the row."
+            raise self.error(row, name, f"holds {texts[of_rows[row]]!r}, {words}")
         if not may_miss:
             self._refuse(found == -1, name, _MISSING_VALUE)
 
@@ -140,10 +138,8 @@ class Columns:
                         "a decimal point and without commas, set decimal=',' if all numbers of the file have a decimal"
                         " comma"
                     )
-                raise FederatedError(
-                    f"{self.path}, {self.line(int(np.argmax(rows == position)))}: column {name!r} holds {text!r}."
-                    f" Write numbers with {remedy}, or name the columns to use in features."
-                )
+                problem = f"holds {text!r}. Write numbers with {remedy}, or name the columns to use in features."
+                raise self.error(int(np.argmax(rows == position)), name, problem)
             number = _TRUTHS.get(text.lower()) if number is None else number
             if number is None or len(held) > 1:  # truth values are numbers, but not next to others
                 beside = "" if number is None or text.lower() in _TRUTHS else " next to true or false"
@@ -153,9 +149,13 @@ class Columns:
         values: npt.NDArray[np.float64] = np.array(numbers, np.float64)[rows]
         return values
 
+    def error(self, row: int, name: str, problem: str) -> FederatedError:
+        """Return the error for a value of a column."""
+        return FederatedError(f"{self.path}, {self.line(row)}: column {name!r} {problem}")
+
     def _refuse(self, rows: npt.NDArray[np.bool_], name: str, problem: str) -> None:
         if rows.any():
-            raise FederatedError(f"{self.path}, {self.line(int(rows.argmax()))}: column {name!r} {problem}")
+            raise self.error(int(rows.argmax()), name, problem)
 
 
 def _check_quotes(path: Path, delimiter: str) -> None:
@@ -555,10 +555,8 @@ class ClientTable(StoredDataModule):
             numbers = texts
         elif holes:
             row = next(row for row, value in enumerate(values) if value in holes)
-            raise FederatedError(
-                f"{table.path}, {table.line(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
-                " elsewhere. Fill it in, or drop the row."
-            )
+            problem = f"has no value ({values[row]!r}), and numbers elsewhere. Fill it in, or drop the row."
+            raise table.error(row, self.target, problem)
         self.classes = sorted(set(numbers.values()))
         spelled: dict[str, str] = {}
         for name in self.classes:
@@ -579,10 +577,8 @@ class ClientTable(StoredDataModule):
         spelled: dict[str, ClientId] = {}
         for name in rows_of:
             if (other := spelled.setdefault(str(name).strip(), name)) != name:
-                raise FederatedError(
-                    f"{table.path}, {table.line(rows_of[name][0])}: column {self.client!r} holds {name!r}, and"
-                    f" elsewhere {other!r}: clients must differ by more than spaces around their ids. Write one."
-                )
+                rule = "clients must differ by more than spaces around their ids. Write one."
+                raise table.error(rows_of[name][0], self.client, f"holds {name!r}, and elsewhere {other!r}: {rule}")
         words = [] if self.split is None else table.keys[self.split]
         if unexpected := sorted(set(map(str, words)) - set(_PARTS)):
             raise FederatedError(
