@@ -172,8 +172,7 @@ class UpdateNormSampler(CountingSampler):
         weights: Literal["examples", "uniform"] | Mapping[ClientId, float] | str = "examples",
     ) -> None:
         super().__init__(clients_per_round)
-        check_number(self, "uniform_share", uniform_share, "(0, 1]")
-        self.uniform_share = uniform_share
+        self.uniform_share = check_number(self, "uniform_share", uniform_share, "(0, 1]")
         self.weights: ClientWeights | str = "uniform" if weights == "uniform" else ClientWeights(weights)
         self._norms: dict[ClientId, float] = {}  # the last norms of updates
 

@@ -85,8 +85,7 @@ class Synthetic(FederatedDataModule):
             )
         self.iid = iid
         self.spread = check_one_of("Synthetic", "spread", spread, ("std", "variance"))
-        check_number("Synthetic", "test_fraction", test_fraction, "(0, 0.9)")
-        self.test_fraction = test_fraction
+        self.test_fraction = check_number("Synthetic", "test_fraction", test_fraction, "(0, 0.9)")
         self.seed = check_seed("Synthetic", seed)
         numbers = range(check_count("Synthetic", "num_clients", num_clients, most=_MAX_CLIENTS))
         train, test = zip(*map(self._draw, numbers), strict=True)
