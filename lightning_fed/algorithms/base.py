@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
@@ -233,3 +234,23 @@ class Algorithm(ArgumentsRepr):
         public = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         own = {k: v for k, v in public.items() if k in arguments or not hasattr(Algorithm, k)}
         return {k: v.options() if isinstance(v, BaseOptimizer) else v for k, v in own.items()}
+
+
+def lr_sum(run: Run) -> Tensor:
+    """Return the sum of a client's learning rates as a tensor, also where the engine has a number."""
+    return torch.as_tensor(run.lr_sum, dtype=run.x.dtype, device=run.x.device)
+
+
+def update_with_path(run: Run, send: State, keep: State, of_path: str) -> Update:
+    """Return a client's result; the message ``of_path`` is implied where the server can compute the path's gradient.
+
+    It needs "lr_sum" in :attr:`Algorithm.aside`, and :func:`path_gradient` in :meth:`Algorithm.implied`.
+    """
+    if not run.path_follows:
+        return Update(send, keep)
+    return Update({**send, "lr_sum": lr_sum(run)}, keep, implied=(of_path,))
+
+
+def path_gradient(send: State) -> Tensor:
+    """Return :attr:`Run.path_gradient` from the messages of :func:`update_with_path`."""
+    return send["delta"] / -send["lr_sum"][..., None]

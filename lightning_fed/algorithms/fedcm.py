@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.base import Algorithm, path_gradient, update_with_path
 from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
@@ -63,15 +63,11 @@ class FedCM(Algorithm):
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the model's change, and the mean direction along its path or its divisor."""
-        send = {"delta": run.delta, "gradient": run.path_gradient}
-        if not run.path_follows:
-            return Update(send)
-        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
-        return Update({**send, "lr_sum": lr_sum}, implied=("gradient",))
+        return update_with_path(run, {"delta": run.delta, "gradient": run.path_gradient}, {}, of_path="gradient")
 
     def implied(self, send: State, server: State) -> State:
         """Return the mean direction along the path."""
-        return {"gradient": send["delta"] / -send["lr_sum"][..., None]}
+        return {"gradient": path_gradient(send)}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Step by eta_g, and update Delta."""

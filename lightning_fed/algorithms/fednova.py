@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 
-import torch
-
-from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.base import Algorithm, lr_sum
 from lightning_fed.core.rounds import Cohort, Run, Update
 from lightning_fed.core.types import State, Vector
 
@@ -40,8 +38,7 @@ class FedNova(Algorithm):
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send d_i and the sum of the rates."""
-        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
-        return Update(send={"gradient": run.path_gradient, "lr_sum": lr_sum})
+        return Update(send={"gradient": run.path_gradient, "lr_sum": lr_sum(run)})
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Step by the mean sum of rates along the mean normalized gradient."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.base import Algorithm, lr_sum
 from lightning_fed.core.arguments import check_number
 from lightning_fed.core.rounds import Run, Step, Update
 from lightning_fed.core.types import State, Vector
@@ -61,8 +61,8 @@ class Scaffnew(Algorithm):
 
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the model's change, and save the parts of the next h_i."""
-        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
-        is_still = lr_sum == 0  # all rates were zero: nobody has moved, and h_i stays
-        scale = torch.where(is_still, 0.0, self.prob * run.num_steps / torch.where(is_still, 1.0, lr_sum))
+        rates = lr_sum(run)
+        is_still = rates == 0  # all rates were zero: nobody has moved, and h_i stays
+        scale = torch.where(is_still, 0.0, self.prob * run.num_steps / torch.where(is_still, 1.0, rates))
         kept = {"h_i": run.local["h_i"], "y_i": y.clone(), "scale": scale.expand_as(y).clone()}
         return Update({"delta": run.delta}, kept)

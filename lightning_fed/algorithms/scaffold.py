@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.base import Algorithm, path_gradient, update_with_path
 from lightning_fed.core.arguments import check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
@@ -96,19 +96,14 @@ class Scaffold(Algorithm):
         old = run.client["c_i"]
         if self.option == "i":
             new = run.full_grad["x"]
-            change = new - old
-        else:
-            change = run.path_gradient - run.server["c"]
-            new = old + change
+            return Update({"delta": run.delta, "delta_c": new - old}, {"c_i": new})
+        change = run.path_gradient - run.server["c"]
         send = {"delta": run.delta, "delta_c": change}
-        if self.option == "i" or not run.path_follows:
-            return Update(send, {"c_i": new})
-        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
-        return Update({**send, "lr_sum": lr_sum}, {"c_i": new}, implied=("delta_c",))
+        return update_with_path(run, send, {"c_i": old + change}, of_path="delta_c")
 
     def implied(self, send: State, server: State) -> State:
         """Return the change of c_i, in which c_i itself cancels."""
-        return {"delta_c": send["delta"] / -send["lr_sum"][..., None] - server["c"]}
+        return {"delta_c": path_gradient(send) - server["c"]}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Move c by |S|/N times the cohort's mean change of c_i."""

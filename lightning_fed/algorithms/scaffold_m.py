@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.algorithms.base import Algorithm
+from lightning_fed.algorithms.base import Algorithm, path_gradient, update_with_path
 from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.rounds import Cohort, Run, Step, Update
 from lightning_fed.core.types import State, Vector
@@ -78,14 +78,11 @@ class ScaffoldM(Algorithm):
         """Send the model's change, its mean direction and the change of c_i, and save the new c_i."""
         new = run.local["sum"] / run.num_steps
         send = {"delta": run.delta, "gradient": run.path_gradient, "delta_c": new - run.client["c_i"]}
-        if not run.path_follows:
-            return Update(send, {"c_i": new})
-        lr_sum = torch.as_tensor(run.lr_sum, dtype=y.dtype, device=y.device)
-        return Update({**send, "lr_sum": lr_sum}, {"c_i": new}, implied=("gradient",))
+        return update_with_path(run, send, {"c_i": new}, of_path="gradient")
 
     def implied(self, send: State, server: State) -> State:
         """Return the mean direction along the path."""
-        return {"gradient": send["delta"] / -send["lr_sum"][..., None]}
+        return {"gradient": path_gradient(send)}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
         """Step by gamma, update g, and move c by |S|/N times the cohort's mean change of c_i."""

@@ -10,8 +10,8 @@ from lightning_fed.callbacks.split_picture import SplitPicture, is_cheap
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.server.client_clock import ClientClock
-from lightning_fed.server.step import plain_sgd
+from lightning_fed.server.heterogeneity import ClientClock
+from lightning_fed.server.server import plain_sgd
 
 _SHOWN = ("clients_per_round", "local_epochs", "local_steps", "engine", "seed")
 _IF_SET = ("server_optimizer", "heterogeneity", "aggregator", "attack", "compression", "client_privacy", "asynchronous")

@@ -19,9 +19,9 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of, schedule_options
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.aggregation.lora import lora_needs_mean
-from lightning_fed.server.client_privacy import PrivacyLedger
 from lightning_fed.server.client_states.store import ClientStore
 from lightning_fed.server.participation import Population
+from lightning_fed.server.privacy import PrivacyLedger
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks

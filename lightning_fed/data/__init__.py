@@ -4,25 +4,27 @@ from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.data.batches.transforms import Flatten, Normalize, RandomCrop, RandomFlip, Shrink, ToFloat
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
-from lightning_fed.data.datasets.cifar import CIFAR10, CIFAR100
 from lightning_fed.data.datasets.concrete import Concrete
 from lightning_fed.data.datasets.digits import Digits
+from lightning_fed.data.datasets.images import CIFAR10, CIFAR100, EMNIST, MNIST
 from lightning_fed.data.datasets.leaf import FEMNIST, LeafDataModule
-from lightning_fed.data.datasets.mnist import EMNIST, MNIST
-from lightning_fed.data.datasets.quadratics import LeastSquares, Quadratics
 from lightning_fed.data.datasets.sentiment import Sentiment140
 from lightning_fed.data.datasets.shakespeare import Shakespeare
-from lightning_fed.data.datasets.synthetic import Synthetic
+from lightning_fed.data.datasets.synthetic import LeastSquares, Quadratics, Synthetic
+from lightning_fed.data.feature_shift import FeatureShift
 from lightning_fed.data.files.folders import ClientFolder, ClientImages
 from lightning_fed.data.files.tables import ClientTable
-from lightning_fed.data.partitions.feature_shift import FeatureShift
-from lightning_fed.data.partitions.partition import ByKey, Dirichlet, Iid, Partition, Shards
-from lightning_fed.data.partitions.skew import (
+from lightning_fed.data.partitions import (
     BalancedDirichlet,
+    ByKey,
     ClassesPerClient,
+    Dirichlet,
+    Iid,
     LogNormalSizes,
+    Partition,
     PowerLaw,
     QuantitySkew,
+    Shards,
     Similarity,
 )
 from lightning_fed.data.skew_report import SkewTable, skew_table, split_figure

@@ -34,7 +34,7 @@ from lightning_fed.data.batches.settings import (
     settings_of,
 )
 from lightning_fed.data.dataset import FederatedDataset
-from lightning_fed.data.partitions.partition import (
+from lightning_fed.data.partitions import (
     Partition,
     PartitionFunction,
     check_client_id,

@@ -27,8 +27,8 @@ from lightning_fed.data.batches.examples import (
     size_of,
     targets_of,
 )
-from lightning_fed.data.partitions.feature_shift import FeatureShift, ShiftedClients
-from lightning_fed.data.partitions.partition import (
+from lightning_fed.data.feature_shift import FeatureShift, ShiftedClients
+from lightning_fed.data.partitions import (
     ByKey,
     Partition,
     PartitionFunction,
@@ -61,6 +61,9 @@ class FederatedDataset:
         >>> list(data.ids), data.size("bob")
         (['ann', 'bob'], 5)
     """
+
+    source: Dataset[Any] | None = None
+    """The data set that all clients' data sets were split from, or None."""
 
     def __init__(self, clients: Sequence[Dataset[Any]] | Mapping[ClientId, Dataset[Any]]) -> None:
         if isinstance(clients, Dataset | str | bytes) or not isinstance(clients, Sequence | Mapping):
@@ -124,11 +127,6 @@ class FederatedDataset:
     def knows_labels(self) -> bool:
         """Whether :meth:`targets` takes no pass over the data, since the partition has used the labels."""
         return False
-
-    @property
-    def source(self) -> Dataset[Any] | None:
-        """The data set that all clients' data sets were split from, or None."""
-        return None
 
     def indices(self, client_id: ClientId) -> Tensor:
         """Return a client's indices [n_i] into :attr:`source`, int64.
@@ -223,7 +221,7 @@ class _PartitionedDataset(FederatedDataset):
         partition = partition if shift is None else shift.partition
         if isinstance(partition, ByKey) and isinstance(partition.keys, str):
             partition = ByKey(column_of(dataset, partition.keys, repr(partition)))
-        self._source = dataset
+        self._source, self.source = dataset, dataset if shift is None else None
         self._labels: Tensor | None = None
         needs_labels = getattr(partition, "needs_labels", True)
         if labels is not None:
@@ -264,10 +262,6 @@ class _PartitionedDataset(FederatedDataset):
     @property
     def knows_labels(self) -> bool:
         return self._labels is not None
-
-    @property
-    def source(self) -> Dataset[Any] | None:
-        return self._source if self._shifted is None else None
 
     def indices(self, client_id: ClientId) -> Tensor:
         position = self._locate(client_id)

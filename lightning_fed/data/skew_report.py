@@ -16,7 +16,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.batches.examples import class_counts, label_distance, targets_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
-from lightning_fed.data.partitions.partition import Floats
+from lightning_fed.data.partitions import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

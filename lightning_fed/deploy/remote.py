@@ -9,15 +9,15 @@ from lightning_fed.core.arguments import check_count, kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import check_client_ids
+from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.facts import check_single, facts_of, optimizer_facts
 from lightning_fed.deploy.message import check_columns
 from lightning_fed.deploy.registrations import Registration, Registrations
 from lightning_fed.deploy.remote_work import RemoteWork
 from lightning_fed.deploy.transport import Transport
-from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.asynchronous import Asynchronous
+from lightning_fed.server.optimal_sampling import OptimalClientSampling
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.run_state import RunState
 

@@ -13,7 +13,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.batches.examples import size_of
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import check_client_ids
+from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.clients import ClientsOutsideFit
 from lightning_fed.deploy.facts import check_facts, facts_of
 from lightning_fed.deploy.message import (
@@ -34,8 +34,8 @@ from lightning_fed.deploy.site_privacy import SitePrivacy
 from lightning_fed.deploy.site_states import SiteStates, Version
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.messages import TRAIN
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.client_states.store import MemoryClientStore
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings.settings import Settings
 
 _log = logging.getLogger("lightning_fed.deploy.site")

@@ -10,11 +10,11 @@ from lightning_fed.callbacks.client_metrics import ClientAccuracy
 from lightning_fed.core.arguments import check_number, finite
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.data.partitions.partition import check_client_ids
+from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.message import MEASURE, MOST_STEPS, Message, is_count, quoted
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Task
 from lightning_fed.server.aggregation.mean import averaged_points
-from lightning_fed.server.client_privacy import ClientPrivacy
+from lightning_fed.server.privacy import ClientPrivacy
 from lightning_fed.settings.settings import Settings
 
 _RUN, _FIT = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{8}")

@@ -12,7 +12,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.message import Message, digest
 from lightning_fed.deploy.site_states import append_private, write_private
-from lightning_fed.server.client_privacy import ClientPrivacy, epsilon_of
+from lightning_fed.server.privacy import ClientPrivacy, epsilon_of
 
 _BYTES = 32  # of the secret, and of digests
 

@@ -19,8 +19,7 @@ from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStreams
 from lightning_fed.engines.vectorized.trial import hooked_parameter
-from lightning_fed.server.aggregation.privacy import gaussian_noise
-from lightning_fed.server.client_privacy import ClientPrivacy
+from lightning_fed.server.privacy import ClientPrivacy, gaussian_noise
 
 
 class ExampleGradients:

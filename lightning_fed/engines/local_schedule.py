@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import LocalScheduleMode, State
 from lightning_fed.server.client_states.state import LOCAL_STEPS
-from lightning_fed.server.step import steps_not_counted
+from lightning_fed.server.server import steps_not_counted
 
 
 class LocalOptions:

@@ -21,7 +21,7 @@ from lightning_fed.engines.local_schedule import LocalSchedule
 from lightning_fed.engines.lora import lora_a, lora_pairs
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.aggregation.lora import ExactLora
-from lightning_fed.server.step import steps_not_counted
+from lightning_fed.server.server import steps_not_counted
 from lightning_fed.settings.method_checks import check_method, has_parts_of_users, rehearse
 from lightning_fed.settings.module_checks import check_buffers, check_optimization, check_schedules
 from lightning_fed.settings.settings import Settings

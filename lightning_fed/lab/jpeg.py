@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.datasets.cifar import CIFAR10
+from lightning_fed.data.datasets.images import CIFAR10
 
 
 class JpegCIFAR10(CIFAR10):

@@ -1,6 +1,7 @@
-"""The base of all classifiers of this package, and the multilayer perceptron."""
+"""The base of all classifiers of this package, the multilayer perceptron, and checks of arguments and batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, check_number
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import check_floating, check_widths, sized
 
 
 class Classifier(pl.LightningModule):
@@ -159,14 +159,10 @@ class MLPClassifier(Classifier):
         owner = type(self).__name__
         check_count(owner, "num_classes", num_classes, least=2)
         check_number(owner, "dropout", dropout, "[0, 1)")
-        layers: list[nn.Module] = [nn.Flatten()]
         width = check_count(owner, "in_features", in_features)
         widths = check_widths(owner, "hidden", hidden)
         with sized(owner, in_features=in_features, num_classes=num_classes, hidden=hidden):
-            for next_width in widths:
-                layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
-                width = next_width
-            net = nn.Sequential(*layers, nn.Linear(width, num_classes))
+            net = nn.Sequential(nn.Flatten(), *dense(width, widths, dropout, num_classes))
         super().__init__(net, num_classes, lr, momentum, weight_decay)
         self._in_features = in_features
 
@@ -179,3 +175,55 @@ class MLPClassifier(Classifier):
             )
         check_floating(self, x)
         return super().forward(x)
+
+
+def dense(width: int, widths: Sequence[int], dropout: float, outputs: int) -> list[nn.Module]:
+    """Return hidden layers with ReLU and dropout, and the layer of the outputs, for inputs [B, width]."""
+    layers: list[nn.Module] = []
+    for next_width in widths:
+        layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
+        width = next_width
+    return [*layers, nn.Linear(width, outputs)]
+
+
+def check_widths(owner: str, name: str, values: Any) -> list[int]:
+    """Return an argument that must be a sequence of positive integers, as a list."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise FederatedError(f"{owner}({name}={values!r}): {name} must be a list of positive integers.")
+    return [check_count(owner, f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+@contextmanager
+def sized(owner: str, **sizes: Any) -> Iterator[None]:
+    """Build layers inside; if memory runs out, raise an error with the arguments that set their size."""
+    try:
+        yield
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        shown = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
+        raise FederatedError(f"{owner}({shown}): layers of this size do not fit into memory. Lower them.") from error
+
+
+def check_floating(module: pl.LightningModule, x: Tensor) -> None:
+    """Raise if the inputs' type does not match that of the module's parameters."""
+    name = type(module).__name__
+    if not x.is_floating_point():
+        raise FederatedError(f"{name} got inputs of type {x.dtype}: give floating point numbers, such as x / 255.")
+    if torch.float64 in (x.dtype, module.dtype) and x.dtype != module.dtype:
+        raise FederatedError(
+            f"{name} got inputs of type {x.dtype} for parameters of type {module.dtype}: convert the data, or train"
+            " with precision='64-true', which converts both."
+        )
+
+
+def as_images(module: pl.LightningModule, x: Tensor, channels: int, size: int | None = None) -> Tensor:
+    """Return images as [B, channels, height, width]; one channel also allows [B, height, width]."""
+    if channels == 1 and x.ndim == 3:
+        x = x.unsqueeze(1)
+    if x.ndim != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != (size, size)):
+        sides = "height, width" if size is None else f"{size}, {size}"
+        raise FederatedError(
+            f"{type(module).__name__} got images of shape {list(x.shape)} and expects [B, {channels}, {sides}]: reshape"
+            " the data, or make the model for them."
+        )
+    check_floating(module, x)
+    return x

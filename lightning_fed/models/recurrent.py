@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import sized
-from lightning_fed.models.classifier import Classifier
+from lightning_fed.models.classifier import Classifier, sized
 
 _MAX_LAYERS = 100  # they are built one by one
 

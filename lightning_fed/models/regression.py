@@ -11,7 +11,7 @@ from torchmetrics import MeanAbsoluteError
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, check_flags, check_number, check_numbers
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.models.checks import sized
+from lightning_fed.models.classifier import sized
 
 
 class _KnownOptimum(pl.LightningModule):

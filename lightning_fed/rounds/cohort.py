@@ -12,8 +12,8 @@ from lightning_fed.compat.private import rank_zero_info, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed
 from lightning_fed.core.types import ClientId
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.participation import Participant, Population, unbiased
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.sampling import LossesOf, draw
 from lightning_fed.settings.settings import Settings
 

@@ -17,7 +17,7 @@ from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
 from lightning_fed.server.aggregation.lora import ProductSums
 from lightning_fed.server.aggregation.mean import FULL_GRAD, Aggregation, Collectives
-from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
+from lightning_fed.server.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings

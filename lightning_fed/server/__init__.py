@@ -1,25 +1,25 @@
 """Client sampling, aggregation, server optimizers and client states."""
 
 from lightning_fed.server.aggregation.compression import QSGD, Compressor, TopK
-from lightning_fed.server.aggregation.krum import Bulyan, Krum, MultiKrum
 from lightning_fed.server.aggregation.mean import Aggregator
-from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.aggregation.robust import (
+    Bulyan,
     CoordinateMedian,
     GeometricMedian,
+    Krum,
+    MultiKrum,
     NormClipping,
     RobustAggregator,
     TrimmedMean,
 )
 from lightning_fed.server.asynchronous import Asynchronous, FedAsync, FedBuff
 from lightning_fed.server.attacks import Attack, LabelFlipAttack, NoiseAttack, SignFlipAttack
-from lightning_fed.server.client_clock import ClientClock
-from lightning_fed.server.client_privacy import ClientPrivacy
-from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.heterogeneity import ClientClock, SystemsHeterogeneity
 from lightning_fed.server.oort import OortSampler
+from lightning_fed.server.optimal_sampling import OptimalClientSampling, UpdateNormSampler
 from lightning_fed.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedRMSProp, FedYogi
 from lightning_fed.server.power_of_choice import PowerOfChoiceSampler
+from lightning_fed.server.privacy import ClientPrivacy, DifferentialPrivacy
 from lightning_fed.server.sampling import (
     AvailabilitySampler,
     BernoulliSampler,
@@ -28,7 +28,6 @@ from lightning_fed.server.sampling import (
     UniformSampler,
     WeightedSampler,
 )
-from lightning_fed.server.update_norms import UpdateNormSampler
 
 __all__ = [
     "QSGD",

@@ -17,7 +17,7 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector, Weighting
 from lightning_fed.server.aggregation.mean import Aggregator, Collectives, averaged_points
 from lightning_fed.server.aggregation.robust import CollectedAggregation
-from lightning_fed.server.client_clock import ClientClock
+from lightning_fed.server.heterogeneity import ClientClock
 from lightning_fed.server.sampling import Sampler
 
 
@@ -115,11 +115,10 @@ class Asynchronous(Aggregator):
     argument = "asynchronous"
 
     def __init__(self, size: int, concurrency: int, clock: ClientClock | None = None) -> None:
-        owner = type(self).__name__
-        self.size = check_count(owner, "size", size, least=1)
-        self.concurrency = check_count(owner, "concurrency", concurrency, least=1)
+        self.size = check_count(self, "size", size)
+        self.concurrency = check_count(self, "concurrency", concurrency)
         if clock is not None and not isinstance(clock, ClientClock):
-            raise FederatedError(f"{owner}(clock={clock!r}): clock must be a ClientClock, or None.")
+            raise FederatedError(f"{type(self).__name__}(clock={clock!r}): clock must be a ClientClock, or None.")
         self.clock = ClientClock() if clock is None else clock
         self._arrivals: Arrivals | None = None
         self._round = -1

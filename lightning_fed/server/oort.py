@@ -12,8 +12,8 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
-from lightning_fed.server.client_clock import ClientClock
-from lightning_fed.server.sampling import CountingSampler, has_examples
+from lightning_fed.server.heterogeneity import ClientClock
+from lightning_fed.server.sampling import CountingSampler, first_drawn, has_examples
 
 _EXPLOIT, _EXPLORE = 1, 2  # the streams of a round
 
@@ -90,12 +90,12 @@ class OortSampler(CountingSampler):
     ) -> None:
         super().__init__(clients_per_round)
         name = type(self).__name__
-        for key, value in (("exploration", exploration), ("exploration_decay", exploration_decay), ("cutoff", cutoff)):
-            check_number(name, key, value, "[0, 1]")
-        self.exploration, self.exploration_decay, self.cutoff = exploration, exploration_decay, cutoff
-        self.least_exploration = check_number(name, "least_exploration", least_exploration, "[0, 1)")
-        self.clip = check_number(name, "clip", clip, "(0, 1]")
-        self.alpha = check_number(name, "alpha", alpha, "[0, inf)")
+        self.exploration = check_number(self, "exploration", exploration, "[0, 1]")
+        self.exploration_decay = check_number(self, "exploration_decay", exploration_decay, "[0, 1]")
+        self.cutoff = check_number(self, "cutoff", cutoff, "[0, 1]")
+        self.least_exploration = check_number(self, "least_exploration", least_exploration, "[0, 1)")
+        self.clip = check_number(self, "clip", clip, "(0, 1]")
+        self.alpha = check_number(self, "alpha", alpha, "[0, inf)")
         if clock is not None and clock != "reports" and not isinstance(clock, ClientClock):
             raise FederatedError(f"{name}(clock={clock!r}): clock must be a ClientClock, 'reports' or None.")
         if (clock is None) != (pacer_step is None):
@@ -104,12 +104,12 @@ class OortSampler(CountingSampler):
                 " round by pacer_step seconds, and durations come from the clock. Pass both, or neither."
             )
         self.clock = clock
-        self.pacer_step = None if pacer_step is None else check_number(name, "pacer_step", pacer_step, "(0, inf)")
-        self.window = check_count(name, "window", window)
+        self.pacer_step = None if pacer_step is None else check_number(self, "pacer_step", pacer_step, "(0, inf)")
+        self.window = check_count(self, "window", window)
         if squared_loss is not None:
-            check_texts(name, squared_loss=squared_loss)
+            check_texts(self, squared_loss=squared_loss)
         self.squared_loss = squared_loss
-        self.most_rounds = None if most_rounds is None else check_count(name, "most_rounds", most_rounds)
+        self.most_rounds = None if most_rounds is None else check_count(self, "most_rounds", most_rounds)
         self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, the number of rounds, D of reports
         self._achieved: list[float] = []  # the sum of U of each round's clients, of the last 2 W rounds
         self._preferred = self.pacer_step or 0.0  # T
@@ -148,9 +148,9 @@ class OortSampler(CountingSampler):
             least = self.cutoff * float(utilities.sort(descending=True).values[exploit - 1])
             admitted = (utilities >= least).nonzero()[:, 0]
             own = generator(seed, Purpose.COHORT, round, _EXPLOIT)
-            drawn += [explored[int(i)] for i in admitted[_drawn(utilities[admitted], exploit, own)]]
+            drawn += [explored[int(i)] for i in admitted[first_drawn(utilities[admitted], exploit, own)]]
         if missing := k - len(drawn):
-            others = _drawn(torch.ones(len(tired), dtype=torch.float64), missing, stream)
+            others = first_drawn(torch.ones(len(tired), dtype=torch.float64), missing, stream)
             drawn += [tired[i] for i in others.tolist()]
         return [population[place] for place in sorted(drawn)]
 
@@ -171,7 +171,7 @@ class OortSampler(CountingSampler):
         if isinstance(self.clock, ClientClock):
             seconds = [self.clock.seconds_of(seed, population, place, round) for place in places]
             speeds /= torch.tensor(seconds, dtype=torch.float64)
-        for place in map(places.__getitem__, _drawn(speeds, len(places), stream).tolist()):
+        for place in map(places.__getitem__, first_drawn(speeds, len(places), stream).tolist()):
             client_id = population[place]
             if client_id in self._empty or not has_examples(population, client_id):
                 self._empty.add(client_id)
@@ -241,13 +241,3 @@ class OortSampler(CountingSampler):
         self._clients = {i: (float(u), int(last), int(times), float(s)) for i, (u, last, times, s) in rows}
         self._achieved = [float(value) for value in state_dict["achieved"]]
         self._preferred = float(state_dict["preferred"])
-
-
-def _drawn(weights: Tensor, count: int, stream: torch.Generator) -> Tensor:
-    """Return the places of ``count`` draws in proportion to weights [n], without replacement; weight zero comes last.
-
-    The first of independent exponential clocks are such draws.
-    """
-    exponential = -torch.rand(len(weights), generator=stream, dtype=torch.float64).log()
-    ranks = torch.where(weights > 0, exponential / weights, math.inf)
-    return ranks.argsort(stable=True)[:count]

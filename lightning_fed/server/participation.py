@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,12 +46,8 @@ class Population(Sequence[ClientId]):
         """The number of clients N."""
         return len(self.eligible)
 
-    @overload
-    def __getitem__(self, position: int) -> ClientId: ...
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[ClientId]: ...
-    def __getitem__(self, position: int | slice) -> ClientId | Sequence[ClientId]:
-        """Return the id at a position."""
+    def __getitem__(self, position: Any) -> Any:
+        """Return the id at a position, or those at several."""
         return self.eligible[position]
 
     def index_of(self, client_id: ClientId) -> int:

@@ -214,9 +214,7 @@ class WeightedSampler(CountingSampler):
                     f"clients_per_round={k} without replacement asks for more clients than the {int((p > 0).sum())} of"
                     " positive weight."
                 )
-            exponential = -torch.rand(len(p), generator=stream, dtype=p.dtype).log()
-            times = exponential.log() - p.log()  # logarithms, since a quotient by a very small weight would be infinite
-            drawn = torch.where(p > 0, times, math.inf).argsort()[:k]  # k first exponential clocks
+            drawn = first_drawn(p, k, stream)
         return [population[i] for i in sorted(drawn.tolist())]
 
 
@@ -359,6 +357,16 @@ def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> 
         i = int(torch.randint(j + 1, (), generator=stream))
         chosen.add(j if i in chosen else i)
     return [population[i] for i in sorted(chosen)]
+
+
+def first_drawn(weights: Tensor, count: int, stream: torch.Generator) -> Tensor:
+    """Return the places of ``count`` draws in proportion to weights [n], without replacement; weight zero comes last.
+
+    The first of independent exponential clocks are such draws.
+    """
+    exponential = -torch.rand(len(weights), generator=stream, dtype=torch.float64).log()
+    times = exponential.log() - weights.log()  # logarithms, since a quotient by a very small weight would be infinite
+    return torch.where(weights > 0, times, math.inf).argsort(stable=True)[:count]
 
 
 def included(p: float | Tensor, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:

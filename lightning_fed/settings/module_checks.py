@@ -27,8 +27,8 @@ from lightning_fed.core.types import LocalScheduleMode
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.files.tables import ClientTable
 from lightning_fed.server.aggregation.mean import Aggregator
-from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.oort import OortSampler
+from lightning_fed.server.privacy import ClientPrivacy
 from lightning_fed.strategies.ddp import WithinClientStrategy
 
 

@@ -16,16 +16,14 @@ from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.lora import lora_needs_mean, takes_mean_model
-from lightning_fed.server.aggregation.mean import Aggregator, averaged_points
-from lightning_fed.server.aggregation.optimal_sampling import OptimalClientSampling
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy, accountant
+from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.server.asynchronous import Asynchronous, FedAsync
 from lightning_fed.server.attacks import Attack
-from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.optimal_sampling import OptimalClientSampling, check_sends_changes
+from lightning_fed.server.privacy import ClientPrivacy, DifferentialPrivacy, accountant
 from lightning_fed.server.sampling import Sampler, UniformSampler, learns
-from lightning_fed.server.server import resolve_weighting
-from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd
+from lightning_fed.server.server import ServerOptimizerFactory, ServerSchedulerFactory, plain_sgd, resolve_weighting
 
 MAX_FAILED_SHARE = 0.5
 MAX_UPDATE_RATIO = 1e6
@@ -399,12 +397,8 @@ class Settings:
 
     def _check_estimate(self) -> None:
         """Raise if the sum over the cohort would not be an unbiased estimate of the mean over all clients."""
-        method, who = self.algorithm, f"sampler={self.sampler!r} weights clients by their probabilities, and so"
-        if dict(method.reduces) != {"delta": "weighting"} or averaged_points(method):
-            raise FederatedError(
-                f"{who} cannot be combined with {method!r}, whose clients send {dict(method.reduces)}: the estimate is"
-                " made for the weighted mean of the models' changes alone. Use a method such as FedAvg or FedProx."
-            )
+        who = f"sampler={self.sampler!r} weights clients by their probabilities, and so"
+        check_sends_changes(who, self.algorithm)
         if self.weighting not in ("examples", "uniform"):
             raise FederatedError(
                 f"{who} cannot be combined with weighting={self.weighting!r}, which is unknown for clients outside the"

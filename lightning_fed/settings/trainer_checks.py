@@ -14,7 +14,7 @@ from lightning_fed.callbacks import (
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import PassThroughProfiler, rank_zero_warn
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.server.client_privacy import ClientPrivacy
+from lightning_fed.server.privacy import ClientPrivacy
 from lightning_fed.settings.settings import MAX_UPDATE_RATIO
 from lightning_fed.strategies import WithinClientStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _sync_module_states
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.strategies.addresses import check_addresses
-from lightning_fed.strategies.peers import NO_PEERS, Peers, monitored_connections
+from lightning_fed.strategies.peers import NO_PEERS, Peers, check_addresses, monitored_connections
 from lightning_fed.strategies.shared_memory import SharedMemory
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 

@@ -29,19 +29,21 @@ class RequeueException(SIGTERMException):
     """A fit stops so that SLURM can restart it."""
 
 
+_EXCEPTIONS: dict[Stop, type[BaseException]] = {
+    Stop.INTERRUPT: KeyboardInterrupt,
+    Stop.TERMINATE: SIGTERMException,
+    Stop.REQUEUE: RequeueException,  # a SIGTERMException as well, so the larger number is right
+}
+
+
 def exception_of(stop: Stop) -> BaseException:
     """Return Lightning's exception for a request."""
-    kinds = {Stop.INTERRUPT: KeyboardInterrupt, Stop.TERMINATE: SIGTERMException, Stop.REQUEUE: RequeueException}
-    return kinds[stop]()
+    return _EXCEPTIONS[stop]()
 
 
 def stop_of(error: BaseException | None) -> Stop:
     """Return the request that an exception represents; NO for any other exception."""
-    if isinstance(error, RequeueException):
-        return Stop.REQUEUE
-    if isinstance(error, SIGTERMException):
-        return Stop.TERMINATE
-    return Stop.INTERRUPT if isinstance(error, KeyboardInterrupt) else Stop.NO
+    return max((stop for stop, kind in _EXCEPTIONS.items() if isinstance(error, kind)), default=Stop.NO)
 
 
 @dataclass(frozen=True)

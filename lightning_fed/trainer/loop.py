@@ -31,11 +31,10 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import warn_of
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.participation import Population
-from lightning_fed.server.server import Server
-from lightning_fed.server.step import steps_not_counted
+from lightning_fed.server.privacy import DifferentialPrivacy
+from lightning_fed.server.server import Server, steps_not_counted
 from lightning_fed.settings.module_checks import check_batch_statistics, check_module
 from lightning_fed.settings.settings import Settings
 from lightning_fed.settings.trainer_checks import check_trainer, warn_of_rare_logs

@@ -21,9 +21,8 @@ from lightning_fed.rounds.client_work import ClientWork, prepare_clients
 from lightning_fed.rounds.cohort import CohortSampling, secret_seed
 from lightning_fed.rounds.local_plans import limited
 from lightning_fed.rounds.round import Rounds
-from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
-from lightning_fed.server.client_privacy import ClientPrivacy, PrivacyLedger
 from lightning_fed.server.participation import Population
+from lightning_fed.server.privacy import ClientPrivacy, DifferentialPrivacy, PrivacyLedger
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy

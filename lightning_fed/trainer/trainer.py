@@ -19,10 +19,10 @@ from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.attacks import Attack
-from lightning_fed.server.client_privacy import ClientPrivacy
 from lightning_fed.server.heterogeneity import SystemsHeterogeneity
+from lightning_fed.server.privacy import ClientPrivacy
 from lightning_fed.server.sampling import Sampler
-from lightning_fed.server.step import ServerOptimizerFactory, ServerSchedulerFactory
+from lightning_fed.server.server import ServerOptimizerFactory, ServerSchedulerFactory
 from lightning_fed.settings.lightning_arguments import (
     as_callbacks,
     check_call,

@@ -26,7 +26,7 @@ from lightning_fed.data.batches.batches import PoissonBatches
 from lightning_fed.deploy import FederatedSite, Message, site_privacy
 from lightning_fed.deploy.site_privacy import SitePrivacy, digest_of, seed_of
 from lightning_fed.server import ClientPrivacy, SignFlipAttack, TopK
-from lightning_fed.server.aggregation.privacy import gaussian_noise
+from lightning_fed.server.privacy import gaussian_noise
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import SIZES, EndedError, Wire, make_data, make_trainer, parameters, simulated
 from tests.helpers.optional import needs_opacus

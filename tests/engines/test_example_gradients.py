@@ -23,7 +23,7 @@ from lightning_fed.data import ClientTable
 from lightning_fed.data.batches.batches import PoissonBatches
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.server import BernoulliSampler, ClientPrivacy, DifferentialPrivacy, SignFlipAttack
-from lightning_fed.server.aggregation.privacy import gaussian_noise
+from lightning_fed.server.privacy import gaussian_noise
 from tests.helpers.engines import Ordinary, assert_close, run, state_of
 from tests.helpers.optional import needs_opacus, needs_pyarrow
 from tests.helpers.training import clients, data, fit, parameters, seeded, trainer

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_fed import FederatedError
 from lightning_fed.models import LinearRegression
-from lightning_fed.models.checks import as_images, check_floating, check_widths, sized
+from lightning_fed.models.classifier import as_images, check_floating, check_widths, sized
 
 
 def test_widths_are_a_list_of_positive_integers() -> None:

@@ -22,8 +22,7 @@ from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.rounds.server_round import ServerRound
 from lightning_fed.server import CoordinateMedian
 from lightning_fed.server.participation import Participant, Population
-from lightning_fed.server.server import Server
-from lightning_fed.server.step import plain_sgd
+from lightning_fed.server.server import Server, plain_sgd
 from lightning_fed.settings.settings import Settings
 from tests.helpers.counting import Counted
 

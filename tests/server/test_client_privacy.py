@@ -36,7 +36,7 @@ from lightning_fed.algorithms import (
     SGDm,
 )
 from lightning_fed.server import ClientPrivacy, FedBuff, OortSampler, PowerOfChoiceSampler, UpdateNormSampler
-from lightning_fed.server.client_privacy import PrivacyLedger
+from lightning_fed.server.privacy import PrivacyLedger
 from tests.helpers.optional import needs_opacus
 from tests.helpers.training import trainer
 

@@ -17,8 +17,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.server.participation import Participation, Population
 from lightning_fed.server.sampling import BernoulliSampler, RoundRobinSampler, UniformSampler
-from lightning_fed.server.server import Server
-from lightning_fed.server.step import plain_sgd
+from lightning_fed.server.server import Server, plain_sgd
 
 SIZES: dict[Any, int] = {"a": 4, 7: 0, "c": 6, "d": 2}
 

@@ -14,8 +14,7 @@ from lightning_fed.algorithms import Algorithm, FedAvg, FedDyn, FedProx, Mime, S
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import Cohort
-from lightning_fed.server.server import Server, resolve_weighting
-from lightning_fed.server.step import plain_sgd
+from lightning_fed.server.server import Server, plain_sgd, resolve_weighting
 from tests.helpers.training import same
 
 IDS = ["a", "b", "c", "d"]

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 from lightning_fed.algorithms import Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import Layout
-from lightning_fed.server.step import ServerStep, plain_sgd
+from lightning_fed.server.server import ServerStep, plain_sgd
 from tests.helpers.training import data, parameters, seeded, trainer
 
 LAYOUT = Layout([torch.Size([2, 2]), torch.Size([1])])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lightning_fed import FederatedError
 from lightning_fed.server import UpdateNormSampler
 from lightning_fed.server.aggregation.mean import Aggregation
+from lightning_fed.server.optimal_sampling import optimal_probabilities
 from lightning_fed.server.participation import Participant, Population, unbiased
-from lightning_fed.server.update_norms import optimal_probabilities
 
 IDS, SIZES = ["a", "b", "c", "d", "e"], [4, 9, 1, 6, 12]
 POPULATION = Population(IDS, dict(zip(IDS, SIZES, strict=True)).__getitem__, SIZES)

@@ -33,7 +33,7 @@ from lightning_fed.server import (
     UniformSampler,
     UpdateNormSampler,
 )
-from lightning_fed.server.step import plain_sgd
+from lightning_fed.server.server import plain_sgd
 from lightning_fed.settings.settings import Settings
 
 ARGUMENTS = signature(FederatedTrainer).parameters

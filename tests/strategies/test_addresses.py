@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_fed.strategies import addresses
-from lightning_fed.strategies.addresses import check_addresses
+from lightning_fed.strategies import peers
+from lightning_fed.strategies.peers import check_addresses
 from tests.helpers.hosts import Host, two_hosts
 from tests.helpers.processes import HANGS, in_processes
 from tests.helpers.training import data, seeded, trainer
@@ -36,7 +36,7 @@ def errors(prepare: Callable[[int], None], folder: Path, count: int = 3) -> list
 
 def on_machine(name: str) -> None:
     """Let this process take itself to be on a machine whose name nobody knows."""
-    addresses.socket.gethostname = lambda: name  # type: ignore[assignment]
+    peers.socket.gethostname = lambda: name  # type: ignore[assignment]
     real = socket.getaddrinfo
 
     def known(host: str, *args: object, **options: object) -> object:
@@ -44,7 +44,7 @@ def on_machine(name: str) -> None:
             raise socket.gaierror(-2, "Name or service not known")
         return real(host, *args, **options)  # type: ignore[arg-type]
 
-    addresses.socket.getaddrinfo = known  # type: ignore[assignment]
+    peers.socket.getaddrinfo = known  # type: ignore[assignment]
 
 
 def test_processes_of_one_machine_may_use_its_loopback_interface(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_an_address_that_others_cannot_reach_is_named_on_all_machines(tmp_path: 
     def prepare(rank: int) -> None:
         on_machine(f"node-{rank}")
         endpoint = {"host": f"node-{rank}", "machine": f"node-{rank}", "problem": "", "source": "to which it resolves"}
-        addresses._endpoint = lambda listening: {**endpoint, "ports": {NOWHERE: 1} if rank == 1 else {}}
+        peers._endpoint = lambda listening: {**endpoint, "ports": {NOWHERE: 1} if rank == 1 else {}}
 
     found = errors(prepare, tmp_path)
     assert len(set(found)) == 1

@@ -1,17 +1,18 @@
 """One client's batches: an epoch in an order fixed by a generator, and a full pass in stored order."""
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed.core.devices import can_pin
 from lightning_fed.core.errors import ClientError
 from lightning_fed.core.seeds import KeyedStream, Purpose
-from lightning_fed.data.batches.copies import own_copy
 from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
@@ -219,9 +220,9 @@ class LoaderBatches(_IndexedBatches):
         super().__init__(size_of(dataset), settings)
         self.dataset = dataset
 
-    def loader(self, generator: torch.Generator, shuffle: bool = True) -> DataLoader[Any]:
+    def loader(self, generator: torch.Generator) -> DataLoader[Any]:
         """Return a loader of one local epoch: the batches of :meth:`epoch` before augmentation and transforms."""
-        return self._loader(_chunks(self._order(generator, shuffle), self.settings.batch_size), generator)
+        return self._loader(_chunks(self._order(generator, True), self.settings.batch_size), generator)
 
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
         return self.load(_chunks(order, batch_size), generator)
@@ -308,17 +309,23 @@ class _OtherBatches(ClientBatches):
     def num_examples(self, num_batches: int) -> int:
         return self.batches.num_examples(num_batches)
 
+    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
+        return self._changed(self.batches.epoch(generator, shuffle))
+
     def full(self, generator: torch.Generator) -> Batches:
-        return self.batches.full(generator)
+        return self._changed(self.batches.full(generator))
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
-        return self.batches.unaugmented(generator)
+        return self._changed(self.batches.unaugmented(generator))
 
     def one(self, generator: torch.Generator) -> Batches:
-        return self.batches.one(generator)
+        return self._changed(self.batches.one(generator))
 
     def check_counts(self) -> None:
         self.batches.check_counts()
+
+    def _changed(self, batches: Batches) -> Batches:
+        return batches
 
 
 class ChangedBatches(_OtherBatches):
@@ -327,22 +334,6 @@ class ChangedBatches(_OtherBatches):
     def __init__(self, batches: ClientBatches, change: Callable[[Any], Any]) -> None:
         super().__init__(batches)
         self.change, self.expected_size = change, batches.expected_size
-
-    def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of one local epoch."""
-        return self._changed(self.batches.epoch(generator, shuffle))
-
-    def full(self, generator: torch.Generator) -> Batches:
-        """Yield every example once."""
-        return self._changed(self.batches.full(generator))
-
-    def unaugmented(self, generator: torch.Generator) -> Batches:
-        """Yield every example once, without augmentation."""
-        return self._changed(self.batches.unaugmented(generator))
-
-    def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of one example."""
-        return self._changed(self.batches.one(generator))
 
     def for_own_solve(self) -> ClientBatches:
         """Return the batches for the inner solve of methods that have one."""
@@ -412,3 +403,39 @@ class PoissonBatches(_OtherBatches):
         count = self.num_batches()
         for _ in range(count):
             yield torch.nonzero(bits.uniform(self.size) < 1.0 / count).flatten()
+
+
+_DEPTH = 4  # nesting of objects that are not plain collections
+
+
+def own_copy(batch: Any, depth: int = _DEPTH) -> Any:
+    """Return a copy of a batch with its own collections, tensors and arrays.
+
+    Other objects are copied with their attributes, by their ``clone`` if they have it, as graphs of PyG and DGL do.
+    What cannot be copied, such as an open file, is shared.
+    """
+    if type(batch) is list and {*map(type, batch)} == {Tensor}:  # much faster
+        return [tensor.clone() for tensor in batch]
+    return pytree.tree_map(lambda value: _copied(value, depth), batch)
+
+
+def _copied(value: Any, depth: int) -> Any:
+    if depth == 0:
+        return value
+    if callable(clone := getattr(value, "clone", None)) and not isinstance(value, type):
+        return clone()
+    try:
+        found = copy.copy(value)
+    except TypeError:
+        return value
+    if found is value:  # a number or a text
+        return value
+    if isinstance(found, MutableMapping):
+        for key in found:
+            found[key] = own_copy(found[key], depth - 1)
+    elif isinstance(found, MutableSequence):
+        found[:] = [own_copy(part, depth - 1) for part in found]
+    attributes = getattr(found, "__dict__", {})
+    for name, part in attributes.items():
+        attributes[name] = own_copy(part, depth - 1)
+    return found

@@ -69,20 +69,19 @@ class CustomBatches(ClientBatches):
         Without ``shuffle``, a ``DataLoader`` over a whole data set yields the stored order; another loader keeps its
         order, with a warning.
         """
-        loader = self._measured
-        if shuffle or (isinstance(loader, DataLoader) and isinstance(order_of(loader), SequentialSampler)):
-            return self._to_the_end(self._finished(generator, augment=True))
-        stored = self._stored()
-        if stored is None or not isinstance(loader, DataLoader):
+        loader: Any = self._measured
+        is_in_order = isinstance(loader, DataLoader) and isinstance(order_of(loader), SequentialSampler)
+        if not shuffle and not is_in_order:
+            if (stored := self._stored()) is not None:
+                cut = loader.batch_sampler
+                stored.settings = replace(stored.settings, batch_size=cut.batch_size, drop_last=cut.drop_last)
+                return stored.epoch(generator, shuffle=False)
             warnings.warn(
                 "A client's loader decides on its own which examples it gives, and in which order: overfit_batches may"
                 " see other batches in every round. Return a DataLoader with shuffle=False.",
                 stacklevel=2,
             )
-            return self._to_the_end(self._finished(generator, augment=True))
-        cut: Any = loader.batch_sampler
-        stored.settings = replace(stored.settings, batch_size=cut.batch_size, drop_last=cut.drop_last)
-        return stored.epoch(generator, shuffle=False)
+        return self._to_the_end(self._finished(generator, augment=True))
 
     def full(self, generator: torch.Generator) -> Batches:
         """Yield every example once; raise unless the batches have ``size`` examples in total."""

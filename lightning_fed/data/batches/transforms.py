@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fed.core.arguments import check_count, check_numbers
+from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_numbers
 from lightning_fed.core.errors import FederatedError
 
 
-class _OfImages(ABC):
+class _OfImages(ArgumentsRepr, ABC):
     """Base of transforms that change the images: a batch, or the first part of a list or tuple."""
 
     _random = False
@@ -49,11 +49,6 @@ class _OfImages(ABC):
     @abstractmethod
     def _change(self, images: Tensor, *generator: torch.Generator) -> Tensor:
         """Return the changed images."""
-
-    def __repr__(self) -> str:
-        """Return the transform as Python code."""
-        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({arguments})"
 
 
 class ToFloat(_OfImages):

@@ -10,7 +10,7 @@ from lightning_fed.core.arguments import check_count, check_flags, check_number,
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.files.stored import StoredDataModule, find, read_table
 from lightning_fed.data.files.tables import as_number
-from lightning_fed.data.partitions.partition import Partition, PartitionFunction, equal_shares, random_state
+from lightning_fed.data.partitions import Partition, PartitionFunction, equal_shares, random_state
 
 _COLUMNS = 9
 

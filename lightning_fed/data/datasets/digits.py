@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed.core.arguments import check_flags, check_number
-from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
-from lightning_fed.data.partitions.partition import Dirichlet, Partition, PartitionFunction
+from lightning_fed.data.partitions import Dirichlet, Partition, PartitionFunction
 
 _VAL_FRACTION = 0.1
 
@@ -35,7 +34,7 @@ class Digits(FederatedDataModule):
             instead of the training set. It does not depend on any seed.
 
     Raises:
-        FederatedError: If scikit-learn is missing or an argument is not allowed.
+        FederatedError: If an argument is not allowed.
 
     Example:
         >>> data = Digits(num_clients=10, batch_size=8)
@@ -84,10 +83,8 @@ class Digits(FederatedDataModule):
 
 def _load() -> tuple[Tensor, Tensor]:
     """Return the images [1797, 1, 8, 8] in [0, 1] and their labels [1797]."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise FederatedError("Digits come with scikit-learn, which is missing: pip install scikit-learn.") from error
+    from sklearn.datasets import load_digits  # here, since the import takes seconds
+
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
     return images, torch.tensor(bunch.target, dtype=torch.int64)

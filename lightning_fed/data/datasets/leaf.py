@@ -119,19 +119,18 @@ class LeafDataModule(StoredDataModule):
         batch_size: int = 10,
     ) -> None:
         super().__init__(batch_size=batch_size)
-        name = type(self).__name__
-        check_paths(name, train_path=train_path, **({} if test_path is None else {"test_path": test_path}))
+        check_paths(self, train_path=train_path, **({} if test_path is None else {"test_path": test_path}))
         self.train_path = train_path
         self.test_path = test_path
         self.shape = shape
-        self.targets = check_one_of(name, "targets", targets, ("classes", "values"))
-        self.num_classes = num_classes
-        if num_classes is not None:
-            check_count(name, "num_classes", num_classes, least=1)
+        self.targets = check_one_of(self, "targets", targets, ("classes", "values"))
+        self.num_classes = None if num_classes is None else check_count(self, "num_classes", num_classes)
         if shape is not None and (not isinstance(shape, list | tuple) or not shape):
-            raise FederatedError(f"{name}(shape={shape!r}): shape must be a list of sizes, such as [1, 28, 28].")
+            raise FederatedError(
+                f"{type(self).__name__}(shape={shape!r}): shape must be a list of sizes, such as [1, 28, 28]."
+            )
         for size in shape or ():
-            check_count(name, "shape", size, least=1)
+            check_count(self, "shape", size)
 
     def _load(self) -> None:
         train = self._read(self.train_path, "train_path")

@@ -17,7 +17,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.datasets.leaf import read_leaf
 from lightning_fed.data.files.stored import StoredDataModule, find, large_enough, read_rows
-from lightning_fed.data.partitions.partition import random_state
+from lightning_fed.data.partitions import random_state
 
 
 def words(text: str) -> list[str]:

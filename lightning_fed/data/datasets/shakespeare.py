@@ -165,12 +165,10 @@ class Shakespeare(StoredDataModule):
         self.source = check_one_of("Shakespeare", "source", source, tuple(_FOLDERS))
         self.length = check_count("Shakespeare", "length", length, least=1)
         self.stride = check_count("Shakespeare", "stride", stride, least=1)
-        self.eval_stride = eval_stride
-        if eval_stride is not None:
-            check_count("Shakespeare", "eval_stride", eval_stride, least=1)
-        self.test_fraction = test_fraction
-        if test_fraction is not None:
-            check_number("Shakespeare", "test_fraction", test_fraction, "[0, 1)")
+        self.eval_stride = None if eval_stride is None else check_count(self, "eval_stride", eval_stride)
+        self.test_fraction = (
+            None if test_fraction is None else check_number(self, "test_fraction", test_fraction, "[0, 1)")
+        )
         self.targets = check_one_of("Shakespeare", "targets", targets, ("next", "sequence"))
         self.min_examples = check_count("Shakespeare", "min_examples", min_examples, least=1)
         if source == "leaf" and (stride != 1 or eval_stride not in (None, 1) or test_fraction is not None):

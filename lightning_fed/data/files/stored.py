@@ -109,22 +109,24 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
 
 def read_rows(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and fields of each non-empty CSV row, with or without a byte order mark."""
+    line = 0  # where the last row ended
     with path.open(encoding=encoding, newline="") as file:
         rows = csv.reader(chain(file, [delimiter.join(_END)]), delimiter=delimiter)
         try:
             for row in rows:
                 if row and row[-1].endswith(_END[-1]):
                     if row != _END:  # a quoted field has taken all that follows
-                        raise FederatedError(
-                            f"{path}: the last row has a quote that is not closed. Close it, or download or write the"
-                            " whole file again."
-                        )
+                        raise csv.Error("the row that begins there has a quote that is not closed")
                 elif row:
                     yield rows.line_num, row
+                line = rows.line_num
         except UnicodeDecodeError as error:
             raise FederatedError(f"{path} is not {encoding} text, after line {rows.line_num}: {error}.") from error
-        except csv.Error as error:
-            raise FederatedError(f"{path}, line {rows.line_num} is not CSV ({error}).") from error
+        except csv.Error as error:  # in a large file, a quote that is not closed is a field of too many characters
+            raise FederatedError(
+                f"{path}, line {line + 1} is not CSV ({error}). Close its quotes, or download or write the whole file"
+                ' again; a quote inside a quoted text is written as "".'
+            ) from error
 
 
 def read_table(path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:

@@ -1,6 +1,5 @@
 """Clients from the rows of a CSV or Parquet file with a client column."""
 
-import csv
 import hashlib
 import math
 import re
@@ -31,7 +30,7 @@ from lightning_fed.core.arguments import (
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
-from lightning_fed.data.partitions.partition import check_client_id, random_state
+from lightning_fed.data.partitions import check_client_id, random_state
 
 _INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
@@ -97,10 +96,8 @@ class Columns:
         found = self.words[name] = np.array(codes, np.int64)[of_rows]
         if (found == -2).any() and not may_be_unknown:
             row = int(np.argmax(found == -2))
-            raise FederatedError(
-                f"{self.path}, {self.line(row)}: column {name!r} holds {texts[of_rows[row]]!r}, and its words are"
-                f" {list(vocabulary)}. Add it to them, or correct the row."
-            )
+            words = f"and its words are {list(vocabulary)}. Add it to them, or correct the row."
+            raise self.error(row, name, f"holds {texts[of_rows[row]]!r}, {words}")
         if not may_miss:
             self._refuse(found == -1, name, _MISSING_VALUE)
 
@@ -141,10 +138,8 @@ class Columns:
                         "a decimal point and without commas, set decimal=',' if all numbers of the file have a decimal"
                         " comma"
                     )
-                raise FederatedError(
-                    f"{self.path}, {self.line(int(np.argmax(rows == position)))}: column {name!r} holds {text!r}."
-                    f" Write numbers with {remedy}, or name the columns to use in features."
-                )
+                problem = f"holds {text!r}. Write numbers with {remedy}, or name the columns to use in features."
+                raise self.error(int(np.argmax(rows == position)), name, problem)
             number = _TRUTHS.get(text.lower()) if number is None else number
             if number is None or len(held) > 1:  # truth values are numbers, but not next to others
                 beside = "" if number is None or text.lower() in _TRUTHS else " next to true or false"
@@ -154,28 +149,21 @@ class Columns:
         values: npt.NDArray[np.float64] = np.array(numbers, np.float64)[rows]
         return values
 
+    def error(self, row: int, name: str, problem: str) -> FederatedError:
+        """Return the error for a value of a column."""
+        return FederatedError(f"{self.path}, {self.line(row)}: column {name!r} {problem}")
+
     def _refuse(self, rows: npt.NDArray[np.bool_], name: str, problem: str) -> None:
         if rows.any():
-            raise FederatedError(f"{self.path}, {self.line(int(rows.argmax()))}: column {name!r} {problem}")
+            raise self.error(int(rows.argmax()), name, problem)
 
 
 def _check_quotes(path: Path, delimiter: str) -> None:
     """Raise if a quote is not closed: a field with the rest of the file is valid to pyarrow."""
     with path.open("rb") as file:
-        if sum(block.count(b'"') for block in iter(lambda: file.read(_BLOCK), b"")) % 2 == 0:
-            return
-    line = 0
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        rows = csv.reader(file, delimiter=delimiter, strict=True)
-        try:
-            for _ in rows:
-                line = rows.line_num
-        except csv.Error as error:
-            if "expected after" not in str(error):  # text behind a closing quote
-                raise FederatedError(
-                    f"{path}: the row that begins in line {line + 1} has a quote that is not closed. Close it, or write"
-                    ' the whole file again; a quote inside a quoted text is written as "".'
-                ) from error
+        is_odd = sum(block.count(b'"') for block in iter(lambda: file.read(_BLOCK), b"")) % 2
+    for _ in read_rows(path, delimiter=delimiter) if is_odd else ():
+        pass
 
 
 def is_word(text: str) -> bool:
@@ -433,10 +421,13 @@ class ClientTable(StoredDataModule):
             name: self._agreed.get(name) if isinstance(given, int) else given
             for name, given in {**self.categories, **self.ordered}.items()
         }
+        if self.declared_classes is not None:
+            words[self.target] = self.declared_classes
         keys = [self.client, *([] if self.split is None else [self.split])]
         ruled = self.missing if isinstance(self.missing, Mapping) else ()
         numeric = [name for name in dict.fromkeys((*(self.features or ()), *ruled)) if name not in words]
-        (keys if self.targets == "classes" else numeric).append(self.target)
+        if self.target not in words:
+            (keys if self.targets == "classes" else numeric).append(self.target)
         table = self._read(keys, numeric, self.features is None, words)
         path = table.path
         order = self.features or sorted({*table.numbers, *words}, key=table.heading.index)
@@ -457,7 +448,7 @@ class ClientTable(StoredDataModule):
                     f" {room}. Make room for all of them, in the model as well."
                 )
         x = self._inputs(table, features)
-        y = self._labels(table) if self.targets == "classes" else torch.from_numpy(table.numbers[self.target])[:, None]
+        y = torch.from_numpy(table.numbers[self.target])[:, None] if self.targets == "values" else self._labels(table)
         train, val, test = parts = self._divide(table, x, y)
         if not train:
             raise FederatedError(f"{path}: column {self.split!r} leaves no row for training.")
@@ -553,28 +544,19 @@ class ClientTable(StoredDataModule):
 
     def _labels(self, table: Columns) -> Tensor:
         """Return each value's position among the classes, by default the sorted distinct values, numbers as numbers."""
-        values = table.keys[self.target]
-        texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
         if self.declared_classes is not None:
             self.classes = self.declared_classes
-            places = {name: place for place, name in enumerate(self.classes)}
-            for row, value in enumerate(values):
-                if texts[value] not in places:
-                    raise FederatedError(
-                        f"{table.path}, {table.line(row)}: column {self.target!r} holds {texts[value]!r}, and the"
-                        f" declared classes are {self.classes}. Add it to them, or correct the row."
-                    )
-            return torch.tensor([places[texts[value]] for value in values], dtype=torch.int64)
+            return torch.from_numpy(table.words[self.target])
+        values = table.keys[self.target]
+        texts: dict[Any, Any] = {value: str(value).strip() for value in dict.fromkeys(values)}
         numbers = {value: as_number(text) for value, text in texts.items()}
         holes = {value for value, number in numbers.items() if number is not None and math.isnan(number)}
         if None in numbers.values() or len(holes) == len(numbers):
             numbers = texts
         elif holes:
             row = next(row for row, value in enumerate(values) if value in holes)
-            raise FederatedError(
-                f"{table.path}, {table.line(row)}: column {self.target!r} has no value ({values[row]!r}), and numbers"
-                " elsewhere. Fill it in, or drop the row."
-            )
+            problem = f"has no value ({values[row]!r}), and numbers elsewhere. Fill it in, or drop the row."
+            raise table.error(row, self.target, problem)
         self.classes = sorted(set(numbers.values()))
         spelled: dict[str, str] = {}
         for name in self.classes:
@@ -595,10 +577,8 @@ class ClientTable(StoredDataModule):
         spelled: dict[str, ClientId] = {}
         for name in rows_of:
             if (other := spelled.setdefault(str(name).strip(), name)) != name:
-                raise FederatedError(
-                    f"{table.path}, {table.line(rows_of[name][0])}: column {self.client!r} holds {name!r}, and"
-                    f" elsewhere {other!r}: clients must differ by more than spaces around their ids. Write one."
-                )
+                rule = "clients must differ by more than spaces around their ids. Write one."
+                raise table.error(rows_of[name][0], self.client, f"holds {name!r}, and elsewhere {other!r}: {rule}")
         words = [] if self.split is None else table.keys[self.split]
         if unexpected := sorted(set(map(str, words)) - set(_PARTS)):
             raise FederatedError(

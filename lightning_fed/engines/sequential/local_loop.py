@@ -25,7 +25,7 @@ from lightning_fed.compat.private import (
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state
 from lightning_fed.core.types import Vector
-from lightning_fed.data.batches.copies import own_copy
+from lightning_fed.data.batches.batches import own_copy
 from lightning_fed.engines.batch_hooks import (
     has_transfer_hooks,
     is_users_own,

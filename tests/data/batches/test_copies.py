@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fed.data.batches.copies import own_copy
+from lightning_fed.data.batches.batches import own_copy
 
 
 class Pair(NamedTuple):

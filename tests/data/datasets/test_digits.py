@@ -1,7 +1,5 @@
 """The digits: a fixed, stratified split into clients, validation and test."""
 
-import sys
-
 import pytest
 import torch
 
@@ -74,12 +72,6 @@ def test_prediction_sees_the_bare_test_images(digits):
 def test_an_impossible_test_share_is_refused(fraction):
     with pytest.raises(FederatedError, match=rf"test_fraction={fraction}"):
         Digits(test_fraction=fraction)
-
-
-def test_missing_scikit_learn_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(FederatedError, match="pip install scikit-learn"):
-        Digits()
 
 
 def test_a_share_of_each_clients_own_examples_is_held_out_from_its_training():

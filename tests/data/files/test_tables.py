@@ -225,7 +225,10 @@ DAMAGED = [
     ("", "has no column 'who'"),
     (b"who,x,y\n\xff,1,0\n", "is not utf-8-sig text"),
     ("who,x,y\na,1,0\nb,1,0\na ,2,1\n", "line 4: column 'who' holds 'a ', and elsewhere 'a'"),
-    ('who,x,y\na,1,0\nb,2,"1\nb,3,0\nb,4,1\n', "row that begins in line 3 has a quote that is not closed"),
+    (
+        'who,x,y\na,1,0\nb,2,"1\nb,3,0\nb,4,1\n',
+        "line 3 is not CSV .the row that begins there has a quote that is not closed",
+    ),
 ]
 
 
@@ -479,7 +482,7 @@ def test_a_mean_is_of_the_clients_own_training_rows(tmp_path):
         ("70,5", "70.5", {}, "line 2: column 'weight' holds '70.5'.*decimal comma and without points"),
         ("70,5", "1.070,5", {}, "line 2: column 'weight' holds '1.070,5'.*decimal comma and without points"),
         ("70,5", "much", {}, "column 'weight' must hold finite numbers; line 2 holds 'much'"),
-        (";well", ";dead", {"classes": ["well", "ill"]}, "line 2: column 'outcome' holds 'dead', and the declared"),
+        (";well", ";dead", {"classes": ["well", "ill"]}, "line 2: column 'outcome' holds 'dead', and its words are"),
         ("ward;", "ward;", {"delimiter": ","}, "seem to be separated by ';': set delimiter"),
         ("ward;", "ward;", {"decimal": "."}, "line 2: column 'weight' holds '70,5'.*set decimal=','"),
         ("ward;", "ward;", {"missing": {"age": 0, "weight": 0}}, "line 5: column 'sex' has no value"),

@@ -83,7 +83,7 @@ def test_messages_far_from_zero_are_compared_without_cancelling() -> None:
 
 
 def test_rules_compare_more_columns_than_fit_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fed.server.aggregation.krum._BLOCK", 4)
+    monkeypatch.setattr("lightning_fed.server.aggregation.robust._BLOCK", 4)
     rows = np.random.default_rng(0).standard_normal((7, 10))
     messages = torch.from_numpy(rows)
     for rule, want in ((Krum(1), krum(rows, 1)), (Bulyan(1), bulyan(rows, 1))):

@@ -15,7 +15,7 @@ from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data import ByKey, Digits, Dirichlet, FeatureShift, FederatedDataset, Iid, Shards, skew_table
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
-from lightning_fed.data.partitions.feature_shift import ShiftedClients, _interpolated, rotate
+from lightning_fed.data.feature_shift import ShiftedClients, _interpolated, rotate
 from lightning_fed.models import MLPClassifier
 from tests.data.test_datamodule import from_configuration
 
@@ -265,13 +265,13 @@ def test_tensors_keep_the_fast_path_and_give_the_loaders_batches():
 
 def test_only_the_latest_clients_are_kept(monkeypatch):
     one = 6 * (25 * 4 + 8)
-    monkeypatch.setattr("lightning_fed.data.partitions.feature_shift._CACHE_BYTES", 2 * one)
+    monkeypatch.setattr("lightning_fed.data.feature_shift._CACHE_BYTES", 2 * one)
     clients = ShiftedClients(IMAGES, FeatureShift(Iid(4), noise=1.0), 4)
     parts = Iid(4)(LABELS)
     made = [clients.dataset(client, parts[client]) for client in (0, 1, 0, 2)]
     assert made[0] is made[2]
     assert list(clients._recent) == [0, 2]
-    monkeypatch.setattr("lightning_fed.data.partitions.feature_shift._CACHE_BYTES", 0)
+    monkeypatch.setattr("lightning_fed.data.feature_shift._CACHE_BYTES", 0)
     clients.dataset(3, parts[3])
     assert list(clients._recent) == [3]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.partition import ByKey, Dirichlet, Iid, Partition, Shards
+from lightning_fed.data.partitions import ByKey, Dirichlet, Iid, Partition, Shards
 
 label_lists = st.lists(st.integers(-3, 5), min_size=1, max_size=60)
 seeds = st.integers(0, 2**63)

@@ -25,8 +25,8 @@ from lightning_fed.server import (
     UniformSampler,
 )
 from lightning_fed.server.aggregation.mean import Aggregation
-from lightning_fed.server.aggregation.privacy import gaussian_noise
 from lightning_fed.server.participation import Participant
+from lightning_fed.server.privacy import gaussian_noise
 from tests.helpers.aggregation import add_one
 from tests.helpers.engines import Ordinary, assert_close, state_of
 from tests.helpers.training import data, parameters, seeded, trainer

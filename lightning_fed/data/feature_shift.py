@@ -13,7 +13,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fed.core.arguments import check_number, check_one_of, check_seed, kind_of
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.partition import (
+from lightning_fed.data.batches.batches import TensorBatches
+from lightning_fed.data.batches.settings import BatchSettings
+from lightning_fed.data.partitions import (
     Partition,
     PartitionFunction,
     Parts,
@@ -263,12 +265,8 @@ class _ShiftedDataset(Dataset[Any]):
 
 def _tensors(dataset: Dataset[Any], indices: Tensor) -> tuple[Tensor, ...] | None:
     """Return the selected rows of a ``TensorDataset``, also through subsets, or None for other data sets."""
-    while type(dataset) is Subset:
-        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)[indices]
-        dataset = dataset.dataset
-    if type(dataset) is not TensorDataset:
-        return None
-    return tuple(tensor[indices.to(tensor.device)] for tensor in dataset.tensors)
+    found = TensorBatches.of(dataset, BatchSettings())
+    return None if found is None else tuple(found.pick(indices))
 
 
 def _split(example: Any) -> tuple[Any, Sequence[Any] | None]:

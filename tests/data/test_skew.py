@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data.partitions.partition import Dirichlet, Iid, Shards
-from lightning_fed.data.partitions.skew import (
+from lightning_fed.data.partitions import (
     BalancedDirichlet,
     ClassesPerClient,
+    Dirichlet,
+    Iid,
     LogNormalSizes,
     PowerLaw,
     QuantitySkew,
+    Shards,
     Similarity,
 )
 

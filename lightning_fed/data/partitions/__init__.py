@@ -1,1 +1,0 @@
-"""Partitions of a data set into clients."""
