@@ -327,7 +327,7 @@ def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
 def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) -> tuple[str, nn.Module] | None:
     """Return the layer that cannot normalize one example of a client, None if the module's step works."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    gradients, snapshot = GradientPass(trainer, flat), Snapshot(module.modules())
+    gradients, snapshot = GradientPass(trainer, flat), Snapshot(module.named_modules())
     try:
         with preserved_random_state(device), gradients.silent():
             for batch, _ in islice(plan.batches.one(torch.Generator()), 1):

@@ -20,10 +20,10 @@ from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
 from lightning_fed.engines.changes import (
+    Key,
     Snapshot,
     empty_attributes,
-    kept_in_attributes,
-    kept_in_callbacks,
+    kept_between_clients,
     parts_of,
     values_in,
 )
@@ -36,6 +36,30 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
+
+_KEPT = {
+    "tensor": (
+        "{module} changes a tensor in its attribute {name!r} while a client trains. It goes from one client to the"
+        " next, and is not in checkpoints. Make it a buffer with register_buffer(), unless it only collects numbers:"
+        " buffers start from the server's for every client, and are averaged."
+    ),
+    "callback": (
+        "The callback's attribute {name} changes its tensors while a client trains. It goes from one client to the"
+        " next. For a moving average of the server's models, change it in on_train_epoch_end. Otherwise keep a value"
+        " for each client, or set it in on_client_start."
+    ),
+    "number": (
+        "{module} changes a number in its attribute {name!r} while a client trains. It goes from one client to the"
+        " next, and is not in checkpoints. If a step reads it, make it a buffer with register_buffer(), which starts"
+        " from the server's for every client."
+    ),
+    "generator": (
+        "{module} draws from the generator in its attribute {name!r} while a client trains. The run does not seed it:"
+        " its numbers continue across clients, and a resumed run draws others. Draw from PyTorch's global generator,"
+        " which the run seeds for every client, or seed this one in on_client_start."
+    ),
+}
+"""Warnings of what goes from one client's work to the next, by kind."""
 
 
 class SequentialEngine(Engine):
@@ -295,7 +319,7 @@ class SequentialEngine(Engine):
             return
         device, losses = self.flat.y.device, list[Tensor | None]()
         for values in ({}, dict.fromkeys(filled)):
-            before = Snapshot(part for _, part in parts_of(self.trainer.lightning_module))
+            before = Snapshot(parts_of(self.trainer.lightning_module))
             try:
                 for (_, part, key), value in values.items():
                     vars(part)[key] = value
@@ -317,56 +341,26 @@ class SequentialEngine(Engine):
             " is 0, or in on_client_start."
         )
 
-    def _kept(self) -> tuple[Mapping[str, Any], ...]:
-        """Return by attribute what goes from one client's work to the next: see :func:`kept_in_attributes`."""
-        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
-        return *kept_in_attributes(parts_of(module)), self.optimizer.counts(), kept_in_callbacks(callbacks, module)
+    def _kept(self) -> dict[Key, list[tuple[Any, Any]]]:
+        """Return what goes from one client's work to the next: see :func:`kept_between_clients`."""
+        counts = {("optimizer", name): [(None, value)] for name, value in self.optimizer.counts().items()}
+        return {**kept_between_clients(self.trainer.lightning_module, self.trainer.callbacks), **counts}
 
-    def _check_kept(self, before: tuple[Mapping[str, Any], ...]) -> bool:
+    def _check_kept(self, before: Mapping[Key, list[tuple[Any, Any]]]) -> bool:
         """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
 
         Attributes may get more tensors or numbers. Return whether a tensor in an attribute of the module has changed.
         """
-        module = type(self.trainer.lightning_module).__name__
-        tensors, numbers, states, counts, of_callbacks = self._kept()
-        has_changed = False
-        for name, held in before[0].items():
-            now = tensors.get(name, [])
-            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
-                has_changed = True
-                rank_zero_warn(
-                    f"{module} changes a tensor in its attribute {name!r} while a client trains. It goes from one"
-                    " client to the next, and is not in checkpoints. Make it a buffer with register_buffer(), unless it"
-                    " only collects numbers: buffers start from the server's for every client, and are averaged."
-                )
-        for name, held in before[4].items():
-            now = of_callbacks.get(name, [])
-            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
-                rank_zero_warn(
-                    f"The callback's attribute {name} changes its tensors while a client trains. It goes from one"
-                    " client to the next. For a moving average of the server's models, change it in on_train_epoch_end."
-                    " Otherwise keep a value for each client, or set it in on_client_start."
-                )
-        for name, held in before[1].items():
-            if (found := numbers.get(name, [])) != held and len(found) == len(held):
-                rank_zero_warn(
-                    f"{module} changes a number in its attribute {name!r} while a client trains. It goes from one"
-                    " client to the next, and is not in checkpoints. If a step reads it, make it a buffer with"
-                    " register_buffer(), which starts from the server's for every client."
-                )
-        for name, held in before[2].items():
-            if states.get(name) != held:
-                rank_zero_warn(
-                    f"{module} draws from the generator in its attribute {name!r} while a client trains. The run does"
-                    " not seed it: its numbers continue across clients, and a resumed run draws others. Draw from"
-                    " PyTorch's global generator, which the run seeds for every client, or seed this one in"
-                    " on_client_start."
-                )
-        for name, value in counts.items():  # which is not reset with the optimizer's state and options
-            if value != before[3].get(name):
+        module, after, has_changed = type(self.trainer.lightning_module).__name__, self._kept(), False
+        for (kind, name), now in after.items():
+            was = before.get((kind, name), [])
+            if kind == "optimizer" and now != was:  # which is not reset with the optimizer's state and options
                 raise FederatedError(
                     f"The local optimizer changes its attribute {name} as it steps. Every client has a new optimizer,"
                     " and this number would go from one to the next. Keep it in self.state[parameter], or in a"
                     " parameter group: both are reset."
                 )
+            if now != was and [shape for shape, _ in now] == [shape for shape, _ in was]:
+                has_changed |= kind == "tensor"
+                rank_zero_warn(_KEPT[kind].format(module=module, name=name))
         return has_changed

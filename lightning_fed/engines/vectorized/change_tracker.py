@@ -4,7 +4,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.engines.changes import Marks, changed, marks, tensor_marks
+from lightning_fed.engines.changes import Key, Snapshot, TensorMarks, parts_of_method, without_metrics
 
 _WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
 
@@ -15,31 +15,34 @@ class ChangeTracker:
     def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.module = trainer.lightning_module
-        self._marks = Marks()
-        self._tensors = Marks()  # see begin_work
+        self._attributes = Snapshot()
+        self._tensors: TensorMarks | None = None  # see begin_work
         self._worked = 0  # times that clients worked in this round
         self._in_a_row = 0  # consecutive rounds before which an attribute changed
 
     def remember(self) -> None:
         """Record all attributes."""
-        self._marks = marks(self.module, self.algorithm)
+        self._attributes = Snapshot(without_metrics(self.module))
+        for name, part in parts_of_method(self.algorithm):
+            self._attributes.add("attribute", f"algorithm.{name}", part)
 
     def begin_round(self) -> bool:
-        """Record all attributes; return whether one changed since the last record."""
-        before, self._marks = self._marks, marks(self.module, self.algorithm)
-        self._worked, name = 0, changed(before, self._marks)
-        self._in_a_row = 0 if name is None else self._in_a_row + 1
-        if self._in_a_row == _WARN_AFTER:
+        """Return whether an attribute has changed since the last record, and record all if so."""
+        self._worked, found = 0, self._attributes.changed()
+        self._in_a_row = 0 if found is None else self._in_a_row + 1
+        if found is not None and self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
-                f"The attribute {name!r} of {type(self.module).__name__} changes from round to round, so that"
+                f"The attribute {found[1]!r} of {type(self.module).__name__} changes from round to round, so that"
                 " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
                 " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
             )
-        return name is not None
+        if found is not None:
+            self.remember()
+        return found is not None
 
     def begin_work(self) -> None:
         """Record buffers, metrics and frozen parameters before clients work."""
-        self._tensors = tensor_marks(self.module, with_trained=False)
+        self._tensors = TensorMarks(self.module)
 
     def check_work(self) -> None:
         """Raise if ``training_step`` has begun to have side effects.
@@ -48,26 +51,21 @@ class ChangeTracker:
         all: what a client that is run alone changes would be overwritten before the next.
         """
         self._worked += 1
-        tensors, self._tensors = self._tensors, Marks()
-        kind, name = "attribute", None
-        if self._worked == 1:
-            name = changed(self._marks, marks(self.module, self.algorithm))
-        if name is None and (tensor := changed(tensors, tensor_marks(self.module, with_trained=False))) is not None:
-            kind, _, name = tensor.partition(".")
-        if name is not None:
-            raise self._refusal(kind, name)
+        assert self._tensors is not None
+        found = self._attributes.changed() if self._worked == 1 else None
+        self._check(found or self._tensors.changed())
+        self._tensors = None
 
     def end_round(self) -> None:
         """Raise if later clients' work changed an attribute, whose value others of its chunk have not seen."""
-        if self._worked <= 1:
-            return
-        name = changed(self._marks, marks(self.module, self.algorithm))
-        if name is not None:
-            raise self._refusal("attribute", name)
+        if self._worked > 1:
+            self._check(self._attributes.changed())
 
-    def _refusal(self, kind: str, name: str) -> FederatedError:
-        return FederatedError(
-            f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
-            f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
-            " engine='sequential'."
-        )
+    def _check(self, found: Key | None) -> None:
+        if found is not None:
+            kind, name = found
+            raise FederatedError(
+                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
+                f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
+                " engine='sequential'."
+            )
