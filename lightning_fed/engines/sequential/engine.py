@@ -27,7 +27,6 @@ from lightning_fed.engines.changes import (
     parts_of,
     values_in,
 )
-from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
@@ -146,15 +145,13 @@ class SequentialEngine(Engine):
             count = first_step + work.num_steps if continues else None
             keep = with_kept(update.keep, client, self.flat.personal, count)
             norm = torch.linalg.vector_norm(run.delta)
-            update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
         seconds = time.perf_counter() - started
-        shows = self.private is None and not self.reads_later  # losses and logged values have no noise, or wait
-        loss, metrics = (numbers.loss, numbers.metrics) if shows else (math.nan, {})
-        report = ClientReport(who.client_id, who.size, work.num_steps, loss, metrics, update_norm, seconds)
-        if self.reads_later:
-            self._readings.append(Reading(report, norm, numbers, inputs.round))
-        elif (fault := fault_of(report, numbers.step_losses if shows else None, inputs.round)) is not None:
-            raise fault
+        report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, seconds)
+        shown = numbers if self.private is None else None  # losses and logged values have no noise
+        self._readings.append(Reading(report, norm, shown, inputs.round))
+        if not self.reads_later:
+            self.end_round()
+            report = replace(report, seconds=time.perf_counter() - started)  # a read waits for the device
         return ChunkResult(
             participants=[who],
             y=self.flat.whole[None],
@@ -174,7 +171,7 @@ class SequentialEngine(Engine):
         self._readings = []
 
     def end_round(self) -> None:
-        """Read the clients' numbers from the device; raise if one is not finite."""
+        """Read the clients' numbers, which may be on a device; raise if one is not finite."""
         readings, self._readings = self._readings, []
         if faults := read(readings):
             raise faults[0]

@@ -4,6 +4,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.base import begun_later
 from lightning_fed.engines.changes import Key, Snapshot, TensorMarks, parts_of_method, without_metrics
 
 _WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
@@ -63,9 +64,5 @@ class ChangeTracker:
 
     def _check(self, found: Key | None) -> None:
         if found is not None:
-            kind, name = found
-            raise FederatedError(
-                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it changes the"
-                f" {kind} {name!r} of {type(self.module).__name__}, and did not in its trial step. Change that, or use"
-                " engine='sequential'."
-            )
+            what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
+            raise begun_later(self.module, what, kind=FederatedError)  # the round's first clients cannot be undone
