@@ -248,18 +248,14 @@ class Snapshot:
         """Return the kind and name of a module's parameters or buffers if some of them are other objects by now."""
         return next((key for key, *own in self._tensors if _changed_names(*own)), None)
 
-    def noted(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the attributes that were None and are strings now, each as the dictionary that holds it and its name.
-
-        Strings of one character are left out, since Python has one object for all equal ones.
-        """
-        held = [(part if read is None else read(part), was) for _, part, read, was, _ in self._held]
-        found = {  # several may hold one dictionary
-            (id(now), name): (now, name)
-            for now, was in held
-            for name, value in (now.items() if isinstance(now, dict) else ())
-            if type(value) is str and len(value) > 1 and was.get(name, "") is None
-        }
+    def filled(self) -> list[tuple[str, dict[str, Any], str]]:
+        """Return what was None and is not by now: the attribute's name, and the dictionary and key that hold it."""
+        found = {}  # several may hold one dictionary
+        for (_, name), part, read, was, _ in self._held:
+            now = part if read is None else read(part)
+            for key, value in now.items() if isinstance(now, dict) else ():
+                if value is not None and was.get(key, "") is None:
+                    found[id(now), key] = (name if name and name[-1] != "." else f"{name}{key}", now, key)
         return list(found.values())
 
     def keep_changed(self) -> None:
@@ -459,14 +455,4 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
                 for held in [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]:
                     if isinstance(held, Tensor) and id(held) not in own:
                         note("callback", f"{cls.__name__}.{name}", held.shape, numbers_in(held))
-    return found
-
-
-def empty_attributes(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str]]:
-    """Return the attributes that are None in modules of the user's classes: by name, the module and its attribute."""
-    found = []
-    for prefix, part in parts:
-        cls: Any = type(part)
-        empty = [key for key, value in vars(part).items() if value is None] if _is_own(cls) else []
-        found += [(f"{prefix}.{key}" if prefix else key, part, key) for key in empty if key not in PASSING]
     return found

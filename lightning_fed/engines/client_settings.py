@@ -1,7 +1,6 @@
 """What one client must not change for others: settings, by its hooks, and parameters that nobody trains."""
 
-from collections.abc import Collection, Sequence
-from itertools import accumulate
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -154,11 +153,15 @@ class FrozenParameters:
 
     def read(self) -> list[object]:
         """Return what changes with the values, for :meth:`check`; a copy of all may not fit in memory."""
-        found = [self._module.get_parameter(name).detach() for name in self.names]
-        samples = _samples(found)
+        values = [self._module.get_parameter(name).detach() for name in self.names]
+        are_plain = [v.layout == torch.strided and type(v) is Tensor and v.numel() > 0 for v in values]
+        samples = [sample_of(v) for v, is_plain in zip(values, are_plain, strict=True) if is_plain]
+        whole = torch.cat(samples).cpu() if samples else torch.empty(0)  # they leave the device together
+        rest = (part.numpy().tobytes() for part in whole.split(list(map(len, samples))))
+        found: list[object] = [next(rest) if is_plain else b"" for is_plain in are_plain]
         if self._has_summed:
-            return samples
-        return [(sample, *_sums(value)) for sample, value in zip(samples, found, strict=True)]
+            return found
+        return [(sample, *_sums(value)) for sample, value in zip(found, values, strict=True)]
 
     def check(self, before: list[object]) -> None:
         """Raise if a client's work has changed a parameter since :meth:`read`."""
@@ -177,22 +180,6 @@ class FrozenParameters:
 def _sums(value: Tensor) -> tuple[float, float]:
     wide = widened(value).nan_to_num()
     return float(wide.sum()), float(torch.linalg.vector_norm(wide))
-
-
-def _samples(values: Sequence[Tensor]) -> list[object]:
-    """Return the bytes of some numbers of each tensor, none of another kind; they leave the device together."""
-    if not values:
-        return []
-    parts = [_sample(value) for value in values]
-    content = torch.cat(parts).cpu().numpy().tobytes()
-    ends = list(accumulate(map(len, parts)))
-    return [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _sample(value: Tensor) -> Tensor:
-    if value.layout != torch.strided or type(value) is not Tensor or not value.numel():
-        return torch.empty(0, dtype=torch.uint8, device=value.device)
-    return sample_of(value)
 
 
 def _pattern_of(name: str, trained: Collection[str]) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
@@ -22,10 +22,10 @@ from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
 from lightning_fed.engines.changes import (
     Key,
     Snapshot,
-    empty_attributes,
     kept_between_clients,
     parts_of,
     values_in,
+    without_metrics,
 )
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.gradients import prepare_batch
@@ -103,9 +103,9 @@ class SequentialEngine(Engine):
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
-            kept, empty = None, []
+            kept = None
             if not self._has_checked:
-                kept, empty = self._kept(), empty_attributes(parts_of(self.trainer.lightning_module))
+                kept, attributes = self._kept(), Snapshot(without_metrics(self.trainer.lightning_module))
             self.epoch_loop.begin_client()
             for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
                 p.grad = None
@@ -123,7 +123,7 @@ class SequentialEngine(Engine):
             if kept is not None:
                 self.prepared.check_parameters()
                 if not self._check_kept(kept):  # or the trial steps would write into these tensors once more
-                    self._check_filled(empty, plan)
+                    self._check_filled(attributes, plan)
                 self._has_checked = True
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -301,25 +301,25 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
-    def _check_filled(self, empty: Sequence[tuple[str, nn.Module, str]], plan: WorkPlan) -> None:
+    def _check_filled(self, attributes: Snapshot, plan: WorkPlan) -> None:
         """Warn if a step reads a tensor that local work has put where None was, such as a recurrent state.
 
         Most such attributes only note something. Two trial steps on the client's first batch tell, with what the
         attributes hold and with None.
         """
         filled = [
-            (name, part, key)
-            for name, part, key in empty
-            if any(isinstance(value, Tensor) and value.grad_fn is None for value in values_in(vars(part)[key]))
+            (name, held, key)
+            for name, held, key in attributes.filled()
+            if any(isinstance(value, Tensor) and value.grad_fn is None for value in values_in(held[key]))
         ]
         if not filled or self.split.size > 1 or self.private is not None:
             return
         device, losses = self.flat.y.device, list[Tensor | None]()
-        for values in ({}, dict.fromkeys(filled)):
+        for emptied in ([], filled):
             before = Snapshot(parts_of(self.trainer.lightning_module))
             try:
-                for (_, part, key), value in values.items():
-                    vars(part)[key] = value
+                for _, held, key in emptied:
+                    held[key] = None
                 batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
                 with preserved_random_state(device), self.gradients.silent():
                     seed_global(0, device)

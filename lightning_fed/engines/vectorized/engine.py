@@ -23,7 +23,6 @@ from lightning_fed.engines.gradients import add_decay, prepare_batch
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
-from lightning_fed.engines.vectorized.change_tracker import ChangeTracker
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, Clipping
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
@@ -34,7 +33,7 @@ from lightning_fed.engines.vectorized.clients import (
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.schedule import Schedule
-from lightning_fed.engines.vectorized.trial import TrialStep, check_settings, hooked_parameter
+from lightning_fed.engines.vectorized.trial import ChangeTracker, TrialStep, check_settings, hooked_parameter
 
 
 class VectorizedEngine(Engine):

@@ -1,4 +1,4 @@
-"""Checks before the first round: whether settings and module allow several clients at once."""
+"""Whether settings and module allow several clients at once: a trial step, and what steps must not begin to do."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay, has_step_hooks
-from lightning_fed.engines.base import Engine
+from lightning_fed.engines.base import Engine, begun_later
 from lightning_fed.engines.batch_hooks import overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
     METRICS,
+    Key,
     Snapshot,
     TensorCopies,
     TensorMarks,
@@ -26,6 +29,7 @@ from lightning_fed.engines.changes import (
     own_classes,
     own_tensors,
     parts_of,
+    parts_of_method,
     without_metrics,
 )
 from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
@@ -38,6 +42,7 @@ _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the lar
 _ROUNDING = 1e-1  # the same in half precision
 _LOW = (torch.bfloat16, torch.float16)
 _SEED = 0x6C61777320  # of the trial, which no step is likely to set itself
+_WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
 
 
 class StepState:
@@ -65,7 +70,10 @@ class StepState:
 
         Each is the dictionary that holds it, its name, and its value, of which this puts a new copy there.
         """
-        notes = [(held, name, "".join(list(held[name]))) for held, name in self._attributes.noted()]
+        filled = [(held, key, held[key]) for _, held, key in self._attributes.filled()]
+        # Python has one object for all equal strings of one character
+        some = [own for own in filled if type(own[2]) is str and len(own[2]) > 1]
+        notes = [(held, key, "".join(list(note))) for held, key, note in some]
         for held, name, _ in notes:
             held[name] = None
         other = self._attributes.changed() if notes else None
@@ -352,6 +360,64 @@ class _ReadTracker:
         if not name.startswith("__"):  # isinstance() reads __class__
             object.__setattr__(self, "read", True)
         return getattr(object.__getattribute__(self, "tracked"), name)
+
+
+class ChangeTracker:
+    """Ensures that nothing changes between clients that run at once."""
+
+    def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+        self.module = trainer.lightning_module
+        self._attributes = Snapshot()
+        self._tensors: TensorMarks | None = None  # see begin_work
+        self._worked = 0  # times that clients worked in this round
+        self._in_a_row = 0  # consecutive rounds before which an attribute changed
+
+    def remember(self) -> None:
+        """Record all attributes."""
+        self._attributes = Snapshot(without_metrics(self.module))
+        for name, part in parts_of_method(self.algorithm):
+            self._attributes.add("attribute", f"algorithm.{name}", part)
+
+    def begin_round(self) -> bool:
+        """Return whether an attribute has changed since the last record, and record all if so."""
+        self._worked, found = 0, self._attributes.changed()
+        self._in_a_row = 0 if found is None else self._in_a_row + 1
+        if found is not None and self._in_a_row == _WARN_AFTER:
+            rank_zero_warn(
+                f"The attribute {found[1]!r} of {type(self.module).__name__} changes from round to round, so that"
+                " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
+                " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
+            )
+        if found is not None:
+            self.remember()
+        return found is not None
+
+    def begin_work(self) -> None:
+        """Record buffers, metrics and frozen parameters before clients work."""
+        self._tensors = TensorMarks(self.module)
+
+    def check_work(self) -> None:
+        """Raise if ``training_step`` has begun to have side effects.
+
+        Attributes are compared after the first clients of a round, and by :meth:`end_round`. Tensors are compared after
+        all: what a client that is run alone changes would be overwritten before the next.
+        """
+        self._worked += 1
+        assert self._tensors is not None
+        found = self._attributes.changed() if self._worked == 1 else None
+        self._check(found or self._tensors.changed())
+        self._tensors = None
+
+    def end_round(self) -> None:
+        """Raise if later clients' work changed an attribute, whose value others of its chunk have not seen."""
+        if self._worked > 1:
+            self._check(self._attributes.changed())
+
+    def _check(self, found: Key | None) -> None:
+        if found is not None:
+            what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
+            raise begun_later(self.module, what, kind=FederatedError)  # the round's first clients cannot be undone
 
 
 def hooked_parameter(module: pl.LightningModule) -> str | None:
