@@ -148,10 +148,11 @@ class SequentialEngine(Engine):
         seconds = time.perf_counter() - started
         report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, seconds)
         shown = numbers if self.private is None else None  # losses and logged values have no noise
-        self._readings.append(Reading(report, norm, shown, inputs.round))
-        if not self.reads_later:
-            self.end_round()
-            report = replace(report, seconds=time.perf_counter() - started)  # a read waits for the device
+        found = float(norm) if norm.is_cpu else norm
+        if self.reads_later:
+            self._readings.append(Reading(report, found, shown, inputs.round))
+        elif faults := read([Reading(report, found, shown, inputs.round, started)]):
+            raise faults[0]
         return ChunkResult(
             participants=[who],
             y=self.flat.whole[None],

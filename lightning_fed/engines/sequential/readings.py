@@ -1,6 +1,7 @@
 """A client's losses, means and norm; on an accelerator, those of all clients are read at once."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -48,19 +49,23 @@ class Reading:
     """A report whose numbers are not yet read."""
 
     report: ClientReport
-    norm: Tensor  # the norm of the client's change
+    norm: float | Tensor  # the norm of the client's change, a tensor on an accelerator
     numbers: ClientNumbers | None  # None if the report must not show them
     round: int
+    started: float | None = None  # when the client's work began, which ends with the reading; None if it has ended
 
     def fill(self, read: Iterator[float]) -> ClientError | None:
         """Complete the report; return the client's error if its loss or change is not finite."""
-        numbers, found = self.numbers, dict[str, Any](update_norm=next(read))
+        numbers, norm = self.numbers, self.norm
+        found: dict[str, Any] = {"update_norm": next(read) if isinstance(norm, Tensor) else norm}
         if numbers is not None:
             if isinstance(numbers.losses, Tensor):
                 numbers.losses = [next(read) for _ in numbers.losses]
             found["loss"], found["metrics"] = numbers.loss, dict(numbers.metrics)
             for name, value in numbers.metrics.items():
                 found["metrics"][name] = next(read) if isinstance(value, Tensor) else value
+        if self.started is not None:
+            found["seconds"] = time.perf_counter() - self.started
         for name, value in found.items():
             object.__setattr__(self.report, name, value)  # it is read-only for others
         return fault_of(self.report, None if numbers is None else numbers.step_losses, self.round)
@@ -70,12 +75,11 @@ def read(readings: Sequence[Reading]) -> list[ClientError]:
     """Complete reports in one read, since each read waits for an accelerator; return the clients' errors."""
     waiting, faults = list[Tensor](), list[ClientError]()
     for reading in readings:
-        waiting.append(reading.norm)
         shown = () if reading.numbers is None else (reading.numbers.losses, *reading.numbers.metrics.values())
-        for value in shown:
+        for value in (reading.norm, *shown):
             if isinstance(value, Tensor):
                 waiting.append(value)
-    numbers = iter(numbers_of(waiting))
+    numbers = iter(numbers_of(waiting) if waiting else ())
     for reading in readings:
         if (fault := reading.fill(numbers)) is not None:
             faults.append(fault)
