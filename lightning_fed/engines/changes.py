@@ -237,6 +237,8 @@ class Snapshot:
     def changed(self, *kinds: str) -> Key | None:
         """Return the kind and name of an attribute that is or has something else by now, by default of any kind."""
         for (kind, name), part, read, was, names in self._held:
+            if read is None and not part and not was:  # as the dictionaries of hooks of most modules: much faster
+                continue
             if (not kinds or kind in kinds) and (found := _changed_names(part, read, was, names)):
                 return kind, name if name and name[-1] != "." else f"{name}{found[0]}"
         for key, inner, _, was, _ in self._tensors:
@@ -318,14 +320,15 @@ def _changed_names(
     if not isinstance(was, dict):
         return [] if was == now else [""]
     found = list[str]()
-    if was.keys() == now.keys() and all(map(operator.is_, was.values(), now.values())):  # by far the fastest
+    is_ordered = read is not None or list(was) == list(now)  # that of attributes does not matter
+    if is_ordered and was.keys() == now.keys() and all(map(operator.is_, was.values(), now.values())):  # the fastest
         return found
     missing, passing = object(), PASSING if read is vars else ()
     for name in dict.fromkeys((*was, *now)):
         is_seen = name not in passing and (names is None or name in names)
         if is_seen and not _is_one(was.get(name, missing), now.get(name, missing)):
             found.append(name)
-    return found
+    return found if found or is_ordered else list(now)
 
 
 def _is_one(value: Any, other: Any) -> bool:

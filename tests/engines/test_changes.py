@@ -48,6 +48,10 @@ def test_equal_numbers_are_no_change_and_equal_objects_are() -> None:
     module.rate = module.rates["all"][0] = float("0.5")
     module.rates["all"][1] = float("nan")
     assert snapshot.changed() is None
+    module.rates["all"] = module.rates.pop("all")
+    assert snapshot.changed() == ("attribute", "rates")  # in another order
+    module.rates["pair"] = module.rates.pop("pair")
+    assert snapshot.changed() is None
     module.pair = tuple(module.rates["pair"])
     assert snapshot.changed() == ("attribute", "pair")
 
