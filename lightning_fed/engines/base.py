@@ -31,6 +31,16 @@ class OnlySequentialError(FederatedError):
     """The vectorized engine cannot run these clients, but the sequential engine can."""
 
 
+def begun_later(
+    module: object, what: str, remedy: str = "Change that", kind: type[FederatedError] = OnlySequentialError
+) -> FederatedError:
+    """Return the error for a step that has begun to do what the vectorized engine cannot take."""
+    return kind(
+        f"engine='vectorized' cannot continue with {type(module).__name__}.training_step: it {what}, and did not in its"
+        f" trial step. {remedy}, or use engine='sequential'."
+    )
+
+
 class Restart(NamedTuple):
     """The restart of a round that an engine could not run."""
 

@@ -14,7 +14,7 @@ from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import KeyedStream, Purpose, preserved_random_state
 from lightning_fed.engines.base import OnlySequentialError
 from lightning_fed.engines.batch_hooks import overridden_hooks
-from lightning_fed.engines.changes import changed, marks, tensor_marks
+from lightning_fed.engines.changes import Snapshot, TensorMarks, without_metrics
 from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStreams
@@ -193,12 +193,10 @@ class ExampleGradients:
             yield
             return
         self._is_checked, module = True, self._module
-        before = marks(module), tensor_marks(module, with_trained=False)
+        attributes, tensors = Snapshot(without_metrics(module)), TensorMarks(module)
         yield
-        kind, name = "attribute", changed(before[0], marks(module))
-        if name is None and (tensor := changed(before[1], tensor_marks(module, with_trained=False))) is not None:
-            kind, _, name = tensor.partition(".")
-        if name is not None:
+        if (found := attributes.changed() or tensors.changed()) is not None:
+            kind, name = found
             raise FederatedError(
                 f"{type(module).__name__}.training_step changes the {kind} {name!r}, which client_privacy does not"
                 " cover: it remembers clients' examples without noise, and is changed for every example or for several"

@@ -483,10 +483,7 @@ class FederatedOptimizer(_Wrapper):
     def path_gradient(self, work: LocalWork, x: Vector) -> Vector:
         """Return the mean corrected direction along the path, weighted by rates unless all are zero."""
         if not self.plan.tracks and not self.plan.is_straight:
-            raise FederatedError(
-                f"{type(work.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set"
-                " it to True."
-            )
+            raise undeclared_path(work.algorithm)
         if work.num_steps == 0:
             return torch.zeros_like(x)
         moved = work.path if self.plan.tracks and work.path is not None else x - self.flat.y
@@ -516,6 +513,13 @@ class OptimizerPart(_Wrapper):
 
 FederatedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # the wrapped step runs hooks and profiling
 OptimizerPart.step.hooked = True  # type: ignore[attr-defined]
+
+
+def undeclared_path(algorithm: Algorithm) -> FederatedError:
+    """Return the error for a method that reads the mean direction of the steps, which were not tracked."""
+    return FederatedError(
+        f"{type(algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set it to True."
+    )
 
 
 def solver_entries(state: State, num_params: int) -> list[dict[str, Tensor]]:

@@ -83,12 +83,10 @@ class RoundPlans:
     """Plans the work of one round, and builds each client's data once."""
 
     def __init__(self, plans: LocalPlans, round: int) -> None:
-        self.round, self.settings, self.population = round, plans.settings, plans.population
+        self.round, self.settings, self.population, self._seed = round, plans.settings, plans.population, plans.seed
         self._accumulated = plans.trainer.accumulate_grad_batches
-        attack = plans.settings.attack
-        self._attack = attack
-        privacy = plans.settings.client_privacy
-        self._samples, self._seed = privacy is not None and privacy.sampling == "poisson", plans.seed
+        attack, privacy = plans.settings.attack, plans.settings.client_privacy
+        self._samples = privacy is not None and privacy.sampling == "poisson"
         self._attackers = plans.attackers if attack is not None and attack.changes_batches else frozenset[int]()
         self._limit, self._repeats = plans.trainer.limit_train_batches, plans.settings.algorithm.steps_per_batch
         self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
@@ -132,8 +130,8 @@ class RoundPlans:
                 assert isinstance(batches, TensorBatches | LoaderBatches)
                 batches = PoissonBatches(batches, self._seed, self.round, self.population.index_of(client_id))
             if self._attackers and self.population.index_of(client_id) in self._attackers:
-                assert self._attack is not None
-                batches = ChangedBatches(batches, self._attack.batch)
+                assert self.settings.attack is not None
+                batches = ChangedBatches(batches, self.settings.attack.batch)
             if self._repeats > 1:
                 batches = RepeatedBatches(batches, self._repeats)
         except Exception as error:
@@ -327,7 +325,7 @@ def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
 def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) -> tuple[str, nn.Module] | None:
     """Return the layer that cannot normalize one example of a client, None if the module's step works."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    gradients, snapshot = GradientPass(trainer, flat), Snapshot(module.modules())
+    gradients, snapshot = GradientPass(trainer, flat), Snapshot(module.named_modules())
     try:
         with preserved_random_state(device), gradients.silent():
             for batch, _ in islice(plan.batches.one(torch.Generator()), 1):

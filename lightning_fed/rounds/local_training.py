@@ -17,8 +17,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, seed_global
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
-from lightning_fed.engines.changes import Marks, changed, marks
-from lightning_fed.engines.client_settings import FrozenParameters, SettingsSnapshot, named_setting
+from lightning_fed.engines.client_settings import FrozenParameters, SettingsSnapshot
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.processor import denormals_as_zero
 from lightning_fed.rounds.failures import Isolation, stop_at
@@ -296,7 +295,7 @@ class LocalTraining:
         self.result: ChunkResult | None = None  # for the clients of the last reply
         self._round = 0  # of the result
         # the settings before the first of its clients' hooks, if others have trained with them
-        self._at_end: tuple[Marks, SettingsSnapshot] | None = None
+        self._at_end: SettingsSnapshot | None = None
         self._before: Sequence[State] = []  # its clients' states before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
         self._sets = self._uses_start_hook and any_uses_hook(self.trainer, "on_client_start", of_users=True)
@@ -347,42 +346,28 @@ class LocalTraining:
 
         It finds the settings that the last client's hook found, since its changes hold for that client alone.
         """
-        module = self.trainer.lightning_module
         self.put_back_settings()
-        held = SettingsSnapshot(self.engine.prepared, with_callbacks=False) if self._sets else None
-        before = marks(module) if self._has_measured or (self._sets and self._shares) else None
-        frozen = self._frozen.read() if self._has_measured else []
-        self._held = held  # so that a hook that raises is undone as well
-        if self._sets:
-            self._seed_hooks(Purpose.HOOKS_BEFORE_CLIENT, index)
-        call_round_hook(self.trainer, "on_client_start", self._round, client_id)
-        if held is not None:
-            held.keep_changed("on_client_start")
-            self.engine.prepared.check_parameters()
-        if before is None:
+        if not self._sets:  # the hooks of this package change nothing
+            call_round_hook(self.trainer, "on_client_start", self._round, client_id)
             return
-        name, kind = changed(before, marks(module)), "attribute"
-        if name is None and self._has_measured:
-            name, kind = self._frozen.changed(frozen), "parameter"
-        if name is not None and self._has_measured:
+        self._held = held = SettingsSnapshot(self.engine.prepared, with_callbacks=False)  # put back if a hook raises
+        self._seed_hooks(Purpose.HOOKS_BEFORE_CLIENT, index)
+        call_round_hook(self.trainer, "on_client_start", self._round, client_id)
+        held.keep_changed("on_client_start")
+        self.engine.prepared.check_parameters()
+        if self._has_measured and (what := held.changed_in_module()) is not None:
             method = type(self.engine.algorithm).__name__
             raise FederatedError(
-                f"on_client_start changes the {kind} {name!r} of {type(module).__name__} for client {client_id!r},"
-                f" after {method} has taken full-batch gradients or losses that do not have the change."
-                " Put what differs between clients into their data, set it for all clients in on_round_start, and keep"
-                " notes on clients in the callback."
+                f"on_client_start changes {what} for client {client_id!r}, after {method} has taken full-batch"
+                " gradients or losses that do not have the change. Put what differs between clients into their data,"
+                " set it for all clients in on_round_start, and keep notes on clients in the callback."
             )
-        if held is not None and self._shares:
-            self._check_shared(name, held, f"on_client_start changes {{}} for client {client_id!r}")
+        if self._shares:
+            self._check_shared(held, f"on_client_start changes {{}} for client {client_id!r}")
 
-    def _check_shared(self, attribute: str | None, settings: SettingsSnapshot, found: str) -> None:
-        """Raise if a hook has changed settings, which clients that train together share.
-
-        ``attribute`` is a changed one of the module, if known.
-        """
-        prepared = self.engine.prepared
-        what = settings.changed() if attribute is None else named_setting(prepared, "module", attribute)
-        if what is not None:
+    def _check_shared(self, settings: SettingsSnapshot, found: str) -> None:
+        """Raise if a hook has changed settings, which clients that train together share."""
+        if (what := settings.changed()) is not None:
             raise OnlySequentialError(
                 f"engine='vectorized' cannot give each client its own settings: {found.format(what)}, and others train"
                 " together with it. Set it in on_round_start for all clients, make it part of the client's data, or"
@@ -455,9 +440,8 @@ class LocalTraining:
         if result is None or not self._uses_end_hook:
             return
         rows = {report.client_id: row for row, report in enumerate(result.reports)}
-        module = self.trainer.lightning_module
         if self._reads and self._shares and self._at_end is None:
-            self._at_end = marks(module), SettingsSnapshot(self.engine.prepared, with_callbacks=False)
+            self._at_end = SettingsSnapshot(self.engine.prepared, with_callbacks=False)
         for client_id in clients:
             self.engine.bind(result, rows[client_id])
             if self._reads:
@@ -466,9 +450,7 @@ class LocalTraining:
             if self._reads:
                 self.engine.prepared.check_parameters()
             if self._at_end is not None:
-                attributes, settings = self._at_end
-                name = changed(attributes, marks(module))
-                self._check_shared(name, settings, f"on_client_end changes {{}} after client {client_id!r}")
+                self._check_shared(self._at_end, f"on_client_end changes {{}} after client {client_id!r}")
 
     @denormals_as_zero()
     def _run(self, task: Task, inputs: RoundInputs, states: ClientStates, plans: Sequence[WorkPlan]) -> ChunkResult:

@@ -90,33 +90,18 @@ class Traces:
                 return None
             if len(self) >= _MOST:  # the shapes of batches may keep changing
                 self.drop()
-            graph = self._made(function, inputs, sizes, moves, constants)
+            graphs = list[SplitGraph]()
+            for size in sizes:
+                graph = self._split(function, inputs(size), moves, constants, may_fail=len(sizes) > 1)
+                if graph is None:
+                    break
+                graphs.append(graph)
             if not self.allowed:  # the function has forbidden it
                 return None
             own_notes = {name: set(read) for name, read in (notes or {}).items()}
-            self._traces[key] = None if graph is None else Trace(graph, self._dtype, own_notes, self.round)
+            is_made = len(graphs) == len(sizes) and _accepts_any(graphs)
+            self._traces[key] = Trace(graphs[0], self._dtype, own_notes, self.round) if is_made else None
         return self._traces[key]
-
-    def _made(
-        self,
-        function: Callable[..., Found],
-        inputs: Callable[[int], Sequence[Tensor]],
-        sizes: Sequence[int],
-        moves: int,
-        constants: int,
-    ) -> SplitGraph | None:
-        """Return a function's graph, recorded with some sizes to accept any if there are several."""
-        graphs: list[SplitGraph] = []
-        for size in sizes:
-            graph = self._split(function, inputs(size), moves, constants, may_fail=len(sizes) > 1)
-            if graph is None:
-                return None
-            graphs.append(graph)
-        first, *others = graphs
-        if len({graph.names for graph in graphs}) > 1:
-            return None
-        pairs = [[graph.once for graph in graphs], [graph.call for graph in graphs]]
-        return first if not others or generalize(pairs, [graph.owner for graph in graphs]) else None
 
     def _split(
         self,
@@ -148,6 +133,14 @@ class Traces:
         simplify(module)
         restore_cross_entropy(module)
         return split_graph(module, moves, constants, tuple(names))
+
+
+def _accepts_any(graphs: Sequence[SplitGraph]) -> bool:
+    """Change the first of graphs that were recorded with several sizes to accept any; return False if it cannot."""
+    if len({graph.names for graph in graphs}) > 1:
+        return False
+    pairs = [[graph.once for graph in graphs], [graph.call for graph in graphs]]
+    return len(graphs) == 1 or generalize(pairs, [graph.owner for graph in graphs])
 
 
 class _Shapes(TorchFunctionMode):

@@ -717,6 +717,27 @@ def test_a_teacher_that_follows_is_refused_by_name(engine: str) -> None:
         run(engine, Teacher)
 
 
+class Still(Teacher):
+    """Has a teacher that its steps leave alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Ordinary.training_step(self, batch, batch_idx)
+
+
+def teacher(trainer: Any, module: Any, value: float) -> None:
+    with torch.no_grad():
+        for p in module.teacher.parameters():
+            p.fill_(value)
+
+
+@pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["vectorized"]))
+def test_parameters_that_are_treated_as_buffers_cannot_be_set_for_a_client_either(engine: str) -> None:
+    options = {"make": Still, "datamodule": EVEN, "as_buffers": ["teacher.*"], "max_rounds": 1}
+    with pytest.warns(UserWarning, match="on_client_start changes 'teacher.weight' of Still .*without effect"):
+        found = run(engine, callbacks=[Sets(teacher, lambda client, _: UNALIKE[client])], **options)
+    assert same(state_of(found), state_of(run(engine, **options)))
+
+
 class FromTheSecondRound(Teacher):
     """Has a teacher that follows from the second round on."""
 

@@ -14,7 +14,6 @@ from torch.fx.experimental import proxy_tensor
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
-from lightning_fed.engines.changes import marks
 from lightning_fed.engines.vectorized import local_steps
 from lightning_fed.tracing import traces
 from lightning_fed.tracing.traces import Trace, Traces
@@ -267,20 +266,6 @@ def test_a_resumed_traced_run_has_the_same_bits(chunk_size: int, tmp_path: Any) 
     rest = trainer(engine="vectorized", clients_per_round=4, max_rounds=4, **options)
     rest.fit(Ordinary(), full_batches(), ckpt_path=tmp_path / "half.ckpt")
     assert torch.equal(rest.fit_loop.state.x, whole.fit_loop.state.x)
-
-
-def test_marks_change_with_what_a_module_holds() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    before = marks(module)
-    assert marks(module) == before
-    module.seen = [1]
-    with_list = marks(module)
-    module.seen.append(2)
-    assert before != with_list != marks(module)
-    module[0].gain = torch.ones(1)
-    with_tensor = marks(module)
-    module[0].gain.mul_(2)
-    assert with_tensor != marks(module)
 
 
 class Normed(Ordinary):

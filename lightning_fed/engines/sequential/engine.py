@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
@@ -20,14 +20,13 @@ from lightning_fed.core.types import State
 from lightning_fed.engines.base import ChunkResult, Engine, RoundInputs, WorkPlan, per_parameter
 from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
 from lightning_fed.engines.changes import (
+    Key,
     Snapshot,
-    empty_attributes,
-    kept_in_attributes,
-    kept_in_callbacks,
+    kept_between_clients,
     parts_of,
     values_in,
+    without_metrics,
 )
-from lightning_fed.engines.client_errors import fault_of
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.gradients import prepare_batch
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
@@ -36,6 +35,30 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop, ClientFetcher
 from lightning_fed.engines.sequential.readings import ClientNumbers, Reading, read
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
+
+_KEPT = {
+    "tensor": (
+        "{module} changes a tensor in its attribute {name!r} while a client trains. It goes from one client to the"
+        " next, and is not in checkpoints. Make it a buffer with register_buffer(), unless it only collects numbers:"
+        " buffers start from the server's for every client, and are averaged."
+    ),
+    "callback": (
+        "The callback's attribute {name} changes its tensors while a client trains. It goes from one client to the"
+        " next. For a moving average of the server's models, change it in on_train_epoch_end. Otherwise keep a value"
+        " for each client, or set it in on_client_start."
+    ),
+    "number": (
+        "{module} changes a number in its attribute {name!r} while a client trains. It goes from one client to the"
+        " next, and is not in checkpoints. If a step reads it, make it a buffer with register_buffer(), which starts"
+        " from the server's for every client."
+    ),
+    "generator": (
+        "{module} draws from the generator in its attribute {name!r} while a client trains. The run does not seed it:"
+        " its numbers continue across clients, and a resumed run draws others. Draw from PyTorch's global generator,"
+        " which the run seeds for every client, or seed this one in on_client_start."
+    ),
+}
+"""Warnings of what goes from one client's work to the next, by kind."""
 
 
 class SequentialEngine(Engine):
@@ -80,9 +103,9 @@ class SequentialEngine(Engine):
             local = self.algorithm.init_local(inputs.x, inputs.server, client)
             work = self._begin(inputs, plan, client, local, solver, first_step)
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
-            kept, empty = None, []
+            kept = None
             if not self._has_checked:
-                kept, empty = self._kept(), empty_attributes(parts_of(self.trainer.lightning_module))
+                kept, attributes = self._kept(), Snapshot(without_metrics(self.trainer.lightning_module))
             self.epoch_loop.begin_client()
             for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
                 p.grad = None
@@ -100,7 +123,7 @@ class SequentialEngine(Engine):
             if kept is not None:
                 self.prepared.check_parameters()
                 if not self._check_kept(kept):  # or the trial steps would write into these tensors once more
-                    self._check_filled(empty, plan)
+                    self._check_filled(attributes, plan)
                 self._has_checked = True
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -122,15 +145,14 @@ class SequentialEngine(Engine):
             count = first_step + work.num_steps if continues else None
             keep = with_kept(update.keep, client, self.flat.personal, count)
             norm = torch.linalg.vector_norm(run.delta)
-            update_norm = math.nan if self.reads_later else float(norm) if norm.is_cpu else numbers.read_with(norm)
         seconds = time.perf_counter() - started
-        shows = self.private is None and not self.reads_later  # losses and logged values have no noise, or wait
-        loss, metrics = (numbers.loss, numbers.metrics) if shows else (math.nan, {})
-        report = ClientReport(who.client_id, who.size, work.num_steps, loss, metrics, update_norm, seconds)
+        report = ClientReport(who.client_id, who.size, work.num_steps, math.nan, {}, math.nan, seconds)
+        shown = numbers if self.private is None else None  # losses and logged values have no noise
+        found = float(norm) if norm.is_cpu else norm
         if self.reads_later:
-            self._readings.append(Reading(report, norm, numbers, inputs.round))
-        elif (fault := fault_of(report, numbers.step_losses if shows else None, inputs.round)) is not None:
-            raise fault
+            self._readings.append(Reading(report, found, shown, inputs.round))
+        elif faults := read([Reading(report, found, shown, inputs.round, started)]):
+            raise faults[0]
         return ChunkResult(
             participants=[who],
             y=self.flat.whole[None],
@@ -150,7 +172,7 @@ class SequentialEngine(Engine):
         self._readings = []
 
     def end_round(self) -> None:
-        """Read the clients' numbers from the device; raise if one is not finite."""
+        """Read the clients' numbers, which may be on a device; raise if one is not finite."""
         readings, self._readings = self._readings, []
         if faults := read(readings):
             raise faults[0]
@@ -280,25 +302,25 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
-    def _check_filled(self, empty: Sequence[tuple[str, nn.Module, str]], plan: WorkPlan) -> None:
+    def _check_filled(self, attributes: Snapshot, plan: WorkPlan) -> None:
         """Warn if a step reads a tensor that local work has put where None was, such as a recurrent state.
 
         Most such attributes only note something. Two trial steps on the client's first batch tell, with what the
         attributes hold and with None.
         """
         filled = [
-            (name, part, key)
-            for name, part, key in empty
-            if any(isinstance(value, Tensor) and value.grad_fn is None for value in values_in(vars(part)[key]))
+            (name, held, key)
+            for name, held, key in attributes.filled()
+            if any(isinstance(value, Tensor) and value.grad_fn is None for value in values_in(held[key]))
         ]
         if not filled or self.split.size > 1 or self.private is not None:
             return
         device, losses = self.flat.y.device, list[Tensor | None]()
-        for values in ({}, dict.fromkeys(filled)):
-            before = Snapshot(part for _, part in parts_of(self.trainer.lightning_module))
+        for emptied in ([], filled):
+            before = Snapshot(parts_of(self.trainer.lightning_module))
             try:
-                for (_, part, key), value in values.items():
-                    vars(part)[key] = value
+                for _, held, key in emptied:
+                    held[key] = None
                 batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
                 with preserved_random_state(device), self.gradients.silent():
                     seed_global(0, device)
@@ -317,56 +339,26 @@ class SequentialEngine(Engine):
             " is 0, or in on_client_start."
         )
 
-    def _kept(self) -> tuple[Mapping[str, Any], ...]:
-        """Return by attribute what goes from one client's work to the next: see :func:`kept_in_attributes`."""
-        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
-        return *kept_in_attributes(parts_of(module)), self.optimizer.counts(), kept_in_callbacks(callbacks, module)
+    def _kept(self) -> dict[Key, list[tuple[Any, Any]]]:
+        """Return what goes from one client's work to the next: see :func:`kept_between_clients`."""
+        counts = {("optimizer", name): [(None, value)] for name, value in self.optimizer.counts().items()}
+        return {**kept_between_clients(self.trainer.lightning_module, self.trainer.callbacks), **counts}
 
-    def _check_kept(self, before: tuple[Mapping[str, Any], ...]) -> bool:
+    def _check_kept(self, before: Mapping[Key, list[tuple[Any, Any]]]) -> bool:
         """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
 
         Attributes may get more tensors or numbers. Return whether a tensor in an attribute of the module has changed.
         """
-        module = type(self.trainer.lightning_module).__name__
-        tensors, numbers, states, counts, of_callbacks = self._kept()
-        has_changed = False
-        for name, held in before[0].items():
-            now = tensors.get(name, [])
-            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
-                has_changed = True
-                rank_zero_warn(
-                    f"{module} changes a tensor in its attribute {name!r} while a client trains. It goes from one"
-                    " client to the next, and is not in checkpoints. Make it a buffer with register_buffer(), unless it"
-                    " only collects numbers: buffers start from the server's for every client, and are averaged."
-                )
-        for name, held in before[4].items():
-            now = of_callbacks.get(name, [])
-            if now != held and [shape for shape, _ in now] == [shape for shape, _ in held]:
-                rank_zero_warn(
-                    f"The callback's attribute {name} changes its tensors while a client trains. It goes from one"
-                    " client to the next. For a moving average of the server's models, change it in on_train_epoch_end."
-                    " Otherwise keep a value for each client, or set it in on_client_start."
-                )
-        for name, held in before[1].items():
-            if (found := numbers.get(name, [])) != held and len(found) == len(held):
-                rank_zero_warn(
-                    f"{module} changes a number in its attribute {name!r} while a client trains. It goes from one"
-                    " client to the next, and is not in checkpoints. If a step reads it, make it a buffer with"
-                    " register_buffer(), which starts from the server's for every client."
-                )
-        for name, held in before[2].items():
-            if states.get(name) != held:
-                rank_zero_warn(
-                    f"{module} draws from the generator in its attribute {name!r} while a client trains. The run does"
-                    " not seed it: its numbers continue across clients, and a resumed run draws others. Draw from"
-                    " PyTorch's global generator, which the run seeds for every client, or seed this one in"
-                    " on_client_start."
-                )
-        for name, value in counts.items():  # which is not reset with the optimizer's state and options
-            if value != before[3].get(name):
+        module, after, has_changed = type(self.trainer.lightning_module).__name__, self._kept(), False
+        for (kind, name), now in after.items():
+            was = before.get((kind, name), [])
+            if kind == "optimizer" and now != was:  # which is not reset with the optimizer's state and options
                 raise FederatedError(
                     f"The local optimizer changes its attribute {name} as it steps. Every client has a new optimizer,"
                     " and this number would go from one to the next. Keep it in self.state[parameter], or in a"
                     " parameter group: both are reset."
                 )
+            if now != was and [shape for shape, _ in now] == [shape for shape, _ in was]:
+                has_changed |= kind == "tensor"
+                rank_zero_warn(_KEPT[kind].format(module=module, name=name))
         return has_changed

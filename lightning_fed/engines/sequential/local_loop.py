@@ -337,11 +337,6 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.own_examples = 0
         self._losses, self._loss_weights = [], []
 
-    @property
-    def step_losses(self) -> list[float]:
-        """Return the mean loss of each local step of the current client."""
-        return ClientNumbers(self._losses, self._loss_weights, {}, self.trainer.accumulate_grad_batches).step_losses()
-
     def close_client(self) -> ClientNumbers:
         """Return the client's losses, and the means of its logged values."""
         losses: Any = self._losses

@@ -1,6 +1,7 @@
 """A client's losses, means and norm; on an accelerator, those of all clients are read at once."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -25,23 +26,6 @@ class ClientNumbers:
     # the sums of losses times examples, and of examples, over the processes that split batches
     totals: tuple[float, float] | None = None
 
-    def waiting(self) -> list[Tensor]:
-        """Return the tensors that are not yet read."""
-        return [value for value in (self.losses, *self.metrics.values()) if isinstance(value, Tensor)]
-
-    def read_with(self, norm: Tensor) -> float:
-        """Read all waiting tensors and a norm, and return the norm."""
-        numbers = iter(numbers_of([norm, *self.waiting()]))
-        found = next(numbers)
-        self.fill(numbers)
-        return found
-
-    def fill(self, numbers: Iterator[float]) -> None:
-        """Fill in the numbers of :meth:`waiting`."""
-        if isinstance(self.losses, Tensor):
-            self.losses = [next(numbers) for _ in self.losses]
-        self.metrics = {k: next(numbers) if isinstance(v, Tensor) else v for k, v in self.metrics.items()}
-
     @property
     def loss(self) -> float:
         """The mean loss; nan without examples."""
@@ -65,22 +49,38 @@ class Reading:
     """A report whose numbers are not yet read."""
 
     report: ClientReport
-    norm: Tensor  # the norm of the client's change
-    numbers: ClientNumbers
+    norm: float | Tensor  # the norm of the client's change, a tensor on an accelerator
+    numbers: ClientNumbers | None  # None if the report must not show them
     round: int
+    started: float | None = None  # when the client's work began, which ends with the reading; None if it has ended
 
-    def fill(self, numbers: Iterator[float]) -> ClientError | None:
+    def fill(self, read: Iterator[float]) -> ClientError | None:
         """Complete the report; return the client's error if its loss or change is not finite."""
-        norm = next(numbers)
-        self.numbers.fill(numbers)
-        found: dict[str, Any] = {"loss": self.numbers.loss, "metrics": self.numbers.metrics, "update_norm": norm}
+        numbers, norm = self.numbers, self.norm
+        found: dict[str, Any] = {"update_norm": next(read) if isinstance(norm, Tensor) else norm}
+        if numbers is not None:
+            if isinstance(numbers.losses, Tensor):
+                numbers.losses = [next(read) for _ in numbers.losses]
+            found["loss"], found["metrics"] = numbers.loss, dict(numbers.metrics)
+            for name, value in numbers.metrics.items():
+                found["metrics"][name] = next(read) if isinstance(value, Tensor) else value
+        if self.started is not None:
+            found["seconds"] = time.perf_counter() - self.started
         for name, value in found.items():
             object.__setattr__(self.report, name, value)  # it is read-only for others
-        return fault_of(self.report, self.numbers.step_losses, self.round)
+        return fault_of(self.report, None if numbers is None else numbers.step_losses, self.round)
 
 
 def read(readings: Sequence[Reading]) -> list[ClientError]:
     """Complete reports in one read, since each read waits for an accelerator; return the clients' errors."""
-    tensors = [tensor for reading in readings for tensor in (reading.norm, *reading.numbers.waiting())]
-    numbers = iter(numbers_of(tensors))
-    return [error for reading in readings if (error := reading.fill(numbers)) is not None]
+    waiting, faults = list[Tensor](), list[ClientError]()
+    for reading in readings:
+        shown = () if reading.numbers is None else (reading.numbers.losses, *reading.numbers.metrics.values())
+        for value in (reading.norm, *shown):
+            if isinstance(value, Tensor):
+                waiting.append(value)
+    numbers = iter(numbers_of(waiting) if waiting else ())
+    for reading in readings:
+        if (fault := reading.fill(numbers)) is not None:
+            faults.append(fault)
+    return faults

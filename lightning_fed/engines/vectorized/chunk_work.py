@@ -18,7 +18,7 @@ from lightning_fed.core.torch_optimizers import STEP_COUNTS, without_coupled_dec
 from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.base import OnlySequentialError, RoundInputs
 from lightning_fed.engines.local_schedule import MOVED
-from lightning_fed.engines.optimizer import FederatedOptimizer, StepPlan, solver_entries
+from lightning_fed.engines.optimizer import FederatedOptimizer, StepPlan, solver_entries, undeclared_path
 from lightning_fed.engines.vectorized.clients import ChunkMemory, Clients, of_each, stack_states
 from lightning_fed.server.client_states.state import PERSONAL, method_part, with_kept
 from lightning_fed.server.participation import Participant
@@ -342,7 +342,4 @@ class ChunkWork:
         return mean
 
     def _undeclared(self) -> Vector:
-        raise FederatedError(
-            f"{type(self.algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set it to"
-            " True."
-        )
+        raise undeclared_path(self.algorithm)

@@ -16,14 +16,13 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
-from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan
+from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan, begun_later
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import add_decay, prepare_batch
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.vectorized.batches import RowLookup, StepGroup
-from lightning_fed.engines.vectorized.change_tracker import ChangeTracker
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork, Clipping
 from lightning_fed.engines.vectorized.clients import (
     ChunkMeans,
@@ -34,7 +33,7 @@ from lightning_fed.engines.vectorized.clients import (
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.schedule import Schedule
-from lightning_fed.engines.vectorized.trial import TrialStep, check_settings, hooked_parameter
+from lightning_fed.engines.vectorized.trial import ChangeTracker, TrialStep, check_settings, hooked_parameter
 
 
 class VectorizedEngine(Engine):
@@ -189,8 +188,12 @@ class VectorizedEngine(Engine):
             self.changes.check_work()
             if schedule is not None:
                 schedule.rest()
-            if any(changed := options.take_back()):
-                raise self._refusal_of_options(*changed)
+            option, stepped = options.take_back()
+            if stepped is not None:
+                raise stepped_schedule(self.trainer.lightning_module, stepped)
+            if option is not None:  # of the optimizer that clients share here
+                what = f"changes {option!r} of the local optimizer"
+                raise begun_later(self.trainer.lightning_module, what)
             delta, send, keep = work.finish()
         seconds = (time.perf_counter() - started) / len(plans)
         loss, metrics = means.of_clients()
@@ -215,16 +218,6 @@ class VectorizedEngine(Engine):
             asked=asked,
             faults=faults,
             implied=work.implied,
-        )
-
-    def _refusal_of_options(self, option: str | None, schedule: str | None) -> FederatedError:
-        """Return the error for a ``training_step`` that has begun to change the optimizer, which clients share here."""
-        module = self.trainer.lightning_module
-        if schedule is not None:
-            return stepped_schedule(module, schedule)
-        return OnlySequentialError(
-            f"engine='vectorized' cannot continue with {type(module).__name__}.training_step: it changes {option!r}"
-            " of the local optimizer, and did not in its trial step. Change that, or use engine='sequential'."
         )
 
     def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:

@@ -1,7 +1,6 @@
 """The local step of one client: gradient, second gradient, correction."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -173,8 +172,7 @@ class LocalStep:
         def take(given: StepInput) -> StepOutput:
             return self(gradient, given, group.spec, group.batch_idx, draw_again)
 
-        streams = nullcontext() if clients.is_one else module.drawing_no_own_streams()
-        with torch.no_grad(), module.drawing_nothing(), streams:
+        with torch.no_grad(), module.drawing_as_tried(several=not clients.is_one):
             taken: StepOutput = clients.each(take, (dims,))(given)
         if clients.is_one and not point and not self.looks_ahead:  # or the last gradient was at another point
             module.check_bound(clients.views)

@@ -4,7 +4,7 @@ import dis
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +19,7 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
-from lightning_fed.engines.base import OnlySequentialError
+from lightning_fed.engines.base import OnlySequentialError, begun_later
 from lightning_fed.engines.gradients import check_loss
 from lightning_fed.engines.logged import MEANS
 from lightning_fed.engines.vectorized.batches import unflatten
@@ -271,50 +271,33 @@ class ModuleStep:
         )
 
     @contextmanager
-    def drawing_nothing(self) -> Iterator[None]:
-        """Raise if a step draws random numbers but did not in its trial, since they are not seeded.
+    def drawing_as_tried(self, several: bool) -> Iterator[None]:
+        """Raise if a step draws random numbers, or of ``several`` clients from own streams, but did not in its trial.
 
-        Python's and NumPy's generators are checked once per round, PyTorch's every time.
+        PyTorch's generator is looked at every time; those of Python and NumPy, and own streams, once per round.
         """
-        if self.is_random:
+        device, is_random = self.flat.y.device, self.is_random
+        looks, listens = not (is_random or self._has_looked), several and not self._has_listened
+        self._has_looked |= looks
+        self._has_listened |= listens
+        before, streams = None if is_random else random_state(device), OwnStreams() if listens else None
+        elsewhere = foreign_state() if looks else None
+        with streams or nullcontext():
             yield
-            return
-        device, looks = self.flat.y.device, not self._has_looked
-        self._has_looked = True
-        before = random_state(device), foreign_state() if looks else ()
-        yield
-        if before[0] != random_state(device) or (looks and before[1] != foreign_state()):
-            raise OnlySequentialError(
-                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it draws random"
-                " numbers, and did not in its trial step. Let it draw from the first round on (from torch's generator),"
-                " or use engine='sequential'."
-            )
-
-    @contextmanager
-    def drawing_no_own_streams(self) -> Iterator[None]:
-        """Raise if a step of clients at once draws from streams of its own but did not in its trial, once per round."""
-        if self._has_listened:
-            yield
-            return
-        self._has_listened = True
-        with OwnStreams() as streams:
-            yield
-        if streams.found is not None:
-            raise OnlySequentialError(
-                f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it"
-                f" {streams.found}, and did not in its trial step. Clients at once would get other numbers than one"
-                " after another. Draw from torch's global generator, or use engine='sequential'."
-            )
+        if streams is not None and streams.found is not None:
+            remedy = "Clients at once would get other numbers than one by one. Draw from torch's global generator"
+            raise begun_later(self.module, streams.found, remedy)
+        if not is_random and (before != random_state(device) or (looks and elsewhere != foreign_state())):
+            remedy = "Let it draw from the first round on (from torch's generator)"
+            raise begun_later(self.module, "draws random numbers", remedy)
 
     def check_bound(self, views: Sequence[Tensor]) -> None:
         """Raise if a step of one client has assigned to a parameter's ``.data``, which is no longer its row then."""
         for name, p, view in zip(self.flat.names, self.flat.params, views, strict=True):
             if p.data_ptr() != view.data_ptr():
-                raise OnlySequentialError(
-                    f"engine='vectorized' cannot continue with {type(self.module).__name__}.training_step: it assigns"
-                    f" to .data of the parameter {name!r}, and did not in its trial step. Write to the parameter"
-                    " instead: with torch.no_grad(), parameter.copy_(value). Or use engine='sequential'."
-                )
+                what = f"assigns to .data of the parameter {name!r}"
+                remedy = "Write to the parameter instead: with torch.no_grad(), parameter.copy_(value)"
+                raise begun_later(self.module, what, remedy)
 
     # ------------------------------------------------------------------ logging
 

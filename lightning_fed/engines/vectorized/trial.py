@@ -1,4 +1,4 @@
-"""Checks before the first round: whether settings and module allow several clients at once."""
+"""Whether settings and module allow several clients at once: a trial step, and what steps must not begin to do."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,27 +9,28 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
+from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay, has_step_hooks
-from lightning_fed.engines.base import Engine
+from lightning_fed.engines.base import Engine, begun_later
 from lightning_fed.engines.batch_hooks import overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
-    Marks,
+    METRICS,
+    Key,
     Snapshot,
+    TensorCopies,
+    TensorMarks,
     attribute_tensors,
-    changed,
-    class_data,
-    describe,
-    marks,
     own_classes,
     own_tensors,
     parts_of,
-    tensor_marks,
+    parts_of_method,
+    without_metrics,
 )
 from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
 from lightning_fed.engines.local_schedule import LocalOptions
@@ -41,6 +42,7 @@ _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the lar
 _ROUNDING = 1e-1  # the same in half precision
 _LOW = (torch.bfloat16, torch.float16)
 _SEED = 0x6C61777320  # of the trial, which no step is likely to set itself
+_WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
 
 
 class StepState:
@@ -49,23 +51,18 @@ class StepState:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.foreign = foreign_state()
-        self._parts = list(parts_of(module))
-        self._classes = own_classes(part for _, part in self._parts)
-        self._tensors = tensor_marks(module, with_trained=True)
-        self._attributes, self._of_classes = marks(module), self._class_marks()
-        held = [*own_tensors(self._parts), *attribute_tensors(self._parts)]
-        self._values = [(key, value, value.detach().clone()) for key, value in held if _is_plain(value)]
-        self._snapshot = Snapshot(part for _, part in self._parts)
-        self._class_data = {cls: class_data(cls) for cls in self._classes}
-        for data in self._class_data.values():
-            self._snapshot.add(list(data.values()))
+        parts = list(parts_of(module))
+        self._marks = TensorMarks(module, with_trained=True)
+        self._copies = TensorCopies([*own_tensors(parts), *attribute_tensors(parts)])
+        self._metrics = Snapshot(own for own in parts if isinstance(own[1], METRICS))  # only to put them back
+        self._attributes = Snapshot(without_metrics(module))
+        for cls in own_classes(part for _, part in parts):
+            self._attributes.add("attribute", f"{cls.__qualname__}.", cls)
+        self._accepted: Snapshot | None = None
 
     def changed_tensor(self, kind: str) -> str | None:
         """Return the name of a "buffer", "parameter" or "metric" that was assigned, written, added or removed."""
-        before, after = self._tensors, tensor_marks(self.module, with_trained=True)
-        key = next((k for k in (*before, *after) if k[0] == kind and before.get(k) != after.get(k)), None)
-        if key is None:  # `.data` changes values unnoticed
-            key = next((k for k, value, was in self._values if k[0] == kind and not _same(value, was)), None)
+        key = self._marks.changed(kind) or next((key for key, *_ in self._copies.changed(kind)), None)
         return None if key is None else key[1]
 
     def notes(self) -> list[tuple[dict[str, Any], str, str]]:
@@ -73,60 +70,33 @@ class StepState:
 
         Each is the dictionary that holds it, its name, and its value, of which this puts a new copy there.
         """
-        notes = [(held, name, "".join(list(held[name]))) for held, name in self._snapshot.noted()]
+        filled = [(held, key, held[key]) for _, held, key in self._attributes.filled()]
+        # Python has one object for all equal strings of one character
+        some = [own for own in filled if type(own[2]) is str and len(own[2]) > 1]
+        notes = [(held, key, "".join(list(note))) for held, key, note in some]
         for held, name, _ in notes:
             held[name] = None
-        other = changed(self._attributes, marks(self.module)) if notes else None
+        other = self._attributes.changed() if notes else None
         for held, name, note in notes:
             held[name] = note
         return notes if other is None else []
 
     def accept(self) -> Snapshot:
         """Take the attributes as they are for unchanged, and return them; :meth:`restore` is unaffected."""
-        self._attributes = marks(self.module)
-        return Snapshot(part for _, part in self._parts)
+        self._accepted = Snapshot(without_metrics(self.module))
+        return self._accepted
 
     def changed_attribute(self) -> str | None:
         """Return the name of a changed attribute of a module or of its class."""
-        written = (key[1] for key, value, was in self._values if key[0] == "attribute" and not _same(value, was))
-        return (
-            changed(self._attributes, marks(self.module))
-            or changed(self._of_classes, self._class_marks())
-            or next(written, None)
-        )
-
-    def _class_marks(self) -> Marks:
-        found = Marks()
-        found.alive = []
-        for cls in self._classes:
-            for key, value in class_data(cls).items():
-                found[cls.__qualname__, key] = describe(value, found.alive)
-        return found
+        key = (self._accepted or self._attributes).changed()
+        key = key or next((key for key, *_ in self._copies.changed("attribute")), None)
+        return None if key is None else key[1]
 
     def restore(self) -> None:
         """Restore the modules' attributes, tensors and metrics, with their values and contents."""
-        self._snapshot.restore()
-        for cls, data in self._class_data.items():
-            for name in class_data(cls).keys() - data.keys():
-                delattr(cls, name)
-            for name, value in data.items():
-                if vars(cls).get(name) is not value:
-                    setattr(cls, name, value)
-        for _, value, was in self._values:
-            if not _same(value, was):
-                value.data.copy_(was)
-
-
-def _is_plain(value: Tensor) -> bool:
-    """Return whether a tensor's values can be compared and written."""
-    is_odd = value.is_inference() or value.is_quantized or value.is_meta or is_lazy(value)
-    return value.layout is torch.strided and not is_odd
-
-
-def _same(value: Tensor, was: Tensor) -> bool:
-    if torch.equal(value, was):
-        return True
-    return value.is_floating_point() and torch.allclose(value, was, rtol=0.0, atol=0.0, equal_nan=True)
+        self._attributes.restore()
+        self._metrics.restore()
+        self._copies.restore()
 
 
 class TrialStep:
@@ -277,13 +247,13 @@ class TrialStep:
             self._check_statistics()
             raise self._refusal(f"it changes the buffer {buffer!r}")
         self._check_metrics(before)
+        if (parameter := before.changed_tensor("parameter")) is not None:
+            raise self._refusal(f"it changes the parameter {parameter!r} in place")
         if (attribute := before.changed_attribute()) is not None:
             owner, _, name = attribute.rpartition(".")
             layer = dict(parts_of(self.module)).get(owner) if name.startswith("_flat_weight") else None
             self._check_recurrent([] if layer is None else [layer])
             raise self._refusal(f"it changes the attribute {attribute!r}")
-        if (parameter := before.changed_tensor("parameter")) is not None:
-            raise self._refusal(f"it changes the parameter {parameter!r} in place")
         option, schedule = self._options.take_back()
         if option is not None:
             raise self._refusal(f"it changes {option!r} of the local optimizer, which is that of several clients here")
@@ -390,6 +360,64 @@ class _ReadTracker:
         if not name.startswith("__"):  # isinstance() reads __class__
             object.__setattr__(self, "read", True)
         return getattr(object.__getattribute__(self, "tracked"), name)
+
+
+class ChangeTracker:
+    """Ensures that nothing changes between clients that run at once."""
+
+    def __init__(self, trainer: pl.Trainer, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+        self.module = trainer.lightning_module
+        self._attributes = Snapshot()
+        self._tensors: TensorMarks | None = None  # see begin_work
+        self._worked = 0  # times that clients worked in this round
+        self._in_a_row = 0  # consecutive rounds before which an attribute changed
+
+    def remember(self) -> None:
+        """Record all attributes."""
+        self._attributes = Snapshot(without_metrics(self.module))
+        for name, part in parts_of_method(self.algorithm):
+            self._attributes.add("attribute", f"algorithm.{name}", part)
+
+    def begin_round(self) -> bool:
+        """Return whether an attribute has changed since the last record, and record all if so."""
+        self._worked, found = 0, self._attributes.changed()
+        self._in_a_row = 0 if found is None else self._in_a_row + 1
+        if found is not None and self._in_a_row == _WARN_AFTER:
+            rank_zero_warn(
+                f"The attribute {found[1]!r} of {type(self.module).__name__} changes from round to round, so that"
+                " engine='vectorized' repeats its trial step and its traces in each, which is slow. If no step reads"
+                " it, keep it elsewhere, such as in a callback. Otherwise, use engine='sequential'."
+            )
+        if found is not None:
+            self.remember()
+        return found is not None
+
+    def begin_work(self) -> None:
+        """Record buffers, metrics and frozen parameters before clients work."""
+        self._tensors = TensorMarks(self.module)
+
+    def check_work(self) -> None:
+        """Raise if ``training_step`` has begun to have side effects.
+
+        Attributes are compared after the first clients of a round, and by :meth:`end_round`. Tensors are compared after
+        all: what a client that is run alone changes would be overwritten before the next.
+        """
+        self._worked += 1
+        assert self._tensors is not None
+        found = self._attributes.changed() if self._worked == 1 else None
+        self._check(found or self._tensors.changed())
+        self._tensors = None
+
+    def end_round(self) -> None:
+        """Raise if later clients' work changed an attribute, whose value others of its chunk have not seen."""
+        if self._worked > 1:
+            self._check(self._attributes.changed())
+
+    def _check(self, found: Key | None) -> None:
+        if found is not None:
+            what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
+            raise begun_later(self.module, what, kind=FederatedError)  # the round's first clients cannot be undone
 
 
 def hooked_parameter(module: pl.LightningModule) -> str | None:

@@ -16,6 +16,7 @@ from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedSAM, Mime, Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.sequential.local_loop import ClientFetcher
+from lightning_fed.engines.sequential.readings import ClientNumbers
 from tests.helpers.engines import Ordinary, Record, assert_close, run, state_of
 from tests.helpers.training import Net, data, fit, seeded, trainer
 
@@ -43,7 +44,10 @@ class Losses(FederatedCallback):
         self.seen: list[tuple[list[float], Any]] = []
 
     def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
-        self.seen.append((trainer.fit_loop.epoch_loop.step_losses, client_report))
+        loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+        self.seen.append(
+            (ClientNumbers(loop._losses, loop._loss_weights, {}, accumulated).step_losses(), client_report)
+        )
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, SGDm
-from lightning_fed.engines.changes import marks, parts_of
+from lightning_fed.engines.changes import Snapshot, parts_of
 from lightning_fed.engines.vectorized.trial import StepState
 from tests.helpers.engines import Ordinary, assert_agree, assert_close, refused, run, state_of
 from tests.helpers.selection import few
@@ -532,14 +532,14 @@ def test_a_search_for_anomalies_warns_of_no_error_that_is_not_there() -> None:
     assert_agree(one, other)
 
 
-def test_marks_tell_an_object_from_another_at_its_place() -> None:
+def test_snapshots_tell_an_object_from_another_at_its_place() -> None:
     module = nn.Linear(2, 2)
     module.own = torch.zeros(1)
-    before = marks(module)
+    before = Snapshot([("", module)])
     for _ in range(10):  # the memory of the first one is free to be taken again, if nobody keeps it
         module.own = None
         module.own = torch.zeros(1)
-        assert marks(module) != before
+        assert before.changed() == ("attribute", "own")
 
 
 def test_a_state_is_put_back() -> None:
