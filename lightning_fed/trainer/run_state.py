@@ -29,7 +29,7 @@ from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
 from lightning_fed.trainer.alike import check_alike
-from lightning_fed.trainer.own_parts import OwnGenerators, OwnParts
+from lightning_fed.trainer.own_parts import OwnParts
 from lightning_fed.trainer.server_model import EARLY_HOOKS, RoundStart, ServerModel, has_round_hooks
 
 
@@ -60,7 +60,7 @@ class RunState:
         self.round_start: RoundStart | None = None  # of the current round, until it is complete
         self.has_hooks = False  # whether hooks of the user may change the run, or draw, between clients' work
         self.may_draw = False  # whether the server's step has a method, aggregator or optimizer of the user
-        self._watches: list[OwnParts | OwnGenerators] = []  # of a fit's first rounds
+        self._own_parts: OwnParts | None = None  # watched in a fit's first rounds
         self._sampler_is_checked = False  # whether checkpoints can hold its state
         self._restore_generators: Callable[[], None] | None = None  # once the fit's rounds have begun
 
@@ -297,9 +297,8 @@ class RunState:
             seed = secret_seed(trainer, settings.aggregator, population)
         sampling = CohortSampling(settings, population, seed)
         elsewhere, self._elsewhere = self._elsewhere, None
-        self._watches = [OwnParts(settings)]
+        self._own_parts = OwnParts(settings, trainer.datamodule if elsewhere is None else None)
         if elsewhere is None:
-            self._watches.append(OwnGenerators(trainer.datamodule))
             engines, chunk = self._engines_before, self._chunk_before
             self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
             if self.ranks.size > 1:
@@ -359,8 +358,8 @@ class RunState:
             self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
-        if self._watches:
-            self._watches = [watch for watch in self._watches if watch.look(report)]
+        if self._own_parts is not None and not self._own_parts.look(report):
+            self._own_parts = None
         self.rounds.leave()
         self.server_model.show()
 
