@@ -53,6 +53,9 @@ class Settings:
 
     Attributes:
         seed_is_given: Whether the seed is the trainer's argument rather than that of ``seed_everything``.
+        is_private: Whether noise hides the messages of single clients.
+        keeps_solver: Whether clients keep the state of their local optimizer from round to round.
+        drops_failed: Whether failed clients are dropped from the round instead of stopping the run.
         sampler_learns: Whether the sampler reads reports; :attr:`sampler` is then a copy of the user's.
         sampler_start: The state of such a sampler at the start of a run.
     """
@@ -88,6 +91,9 @@ class Settings:
     max_failed_share: float
     max_update_ratio: float | None
     seed_is_given: bool = field(init=False)
+    is_private: bool = field(init=False)
+    keeps_solver: bool = field(init=False)
+    drops_failed: bool = field(init=False)
     sampler_learns: bool = field(init=False)
     sampler_start: dict[str, Any] = field(init=False)
 
@@ -99,6 +105,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Check the arguments, and replace unset ones."""
         self._set(seed=_seed(self.seed), seed_is_given=self.seed is not None)
+        self._set(is_private=isinstance(self.aggregator, DifferentialPrivacy))
+        self._set(keeps_solver=self.local_optimizer_state == "keep", drops_failed=self.on_client_error == "drop")
         self._set(algorithm=FedAvg() if self.algorithm is None else self.algorithm)
         self._set(server_optimizer=plain_sgd if self.server_optimizer is None else self.server_optimizer)
         self._check_algorithm()
@@ -120,21 +128,6 @@ class Settings:
         vars(self).update(values)  # the class is frozen for other code
 
     # ------------------------------------------------------------------ derived settings
-
-    @property
-    def is_private(self) -> bool:
-        """True if noise hides the messages of single clients."""
-        return isinstance(self.aggregator, DifferentialPrivacy)
-
-    @property
-    def keeps_solver(self) -> bool:
-        """True if clients keep the state of their local optimizer from round to round."""
-        return self.local_optimizer_state == "keep"
-
-    @property
-    def drops_failed(self) -> bool:
-        """True if failed clients are dropped from the round instead of stopping the run."""
-        return self.on_client_error == "drop"
 
     @property
     def clients_keep_state(self) -> bool:
@@ -281,7 +274,7 @@ class Settings:
         if chosen not in allowed:
             raise FederatedError(f"local_schedule must be one of {allowed}, or None, found {chosen!r}.")
         self._check_has_local_work("local_schedule")
-        if chosen == "total" and self.local_steps is None and isinstance(self.aggregator, DifferentialPrivacy):
+        if chosen == "total" and self.local_steps is None and self.is_private:
             raise FederatedError(
                 f"local_schedule='total' with local_epochs cannot be combined with aggregator={self.aggregator!r}: the"
                 " rates would reveal the size of the largest client of each round, which the accounting leaves out. Set"
