@@ -266,7 +266,8 @@ class RunState:
         saved, self._checkpoint = self._checkpoint, None
         try:
             seed = settings.seed if saved is None or settings.seed_is_given else saved["seed"]
-            check_alike(prepared, population, notes, seed, self.ranks)
+            if self.ranks.size > 1 or prepared.split.size > 1:
+                check_alike(prepared, population, notes, seed, self.ranks)
             if saved is not None:
                 self._resume_counts(saved)
                 self._resume_precision(saved)
