@@ -108,7 +108,7 @@ class FlatParameters:
         self.joins = self.whole.device.type != "cpu" or self.layout.numel <= _SMALL
         self.views = self.whole_layout.views(self.whole)
         self._places = [view.data_ptr() for view in self.views]
-        self.bind(self.views)
+        self.bind()
 
     @property
     def numel(self) -> int:
@@ -119,21 +119,20 @@ class FlatParameters:
         """Return one view per parameter of a vector: of all parameters [P + Q], or of the exchanged ones [P]."""
         return (self.layout if len(vector) == self.layout.numel else self.whole_layout).views(vector)
 
-    def bind(self, views: Sequence[Tensor]) -> None:
-        """Bind the parameters to these tensors of equal shapes; personal ones stay if no tensors are given for them."""
-        for p, view in zip(self.params, views, strict=False):
-            p.data = view
+    def bind(self, views: Sequence[Tensor] | None = None) -> None:
+        """Bind the parameters to these tensors of equal shapes, by default to ``whole``.
 
-    def restore(self) -> None:
-        """Bind the parameters to ``whole`` again."""
-        self.bind(self.views)
+        Personal ones stay if no tensors are given for them.
+        """
+        for p, view in zip(self.params, self.views if views is None else views, strict=False):
+            p.data = view
 
     def gather(self) -> None:
         """Copy parameters that are bound to other tensors, by ``p.data = ...``, into ``whole``, and bind them to it."""
         if list(map(Tensor.data_ptr, self.params)) != self._places:
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())
-            self.restore()
+            self.bind()
 
     def release(self) -> None:
         """Give every parameter its own storage, with the same values."""

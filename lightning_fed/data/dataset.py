@@ -62,6 +62,9 @@ class FederatedDataset:
         (['ann', 'bob'], 5)
     """
 
+    source: Dataset[Any] | None = None
+    """The data set that all clients' data sets were split from, or None."""
+
     def __init__(self, clients: Sequence[Dataset[Any]] | Mapping[ClientId, Dataset[Any]]) -> None:
         if isinstance(clients, Dataset | str | bytes) or not isinstance(clients, Sequence | Mapping):
             raise FederatedError(
@@ -124,11 +127,6 @@ class FederatedDataset:
     def knows_labels(self) -> bool:
         """Whether :meth:`targets` takes no pass over the data, since the partition has used the labels."""
         return False
-
-    @property
-    def source(self) -> Dataset[Any] | None:
-        """The data set that all clients' data sets were split from, or None."""
-        return None
 
     def indices(self, client_id: ClientId) -> Tensor:
         """Return a client's indices [n_i] into :attr:`source`, int64.
@@ -253,6 +251,7 @@ class _PartitionedDataset(FederatedDataset):
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._offsets = [0, *accumulate(self._sizes)]
         self._shifted = None if shift is None else ShiftedClients(dataset, shift, len(self.ids))
+        self.source = dataset if shift is None else None
 
     @property
     def known_sizes(self) -> list[int]:
@@ -264,10 +263,6 @@ class _PartitionedDataset(FederatedDataset):
     @property
     def knows_labels(self) -> bool:
         return self._labels is not None
-
-    @property
-    def source(self) -> Dataset[Any] | None:
-        return self._source if self._shifted is None else None
 
     def indices(self, client_id: ClientId) -> Tensor:
         position = self._locate(client_id)

@@ -190,7 +190,7 @@ class ClientWork(ClientHalf):
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.restore()
-        self.engine.flat.restore()  # hooks may have bound the parameters to another client
+        self.engine.flat.bind()  # hooks may have bound the parameters to another client
         if size is None:
             self.give_up()
         else:

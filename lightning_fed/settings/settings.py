@@ -41,6 +41,7 @@ _WORK = (
     "buffers",
     "gradient_clip_on",
     "local_optimizer_state",
+    "gradient_sampler",
 )
 
 
@@ -199,8 +200,11 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling, weights and local work, for checkpoints."""
-        gradients = "the sampler" if self.gradient_sampler is self.sampler else _named(self.gradient_sampler)
-        return {**{name: _named(getattr(self, name)) for name in _WORK}, "gradient_sampler": gradients}
+        chosen = {name: getattr(self, name) for name in _WORK}
+        noted = {name: repr(value) for name, value in chosen.items()}
+        for name in [name for name, text in noted.items() if " at 0x" in text]:  # another in each process
+            noted[name] = str(getattr(chosen[name], "__qualname__", type(chosen[name]).__name__))
+        return noted | ({"gradient_sampler": "the sampler"} if self.gradient_sampler is self.sampler else {})
 
     # ------------------------------------------------------------------ checks
 
@@ -489,12 +493,6 @@ def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:
         return ()
     whole, rest = divmod(steps, -(-num_batches // accumulated))
     return (num_batches,) * whole + ((min(num_batches, rest * accumulated),) if rest else ())
-
-
-def _named(value: Any) -> str:
-    """Return a text that is identical in another process."""
-    text = repr(value)
-    return text if " at 0x" not in text else str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def _seed(seed: int | None) -> int:

@@ -80,7 +80,10 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super()._restore_modules_and_callbacks(checkpoint_path, weights_only=weights_only)
 
     def restore_training_state(self) -> None:
-        """Load loops, optimizers and schedules, or raise an error that names any mismatch with the checkpoint."""
+        """Load loops, optimizers and schedules, or raise an error that names any mismatch with the checkpoint.
+
+        Load what Lightning leaves out of the states of callbacks, and mark a run that was stopped early as ended.
+        """
         if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_training_state()
             return
@@ -107,6 +110,15 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super().restore_training_state()
             for optimizer in optimizers:
                 check_optimizer_states(optimizer, "the local optimizer")
+        restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
+        for callback in self.trainer.callbacks:
+            is_stopping = isinstance(callback, pl.callbacks.EarlyStopping)
+            if is_stopping and (callback.stopped_epoch > 0 or callback.wait_count >= callback.patience):
+                self.trainer.should_stop = True
+                rank_zero_info(
+                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To continue it, leave that"
+                    " callback out."
+                )
 
     def _take(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Check a checkpoint before it is restored, and leave only weights in one of another kind of run."""
@@ -150,21 +162,6 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 f"{path} holds {done} completed rounds, more than max_rounds={wanted}. Raise max_rounds, or resume from"
                 " an earlier checkpoint."
             )
-
-    def resume_end(self) -> None:
-        """Finish, and mark a run that was stopped early as ended."""
-        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
-            restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
-        for callback in self.trainer.callbacks if self._loaded_checkpoint else ():
-            if not isinstance(callback, pl.callbacks.EarlyStopping) or self.trainer.state.fn != TrainerFn.FITTING:
-                continue
-            if callback.stopped_epoch > 0 or callback.wait_count >= callback.patience:
-                self.trainer.should_stop = True
-                rank_zero_info(
-                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To continue it, leave that"
-                    " callback out."
-                )
-        super().resume_end()
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what a checkpoint holds: in the middle of a round, what this round began with.

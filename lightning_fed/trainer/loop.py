@@ -665,7 +665,7 @@ class FederatedLoop(_FitLoop):
             raise FederatedError(f"The state of client {client_id!r}, with its own model, is kept by another process.")
         with self.run_state.preserving_module():
             x, buffers = self._own_model(index)
-            prepared.flat.restore()
+            prepared.flat.bind()
             prepared.flat.whole.copy_(x)
             prepared.buffers.write(buffers)
             yield
