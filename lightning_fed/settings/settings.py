@@ -57,6 +57,7 @@ class Settings:
         is_private: Whether noise hides the messages of single clients.
         keeps_solver: Whether clients keep the state of their local optimizer from round to round.
         drops_failed: Whether failed clients are dropped from the round instead of stopping the run.
+        has_personal_parameters: Whether parameters or buffers stay on each client.
         sampler_learns: Whether the sampler reads reports; :attr:`sampler` is then a copy of the user's.
         sampler_start: The state of such a sampler at the start of a run.
     """
@@ -95,6 +96,7 @@ class Settings:
     is_private: bool = field(init=False)
     keeps_solver: bool = field(init=False)
     drops_failed: bool = field(init=False)
+    has_personal_parameters: bool = field(init=False)
     sampler_learns: bool = field(init=False)
     sampler_start: dict[str, Any] = field(init=False)
 
@@ -112,6 +114,7 @@ class Settings:
         self._set(server_optimizer=plain_sgd if self.server_optimizer is None else self.server_optimizer)
         self._check_algorithm()
         self._set(personal=check_patterns("FederatedTrainer", self.personal))
+        self._set(has_personal_parameters=bool(self.personal) or self.algorithm.overrides("personal_names"))
         self._set(as_buffers=check_patterns("FederatedTrainer", self.as_buffers, name="as_buffers"))
         self._check_choices()
         self._check_chunk_size()
@@ -142,11 +145,6 @@ class Settings:
     def has_own_models(self) -> bool:
         """True if clients have personal models that differ from the server's."""
         return self.has_personal_parameters or self.algorithm.overrides("evaluate_client_at")
-
-    @property
-    def has_personal_parameters(self) -> bool:
-        """True if parameters or buffers stay on each client."""
-        return bool(self.personal) or self.algorithm.overrides("personal_names")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return a client's requested number of optimizer steps, given its batches in a local epoch and in a step."""
