@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +34,6 @@ from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
 from lightning_fed.trainer.evaluation import SharedEvaluationLoop
-
-_LOGGED = ("config.yaml", "hparams.yaml", "metrics.csv")  # what the command line and Lightning's loggers write
 
 
 class RoundCheckpointConnector(_CheckpointConnector):
@@ -259,20 +255,3 @@ def install(trainer: pl.Trainer) -> None:
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loop.__class__ = SharedEvaluationLoop
         loop._results = EvaluationResults(training=False)
-
-
-def remove_refused_logs(trainer: pl.Trainer) -> None:
-    """Remove the folders that loggers have made for a run that was refused before its first round ended.
-
-    A folder with a file that is neither a logger's nor the configuration stays.
-    """
-    if trainer.fit_loop.has_run or not trainer.is_global_zero:
-        return
-    for logger in trainer._checkpoint_connector.unnumbered:  # such a logger has taken a number that was free
-        if isinstance(logger, pl.loggers.TensorBoardLogger | pl.loggers.CSVLogger) and logger._version is not None:
-            files = [file for file in Path(logger.log_dir).rglob("*") if file.is_file()]
-            if all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files):
-                rmtree(logger.log_dir, ignore_errors=True)
-                logger._version = None
-                if isinstance(logger, pl.loggers.CSVLogger):
-                    logger._experiment = None  # it makes the folder again, should another trainer use the logger

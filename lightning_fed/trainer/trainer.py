@@ -13,7 +13,7 @@ from lightning_fed.callbacks.monitors import PlateauSchedulers
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths
-from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.mean import Aggregator
@@ -37,8 +37,8 @@ from lightning_fed.settings.trainer_checks import check_local_options, check_str
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
-from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
-from lightning_fed.trainer.logger import name_default_runs, numbered, unwritable_logs
+from lightning_fed.trainer.connectors import RoundCheckpointConnector, install
+from lightning_fed.trainer.logger import name_default_runs, numbered
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.one_thread import one_thread
 from lightning_fed.trainer.threads import threads_for
@@ -384,29 +384,17 @@ class FederatedTrainer(pl.Trainer):
             )
         check_trainer(self)
         self.fit_loop.max_batches = math.inf  # until the data are set up, as in Lightning's first fit
-        try:
-            with numbered(self):
+        with numbered(self):
+            try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
-        except FederatedError as error:
-            if not isinstance(error, ClientError):  # which ends a run that was not refused
-                remove_refused_logs(self)
-            raise
-        except (OSError, ValueError) as error:
-            if (refusal := unwritable_logs(self, error)) is None:
-                raise
-            raise refusal from error
-        except SystemExit:  # Lightning's answer to an interrupt; a run without a whole round leaves nothing to look at
-            remove_refused_logs(self)
-            raise
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
-                raise
-            remove_refused_logs(self)
-            raise FederatedError(
-                f"{type(model).__name__}.configure_optimizers() returned several optimizers, which only a module with"
-                " manual optimization can step (self.automatic_optimization = False). Use parameter groups of one"
-                " optimizer for different settings."
-            ) from error
+            except RuntimeError as error:
+                if "multiple optimizers" not in str(error):
+                    raise
+                raise FederatedError(
+                    f"{type(model).__name__}.configure_optimizers() returned several optimizers, which only a module"
+                    " with manual optimization can step (self.automatic_optimization = False). Use parameter groups of"
+                    " one optimizer for different settings."
+                ) from error
 
     def _run_stage(self) -> Any:
         """Run a stage, with the threads that suit the model; here the model is complete, and the process is its own."""
