@@ -70,6 +70,7 @@ class FlatParameters:
         params: The parameters.
         views: The parameters' views of ``whole``.
         num_shared: The number of exchanged parameters.
+        numel: The number of exchanged trainable numbers, P.
         joins: Whether gradients are joined into one vector for elementwise work. That costs a copy and saves a kernel
             per parameter and operation, which pays off unless the vector exceeds a CPU's cache.
         layout: The shapes of the parameters in ``y``.
@@ -101,6 +102,7 @@ class FlatParameters:
             )
         self.num_shared = len(shared)
         self.layout = Layout(p.shape for p in self.params[: self.num_shared])
+        self.numel = self.layout.numel
         self.whole_layout = Layout(p.shape for p in self.params)
         self.whole: Vector = torch.cat([p.detach().reshape(-1) for p in self.params])
         self.y: Vector = self.whole[: self.layout.numel]
@@ -109,11 +111,6 @@ class FlatParameters:
         self.views = self.whole_layout.views(self.whole)
         self._places = [view.data_ptr() for view in self.views]
         self.bind()
-
-    @property
-    def numel(self) -> int:
-        """The number of exchanged trainable parameters, P."""
-        return self.layout.numel
 
     def cut(self, vector: Vector) -> list[Tensor]:
         """Return one view per parameter of a vector: of all parameters [P + Q], or of the exchanged ones [P]."""

@@ -315,10 +315,17 @@ class RunState:
         self.server_model.show()
 
     def _resume_counts(self, saved: Mapping[str, Any]) -> None:
-        """Take over engines and local steps of a checkpoint."""
+        """Take over a checkpoint's local steps, the engines that "auto" chose, and how many clients trained at once."""
+        asked = self.settings.chunk_size
         with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
-            self._engines_before = _engines_of(saved)
-            self._chunk_before = _chunk_of(saved, self.settings.chunk_size)
+            self._engines_before = []
+            if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
+                self._engines_before = ["sequential"] * 2 if saved.get("gave_up") else []
+            elif saved["engine"]["asked"] == "auto":
+                self._engines_before = [str(name) for name in saved["engine"]["taken"]]
+            before = saved.get("chunk_size", {"asked": None, "taken": None})
+            is_other = before["taken"] is None or asked not in (None, before["asked"])
+            self._chunk_before = None if is_other else max(1, int(before["taken"]))
         with restored_from(self.trainer.ckpt_path, "the count of local steps"):
             self.steps_taken = int(saved["steps_taken"])
 
@@ -410,17 +417,3 @@ class RunState:
         if self._server is not None:
             self._server.advance_solver = None
         self.client_states.close(None if self._server is None else self._server.clients)
-
-
-def _engines_of(saved: Mapping[str, Any]) -> list[str]:
-    """Return the engines that "auto" chose in the run that wrote a checkpoint; none if the user chose."""
-    if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
-        return ["sequential"] * 2 if saved.get("gave_up") else []
-    return [str(name) for name in saved["engine"]["taken"]] if saved["engine"]["asked"] == "auto" else []
-
-
-def _chunk_of(saved: Mapping[str, Any], asked: int | None) -> int | None:
-    """Return how many clients a checkpoint's run trained at once; None if the user asks for another number now."""
-    before = saved.get("chunk_size", {"asked": None, "taken": None})
-    is_other = asked is not None and asked != before["asked"]
-    return None if before["taken"] is None or is_other else max(1, int(before["taken"]))

@@ -218,10 +218,14 @@ class FederatedTrainer(pl.Trainer):
             steps, given = self.fit_loop.epoch_loop, dict(kwargs)  # kwargs.get would set what --help shows
             steps.max_steps, steps.min_steps = given.get("max_steps", -1), given.get("min_steps")
         if (seconds := self._val_check_time_interval) is not None:
+            if seconds < 0:
+                raise FederatedError(
+                    f"val_check_interval must be a time that is not negative, found {seconds:g} seconds."
+                )
             # which Lightning leaves unset; EarlyStopping asks for it, to look only after rounds that validate
-            self.val_check_interval = _duration(seconds)
-        elif rounds := _in_rounds(self.check_val_every_n_epoch, self.val_check_interval):
-            self.check_val_every_n_epoch, self.val_check_interval = rounds, 1.0
+            self.val_check_interval = timedelta(seconds=seconds)  # type: ignore[assignment]
+        elif self.check_val_every_n_epoch is None and type(every := self.val_check_interval) is int and every > 0:
+            self.check_val_every_n_epoch, self.val_check_interval = every, 1.0  # a step over all epochs is a round
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
@@ -457,18 +461,6 @@ def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63):
         raise FederatedError(f"{name} must be an int >= 0, or -1 for no limit, found {value!r}.")
     return value
-
-
-def _duration(seconds: float) -> Any:
-    if seconds < 0:
-        raise FederatedError(f"val_check_interval must be a time that is not negative, found {seconds:g} seconds.")
-    return timedelta(seconds=seconds)
-
-
-def _in_rounds(check_val_every_n_epoch: Any, val_check_interval: Any) -> int | None:
-    """Return the rounds between validations where Lightning's interval counts steps over all epochs, else None."""
-    is_count = isinstance(val_check_interval, int) and not isinstance(val_check_interval, bool)
-    return val_check_interval if check_val_every_n_epoch is None and is_count and val_check_interval > 0 else None
 
 
 def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:
