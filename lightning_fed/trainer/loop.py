@@ -3,13 +3,11 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
-from itertools import islice
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_fed.callbacks.base import call_round_hook
 from lightning_fed.callbacks.monitors import Monitors
@@ -24,12 +22,10 @@ from lightning_fed.compat.private import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_fed.core.arguments import check_count, check_one_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
+from lightning_fed.core.seeds import Purpose, derive_seed, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
-from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.engines.sequential.local_loop import ClientEpochLoop
@@ -37,7 +33,6 @@ from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.failures import warn_of
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
 from lightning_fed.server.asynchronous import Asynchronous
-from lightning_fed.server.client_states.state import ClientStates
 from lightning_fed.server.participation import Population
 from lightning_fed.server.server import Server
 from lightning_fed.server.step import steps_not_counted
@@ -45,7 +40,7 @@ from lightning_fed.settings.module_checks import check_batch_statistics, check_m
 from lightning_fed.settings.settings import Settings
 from lightning_fed.settings.trainer_checks import check_trainer, warn_of_rare_logs
 from lightning_fed.strategies.stopping import Stop, exception_of, stop_of
-from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
+from lightning_fed.trainer.measurements import Measurements
 from lightning_fed.trainer.run_state import RunState
 
 
@@ -73,6 +68,7 @@ class FederatedLoop(_FitLoop):
     Attributes:
         settings: How rounds are run.
         run_state: The run between rounds: its start and end, checkpoints, and the server's model in the module.
+        measurements: Measurements of clients.
         monitors: The metrics that callbacks and schedules follow.
         runs_several: Whether a training step is that of several clients.
         is_closing: Whether a round is between the server's step and the end of its hooks.
@@ -89,6 +85,7 @@ class FederatedLoop(_FitLoop):
         self.epoch_loop: ClientEpochLoop = ClientEpochLoop(trainer)
         self.settings = settings
         self.run_state = RunState(trainer, settings)
+        self.measurements = Measurements(self.run_state)
         self.monitors = Monitors()
         self.runs_several = self.is_closing = self.has_run = False
         self.corrected_clip: tuple[float, Any] | None = None
@@ -213,7 +210,7 @@ class FederatedLoop(_FitLoop):
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
         # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
-        self.run_state.rounds.draw(self.training_losses)
+        self.run_state.rounds.draw(self.measurements.training_losses)
         call_round_hook(trainer, "on_round_start", self.round)
 
     def advance(self) -> None:
@@ -454,7 +451,8 @@ class FederatedLoop(_FitLoop):
 
     def client_state(self, client_id: ClientId) -> State | None:
         """Return a client's state after the last completed round; None if another process has it."""
-        index = self._index_of(client_id)
+        assert self.population is not None
+        index = self.population.index_of(client_id)
         return self.state.client_state(index) if self.run_state.ranks.owns(index) else None
 
     @property
@@ -537,10 +535,7 @@ class FederatedLoop(_FitLoop):
         Raises:
             FederatedError: If there is no such client, or the point is not a vector of the model's size.
         """
-        batches, index = self._client(client_id)
-        self._check_vectors("full_gradient", point=point)
-        with self.run_state.preserving_module(), preserved_random_state(point.device):
-            return self.run_state.engine.gradient_at(point, batches, self.round, index)
+        return self.measurements.full_gradient(client_id, point)
 
     def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
         """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
@@ -551,10 +546,7 @@ class FederatedLoop(_FitLoop):
             FederatedError: If the model has an operation that cannot be differentiated twice, or point or vector are
                 not of the model's size.
         """
-        batches, index = self._client(client_id)
-        self._check_vectors("hessian_vector", point=point, vector=vector)
-        with self.run_state.preserving_module(), preserved_random_state(point.device):
-            return self.run_state.engine.hessian_vector_at(point, vector, batches, self.round, index)
+        return self.measurements.hessian_vector(client_id, point, vector)
 
     def batch_gradients(self, client_id: ClientId, point: Vector, most: int) -> Iterator[Vector]:
         """Yield the gradients [P] at a point [P] of the first ``most`` batches of a client's local epoch.
@@ -564,14 +556,7 @@ class FederatedLoop(_FitLoop):
         Raises:
             FederatedError: If there is no such client, or the point is not a vector of the model's size.
         """
-        batches, index = self._client(client_id)
-        self._check_vectors("batch_gradients", point=point)
-        engine, key = self.run_state.engine, (Purpose.MEASUREMENT, self.round, index)
-        for number, (batch, size) in enumerate(islice(batches.epoch(generator(engine.seed, *key)), most)):
-            with self.run_state.preserving_module(), preserved_random_state(point.device):
-                seed_global(derive_seed(derive_seed(engine.seed, *key), Purpose.TRAINING, number), point.device)
-                gradient = engine.gradients.full(point, [(batch, size)], size, engine.optimizer.decay)
-            yield gradient
+        return self.measurements.batch_gradients(client_id, point, most)
 
     def training_loss(self, client_id: ClientId) -> float:
         """Return :meth:`training_losses` of one client.
@@ -592,15 +577,7 @@ class FederatedLoop(_FitLoop):
         Raises:
             FederatedError: If a client has no examples.
         """
-        if (ask_sites := self._ask_sites) is not None:
-            return {client_id: found["loss"] for client_id, found in ask_sites("loss", 0, client_ids, False).items()}
-        engine, losses = self.run_state.engine, {}
-        with self.showing_server_model(), engine.losses_at(self.state.evaluation_x(), self.round) as loss_of:
-            for client_id in client_ids:
-                batches, index = self._client(client_id)
-                total = sum(engine.split.gather(loss_of(batches, index)))
-                losses[client_id] = mean_loss(client_id, total, batches.size)
-        return losses
+        return self.measurements.training_losses(client_ids)
 
     def evaluate_client(
         self, client_id: ClientId, on: str = "val", steps: int = 0, own: bool = False
@@ -618,16 +595,7 @@ class FederatedLoop(_FitLoop):
         Raises:
             FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
         """
-        index = self._index_of(client_id)
-        check_one_of("evaluate_client", "on", on, ("val", "train"))
-        steps = check_count("evaluate_client", "steps", steps, least=0)
-        server = self.state
-        x, buffers = (
-            self._own_model(index) if own else (torch.cat([server.evaluation_x(), server.personal]), server.buffers)
-        )
-        with self.run_state.preserving_module():
-            evaluation = ClientEvaluation(self.run_state.engine)
-            return evaluation.of_client(x, buffers, client_id, index, on, steps, self.round)
+        return self.measurements.evaluate_client(client_id, on, steps, own)
 
     def evaluate_clients(
         self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0, own: bool = False
@@ -636,18 +604,9 @@ class FederatedLoop(_FitLoop):
 
         Clients on sites that do not answer are left out.
         """
-        if (ask_sites := self._ask_sites) is not None:
-            return ask_sites(on, steps, client_ids, own)
-        if not own:
-            return {client_id: self.evaluate_client(client_id, on, steps, own) for client_id in client_ids}
-        ranks = self.run_state.ranks
-        here = [i for i in client_ids if ranks.owns(self._index_of(i))]
-        parts = ranks.gather({i: self.evaluate_client(i, on, steps, own) for i in here})
-        found = {client_id: logged for part in parts for client_id, logged in part.items()}
-        return {client_id: found[client_id] for client_id in client_ids}
+        return self.measurements.evaluate_clients(client_ids, on, steps, own)
 
-    @contextmanager
-    def showing_client_model(self, client_id: ClientId) -> Iterator[None]:
+    def showing_client_model(self, client_id: ClientId) -> AbstractContextManager[None]:
         """Let the module hold a client's personal model inside, and then restore it; between rounds of a fit.
 
         This is the model to save or to use for this client. It is the server's if clients have no personal models.
@@ -655,42 +614,4 @@ class FederatedLoop(_FitLoop):
         Raises:
             FederatedError: If no fit is running, or if another process or a site has the client's state.
         """
-        prepared = self.prepared
-        if prepared is None or self.population is None:
-            raise FederatedError(
-                "showing_client_model works while a fit is running: use it in a callback's on_round_end."
-            )
-        index = self._index_of(client_id)
-        if self._ask_sites is not None or not self.run_state.ranks.owns(index):
-            raise FederatedError(f"The state of client {client_id!r}, with its own model, is kept by another process.")
-        with self.run_state.preserving_module():
-            x, buffers = self._own_model(index)
-            prepared.flat.bind()
-            prepared.flat.whole.copy_(x)
-            prepared.buffers.write(buffers)
-            yield
-
-    @property
-    def _ask_sites(self) -> Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None:
-        """The measurements of clients on remote sites; None if they are here."""
-        return None if self.clients is None else self.clients.measure_on_sites
-
-    def _index_of(self, client_id: ClientId) -> int:
-        assert self.population is not None
-        return self.population.index_of(client_id)
-
-    def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
-        return self.trainer.datamodule.client_batches(client_id), self._index_of(client_id)
-
-    def _own_model(self, index: int) -> tuple[Vector, State]:
-        """Return the parameters [P + Q] and buffers of a client's own model, by stored index."""
-        server = self.state
-        (kept,) = ClientStates(server.new_client, server.clients, server.expected_state).of_each([index])
-        return own_model(server.algorithm, server.x, server.state, kept), {**server.buffers, **kept.buffers}
-
-    def _check_vectors(self, owner: str, **vectors: Any) -> None:
-        size = self.state.x.numel()
-        for name, vector in vectors.items():
-            if not isinstance(vector, Tensor) or vector.shape != (size,) or not vector.is_floating_point():
-                found = f"shape {list(vector.shape)}" if isinstance(vector, Tensor) else type(vector).__name__
-                raise FederatedError(f"{owner}({name}=...): {name} must be a vector of {size:,} floats, found {found}.")
+        return self.measurements.showing_client_model(client_id)
