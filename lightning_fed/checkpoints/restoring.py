@@ -97,16 +97,12 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
         "gradient_clip_val": repr(clip),
         "gradient_clip_algorithm": repr(getattr(by, "value", by or "norm")),
         "optimizer": ", ".join([type(own).__name__ for own in trainer.optimizers]),
-        "schedules": _schedules_of(trainer),
-        "parameters": _digest(repr(named).encode()),
+        "schedules": ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs) or "none",
+        "parameters": digest(repr(named).encode()),
     }
     if population.sizes_are_known:
-        notes["sizes"] = _digest(np.array(population.sizes, dtype=np.int64).tobytes())
+        notes["sizes"] = digest(np.array(population.sizes, dtype=np.int64).tobytes())
     return notes
-
-
-def _schedules_of(trainer: pl.Trainer) -> str:
-    return ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs) or "none"
 
 
 @contextmanager
@@ -124,7 +120,8 @@ def warning_of_options(
         rank_zero_warn(f"The {what} continues with {its}'s {', '.join(differing)}.{remedy}")
 
 
-def _digest(content: bytes) -> str:
+def digest(content: bytes) -> str:
+    """Return a short checksum, which tells whether two processes or runs have the same."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
@@ -165,15 +162,13 @@ class EarlierFit:
     noted: Mapping[str, Any]  # the run's identity
     optimizer: dict[str, Any]
     schedules: Sequence[dict[str, Any]]
-    kinds: Mapping[str, str]  # descriptions of the optimizer and the schedules
 
     @staticmethod
     def of(prepared: PreparedModule, server: Server, notes: Mapping[str, str]) -> "EarlierFit":
         """Return a fit's state."""
         noted = {**server.identity(), "transport": prepared.settings.transport(), "work": dict(notes), "metrics": {}}
         schedules = [config.scheduler.state_dict() for config in prepared.trainer.lr_scheduler_configs]
-        optimizer = prepared.optimizer.state_dict()
-        return EarlierFit(prepared.module, server, noted, optimizer, schedules, _kinds_of(prepared))
+        return EarlierFit(prepared.module, server, noted, prepared.optimizer.state_dict(), schedules)
 
     def continue_in(self, server: Server, prepared: PreparedModule, ranks: Ranks, notes: Mapping[str, str]) -> None:
         """Restore the next fit's server, except for client states, and local optimizer from this fit's end."""
@@ -185,13 +180,19 @@ class EarlierFit:
         keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process only has its own clients
         saved = {**self.server.state_dict({}), **self.noted}
         _continue(server, saved, prepared.settings, notes, keeps_states, EARLIER_FIT)
-        for what, mine in _kinds_of(prepared).items():
-            if mine != self.kinds[what]:
+        before, optimizer = self.noted["work"], prepared.optimizer.base
+        groups = [[len(g["params"]) for g in of] for of in (self.optimizer["param_groups"], optimizer.param_groups)]
+        kinds = {
+            "local optimizer": (before["optimizer"], notes["optimizer"]),
+            "parameters per group of the local optimizer": tuple(groups),
+            "schedules": (before["schedules"], notes["schedules"]),
+        }
+        for what, (theirs, mine) in kinds.items():
+            if theirs != mine:
                 raise FederatedError(
-                    f"{EARLIER_FIT.name}'s {what}: {self.kinds[what]}. This fit's: {mine}."
+                    f"{EARLIER_FIT.name}'s {what}: {theirs}. This fit's: {mine}."
                     f" {EARLIER_FIT.remedy('the optimizer and the schedules')}"
                 )
-        optimizer = prepared.optimizer.base
         schedules = [config.scheduler for config in prepared.trainer.lr_scheduler_configs]
         remedy = " To train with other options, make a new FederatedTrainer."
         with warning_of_options("local optimizer", optimizer, schedules, EARLIER_FIT, remedy):
@@ -204,16 +205,6 @@ class EarlierFit:
                 f" server's own after {server.round} rounds and ignores the change. To start from the changed ones,"
                 " make a new FederatedTrainer."
             )
-
-
-def _kinds_of(prepared: PreparedModule) -> dict[str, str]:
-    """Return descriptions of the local optimizer and its schedules."""
-    optimizer = prepared.optimizer.base
-    return {
-        "local optimizer": ", ".join(type(own).__name__ for own in prepared.trainer.optimizers),
-        "parameters per group of the local optimizer": str([len(g["params"]) for g in optimizer.param_groups]),
-        "schedules": _schedules_of(prepared.trainer),
-    }
 
 
 def start_server(

@@ -70,6 +70,7 @@ class FlatParameters:
         params: The parameters.
         views: The parameters' views of ``whole``.
         num_shared: The number of exchanged parameters.
+        numel: The number of exchanged trainable numbers, P.
         joins: Whether gradients are joined into one vector for elementwise work. That costs a copy and saves a kernel
             per parameter and operation, which pays off unless the vector exceeds a CPU's cache.
         layout: The shapes of the parameters in ``y``.
@@ -101,6 +102,7 @@ class FlatParameters:
             )
         self.num_shared = len(shared)
         self.layout = Layout(p.shape for p in self.params[: self.num_shared])
+        self.numel = self.layout.numel
         self.whole_layout = Layout(p.shape for p in self.params)
         self.whole: Vector = torch.cat([p.detach().reshape(-1) for p in self.params])
         self.y: Vector = self.whole[: self.layout.numel]
@@ -108,32 +110,26 @@ class FlatParameters:
         self.joins = self.whole.device.type != "cpu" or self.layout.numel <= _SMALL
         self.views = self.whole_layout.views(self.whole)
         self._places = [view.data_ptr() for view in self.views]
-        self.bind(self.views)
-
-    @property
-    def numel(self) -> int:
-        """The number of exchanged trainable parameters, P."""
-        return self.layout.numel
+        self.bind()
 
     def cut(self, vector: Vector) -> list[Tensor]:
         """Return one view per parameter of a vector: of all parameters [P + Q], or of the exchanged ones [P]."""
         return (self.layout if len(vector) == self.layout.numel else self.whole_layout).views(vector)
 
-    def bind(self, views: Sequence[Tensor]) -> None:
-        """Bind the parameters to these tensors of equal shapes; personal ones stay if no tensors are given for them."""
-        for p, view in zip(self.params, views, strict=False):
-            p.data = view
+    def bind(self, views: Sequence[Tensor] | None = None) -> None:
+        """Bind the parameters to these tensors of equal shapes, by default to ``whole``.
 
-    def restore(self) -> None:
-        """Bind the parameters to ``whole`` again."""
-        self.bind(self.views)
+        Personal ones stay if no tensors are given for them.
+        """
+        for p, view in zip(self.params, self.views if views is None else views, strict=False):
+            p.data = view
 
     def gather(self) -> None:
         """Copy parameters that are bound to other tensors, by ``p.data = ...``, into ``whole``, and bind them to it."""
         if list(map(Tensor.data_ptr, self.params)) != self._places:
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())
-            self.restore()
+            self.bind()
 
     def release(self) -> None:
         """Give every parameter its own storage, with the same values."""

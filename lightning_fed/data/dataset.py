@@ -251,6 +251,7 @@ class _PartitionedDataset(FederatedDataset):
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._offsets = [0, *accumulate(self._sizes)]
         self._shifted = None if shift is None else ShiftedClients(dataset, shift, len(self.ids))
+        self.source = dataset if shift is None else None
 
     @property
     def known_sizes(self) -> list[int]:

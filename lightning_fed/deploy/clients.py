@@ -205,7 +205,7 @@ class ClientsOutsideFit:
         if self._is_ready:
             call._call_lightning_module_hook(trainer, "on_train_end")
             self.use_base({})
-            self.prepared.flat.restore()
+            self.prepared.flat.bind()
             self.prepared.flat.whole.copy_(torch.cat([self.start, self._personal]))
             self.prepared.buffers.write(self.buffers)
         trainer._teardown()

@@ -181,7 +181,7 @@ class Engine(ABC):
 
     def show(self, x: Vector, personal: Vector, buffers: State) -> None:
         """Let the module hold the model that a client starts from, for its hooks."""
-        self.flat.restore()
+        self.flat.bind()
         self.flat.y.copy_(x)
         self.flat.personal.copy_(personal)
         self.buffers.write(buffers)

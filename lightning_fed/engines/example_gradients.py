@@ -73,7 +73,7 @@ class ExampleGradients:
                         self._add_clipped(sums, grads)
                         losses.append(own)
             finally:
-                self.flat.restore()
+                self.flat.bind()
             if not all(map(torch.equal, point, params)):
                 raise FederatedError(
                     f"{type(self._module).__name__}.training_step changes trained parameters, which client_privacy does"

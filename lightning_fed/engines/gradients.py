@@ -95,7 +95,7 @@ class GradientPass:
             forget()
             for p, grad in zip(self.flat.params, grads, strict=True):
                 p.grad = grad
-            self.flat.restore()
+            self.flat.bind()
             trainer.loggers = loggers
 
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:

@@ -61,7 +61,9 @@ class PreparedModule:
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
         if settings.as_buffers:
             owners |= parameters_as_buffers(settings, self.module, dict(named))
-        personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
+        personal, own_buffers = frozenset[str](), frozenset[str]()
+        if settings.has_personal_parameters:
+            personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
         self.flat = FlatParameters(named, personal)  # the trained parameters
         if has_parts_of_users(self.algorithm):
             rehearse(self.algorithm, self.flat.numel)

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,8 +80,22 @@ class ClientWork(ClientHalf):
     def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Return the drawn clients that can participate, and plan their work from their data."""
-        return self._plans_of(round).of_drawn(drawn, failed)
+        """Plan each drawn client's work, and return those that can participate; a client drawn twice trains once.
+
+        ``failed`` records clients whose data cannot be built; by default their error is raised.
+        """
+        plans, members = self._plans_of(round), []
+        for client_id, count in drawn.items():
+            try:
+                plan = plans.plan(client_id)
+            except ClientError as error:
+                if failed is None:
+                    raise
+                failed(error)
+                continue
+            if plan is not None:
+                members.append(plan.participant if count == 1 else replace(plan.participant, count=count))
+        return members
 
     def _plans_of(self, round: int) -> RoundPlans:
         if self._round is None or self._round.round != round:
@@ -190,7 +205,7 @@ class ClientWork(ClientHalf):
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.restore()
-        self.engine.flat.restore()  # hooks may have bound the parameters to another client
+        self.engine.flat.bind()  # hooks may have bound the parameters to another client
         if size is None:
             self.give_up()
         else:

@@ -2,7 +2,7 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -92,26 +92,6 @@ class RoundPlans:
         self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
         self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
         self._plans: dict[ClientId, WorkPlan | None] = {}  # None for clients without examples
-
-    def of_drawn(
-        self, drawn: Mapping[ClientId, int], failed: Callable[[ClientError], None] | None
-    ) -> list[Participant]:
-        """Plan each drawn client's work, and return those that can participate; a client drawn twice trains once.
-
-        ``failed`` records clients whose data cannot be built; by default their error is raised.
-        """
-        members = []
-        for client_id, count in drawn.items():
-            try:
-                plan = self.plan(client_id)
-            except ClientError as error:
-                if failed is None:
-                    raise
-                failed(error)
-                continue
-            if plan is not None:
-                members.append(plan.participant if count == 1 else replace(plan.participant, count=count))
-        return members
 
     def plan(self, client_id: ClientId, warns: bool = True) -> WorkPlan | None:
         """Return a client's full work, or None if it has no examples."""

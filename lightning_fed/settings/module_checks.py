@@ -47,21 +47,6 @@ def no_federated_data(found: object) -> FederatedError:
     )
 
 
-def _check_inference_mode(module: pl.LightningModule) -> None:
-    """Raise where PyTorch computes no gradients; the first client would be blamed for it."""
-    if torch.is_inference_mode_enabled():
-        raise FederatedError(
-            "FederatedTrainer.fit was called within torch.inference_mode(), where PyTorch computes no gradients. Call"
-            " it outside."
-        )
-    named = [pair for pair in (*module.named_parameters(), *module.named_buffers()) if not is_lazy(pair[1])]
-    if (made := next((name for name, value in named if value.is_inference()), None)) is not None:
-        raise FederatedError(
-            f"{made!r} of {type(module).__name__} was made within torch.inference_mode(), and PyTorch cannot train such"
-            " tensors. Make the module outside."
-        )
-
-
 def check_module(trainer: pl.Trainer) -> None:
     """Raise for modules and data that rounds do not support."""
     module = trainer.lightning_module
@@ -75,20 +60,28 @@ def check_module(trainer: pl.Trainer) -> None:
             " its own loader. Override client_dataset(client_id), or client_dataloader(client_id, generator), or pass"
             " collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
         )
-    _check_inference_mode(module)
+    if torch.is_inference_mode_enabled():  # the first client would be blamed for it
+        raise FederatedError(
+            "FederatedTrainer.fit was called within torch.inference_mode(), where PyTorch computes no gradients. Call"
+            " it outside."
+        )
     if not module.automatic_optimization:
         _check_manual_optimization(trainer)
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise FederatedError(f"{name}.training_step(dataloader_iter) is not supported: take `batch` instead.")
     if is_overridden("configure_gradient_clipping", module, pl.LightningModule):
         _check_own_clipping(trainer)
-    lazy = next((key for key, parameter in module.named_parameters() if is_lazy(parameter)), None)
-    if lazy is not None:
-        raise FederatedError(
-            f"{name}.{lazy} has no shape yet, and all clients start from the same parameters. Give the layer its sizes,"
-            " or run an example through the module before the fit."
-        )
     for key, value in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(value):
+            raise FederatedError(
+                f"{name}.{key} has no shape yet, and all clients start from the same parameters. Give the layer its"
+                " sizes, or run an example through the module before the fit."
+            )
+        if value.is_inference():
+            raise FederatedError(
+                f"{key!r} of {name} was made within torch.inference_mode(), and PyTorch cannot train such tensors. Make"
+                " the module outside."
+            )
         if value.layout != torch.strided:
             raise FederatedError(
                 f"{name}.{key} is a sparse tensor ({value.layout}), and parameters and buffers must be dense, because"
@@ -218,7 +211,7 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
             _check_state(optimizer, name, "local_optimizer_state='keep'" if keeps_state else keeper)
     # Lightning has rejected several, unless the module steps them itself
     optimizer = _joined(trainer.optimizers, name) if len(trainer.optimizers) > 1 else trainer.optimizers[0]
-    base = getattr(algorithm, "base", None)
+    base = vars(algorithm).get("base", getattr(type(algorithm), "base", None))
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(
             f"{type(algorithm).__name__}(base={type(base).__name__}) preconditions the gradient itself;"

@@ -1,6 +1,7 @@
 """The settings of a federated run: the trainer's arguments, checked and completed."""
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,7 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.fedavg import FedAvg
-from lightning_fed.core.arguments import check_patterns
+from lightning_fed.core.arguments import (
+    check_count,
+    check_number,
+    check_one_of,
+    check_paths,
+    check_patterns,
+    check_seed,
+)
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, Origin
 from lightning_fed.core.types import LocalScheduleMode, Weighting
@@ -28,6 +36,7 @@ from lightning_fed.server.server import ServerOptimizerFactory, ServerSchedulerF
 MAX_FAILED_SHARE = 0.5
 MAX_UPDATE_RATIO = 1e6
 
+_TRAINER = "FederatedTrainer"
 _WORK = (
     "local_epochs",
     "local_steps",
@@ -39,6 +48,7 @@ _WORK = (
     "buffers",
     "gradient_clip_on",
     "local_optimizer_state",
+    "gradient_sampler",
 )
 
 
@@ -51,6 +61,10 @@ class Settings:
 
     Attributes:
         seed_is_given: Whether the seed is the trainer's argument rather than that of ``seed_everything``.
+        is_private: Whether noise hides the messages of single clients.
+        keeps_solver: Whether clients keep the state of their local optimizer from round to round.
+        drops_failed: Whether failed clients are dropped from the round instead of stopping the run.
+        has_personal_parameters: Whether parameters or buffers stay on each client.
         sampler_learns: Whether the sampler reads reports; :attr:`sampler` is then a copy of the user's.
         sampler_start: The state of such a sampler at the start of a run.
     """
@@ -86,6 +100,10 @@ class Settings:
     max_failed_share: float
     max_update_ratio: float | None
     seed_is_given: bool = field(init=False)
+    is_private: bool = field(init=False)
+    keeps_solver: bool = field(init=False)
+    drops_failed: bool = field(init=False)
+    has_personal_parameters: bool = field(init=False)
     sampler_learns: bool = field(init=False)
     sampler_start: dict[str, Any] = field(init=False)
 
@@ -96,17 +114,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the arguments, and replace unset ones."""
-        self._set(seed=_seed(self.seed), seed_is_given=self.seed is not None)
+        self._set(seed_is_given=self.seed is not None)
+        seed = check_seed(_TRAINER, self.seed) if self.seed_is_given else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self._set(seed=seed)
+        self._set(is_private=isinstance(self.aggregator, DifferentialPrivacy))
+        self._set(keeps_solver=self.local_optimizer_state == "keep", drops_failed=self.on_client_error == "drop")
         self._set(algorithm=FedAvg() if self.algorithm is None else self.algorithm)
         self._set(server_optimizer=plain_sgd if self.server_optimizer is None else self.server_optimizer)
         self._check_algorithm()
-        self._set(personal=check_patterns("FederatedTrainer", self.personal))
-        self._set(as_buffers=check_patterns("FederatedTrainer", self.as_buffers, name="as_buffers"))
+        self._set(personal=check_patterns(_TRAINER, self.personal))
+        self._set(has_personal_parameters=bool(self.personal) or self.algorithm.overrides("personal_names"))
+        self._set(as_buffers=check_patterns(_TRAINER, self.as_buffers, name="as_buffers"))
         self._check_choices()
-        self._check_chunk_size()
+        self._check_numbers()
         self._check_local_work()
         self._check_local_schedule()
-        self._check_failures()
         self._check_callables()
         self._check_participation()
         self._check_lora()
@@ -120,21 +142,6 @@ class Settings:
     # ------------------------------------------------------------------ derived settings
 
     @property
-    def is_private(self) -> bool:
-        """True if noise hides the messages of single clients."""
-        return isinstance(self.aggregator, DifferentialPrivacy)
-
-    @property
-    def keeps_solver(self) -> bool:
-        """True if clients keep the state of their local optimizer from round to round."""
-        return self.local_optimizer_state == "keep"
-
-    @property
-    def drops_failed(self) -> bool:
-        """True if failed clients are dropped from the round instead of stopping the run."""
-        return self.on_client_error == "drop"
-
-    @property
     def clients_keep_state(self) -> bool:
         """True if clients are known to keep any state from round to round."""
         feeds_back = self.compression is not None and self.compression.error_feedback
@@ -146,11 +153,6 @@ class Settings:
     def has_own_models(self) -> bool:
         """True if clients have personal models that differ from the server's."""
         return self.has_personal_parameters or self.algorithm.overrides("evaluate_client_at")
-
-    @property
-    def has_personal_parameters(self) -> bool:
-        """True if parameters or buffers stay on each client."""
-        return bool(self.personal) or self.algorithm.overrides("personal_names")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
         """Return a client's requested number of optimizer steps, given its batches in a local epoch and in a step."""
@@ -204,8 +206,11 @@ class Settings:
 
     def work(self) -> dict[str, str]:
         """Return the settings for sampling, weights and local work, for checkpoints."""
-        gradients = "the sampler" if self.gradient_sampler is self.sampler else _named(self.gradient_sampler)
-        return {**{name: _named(getattr(self, name)) for name in _WORK}, "gradient_sampler": gradients}
+        chosen = {name: getattr(self, name) for name in _WORK}
+        noted = {name: repr(value) for name, value in chosen.items()}
+        for name in [name for name, text in noted.items() if " at 0x" in text]:  # another in each process
+            noted[name] = str(getattr(chosen[name], "__qualname__", type(chosen[name]).__name__))
+        return noted | ({"gradient_sampler": "the sampler"} if self.gradient_sampler is self.sampler else {})
 
     # ------------------------------------------------------------------ checks
 
@@ -217,9 +222,8 @@ class Settings:
     def _check_choices(self) -> None:
         """Raise for values that an argument does not allow, and choices that the method rules out."""
         for one in fields(self):
-            allowed, chosen = get_args(one.type), getattr(self, one.name, None)
-            if get_origin(one.type) is Literal and chosen not in allowed:
-                raise FederatedError(f"{one.name} must be one of {allowed}, found {chosen!r}.")
+            if get_origin(one.type) is Literal:
+                check_one_of(_TRAINER, one.name, getattr(self, one.name), get_args(one.type))
         if self.keeps_solver and self.algorithm.uses_solver_state:
             raise FederatedError(
                 f"local_optimizer_state='keep' cannot be combined with {self.algorithm!r}, which loads the server's"
@@ -241,26 +245,28 @@ class Settings:
             if (value := getattr(self, name)) not in (None, "raise"):
                 yield name, value, "Leave it at 'raise'." if value == "drop" else "Leave it unset."
 
-    def _check_chunk_size(self) -> None:
-        size = self.chunk_size
-        if size is None:
-            return
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise FederatedError(f"chunk_size must be an int >= 1, or None to choose by itself, found {size!r}.")
-        if self.engine == "sequential":
+    def _check_numbers(self) -> None:
+        for name in ("chunk_size", "local_epochs", "local_steps"):
+            if (value := getattr(self, name)) is not None:
+                self._set(**{name: check_count(_TRAINER, name, value)})
+        if self.chunk_size is not None and self.engine == "sequential":
             raise FederatedError(
-                f"chunk_size={size} is of no use to engine='sequential', which runs one client at a time. Leave it"
-                " unset."
+                f"chunk_size={self.chunk_size} is of no use to engine='sequential', which runs one client at a time."
+                " Leave it unset."
             )
+        check_number(_TRAINER, "max_failed_share", self.max_failed_share, "(0, 1]")
+        if self.max_failed_share != MAX_FAILED_SHARE and not self.drops_failed:
+            raise FederatedError(
+                f"max_failed_share={self.max_failed_share} is of no use to on_client_error='raise', which stops the run"
+                " at the first client that fails. Leave it unset, or pass on_client_error='drop'."
+            )
+        if self.max_update_ratio not in (None, math.inf):
+            check_number(_TRAINER, "max_update_ratio", self.max_update_ratio, "(1, inf)")
 
     def _check_local_work(self) -> None:
         for name in ("local_epochs", "local_steps"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            self._check_has_local_work(name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
-                raise FederatedError(f"{name} must be an int >= 1, found {value!r}.")
+            if getattr(self, name) is not None:
+                self._check_has_local_work(name)
         if self.local_epochs is not None and self.local_steps is not None:
             raise FederatedError(
                 f"Pass local_epochs or local_steps, not both; found local_epochs={self.local_epochs} and"
@@ -273,30 +279,17 @@ class Settings:
             )
 
     def _check_local_schedule(self) -> None:
-        allowed, chosen = get_args(LocalScheduleMode), self.local_schedule
+        chosen = self.local_schedule
         if chosen is None:
             return
-        if chosen not in allowed:
-            raise FederatedError(f"local_schedule must be one of {allowed}, or None, found {chosen!r}.")
+        check_one_of(_TRAINER, "local_schedule", chosen, get_args(LocalScheduleMode))
         self._check_has_local_work("local_schedule")
-        if chosen == "total" and self.local_steps is None and isinstance(self.aggregator, DifferentialPrivacy):
+        if chosen == "total" and self.local_steps is None and self.is_private:
             raise FederatedError(
                 f"local_schedule='total' with local_epochs cannot be combined with aggregator={self.aggregator!r}: the"
                 " rates would reveal the size of the largest client of each round, which the accounting leaves out. Set"
                 " local_steps instead, or use local_schedule='restart'."
             )
-
-    def _check_failures(self) -> None:
-        share, ratio = self.max_failed_share, self.max_update_ratio
-        if not _is_number(share) or not 0 < share <= 1:
-            raise FederatedError(f"max_failed_share must be a share in (0, 1], found {share!r}.")
-        if share != MAX_FAILED_SHARE and not self.drops_failed:
-            raise FederatedError(
-                f"max_failed_share={share} is of no use to on_client_error='raise', which stops the run at the first"
-                " client that fails. Leave it unset, or pass on_client_error='drop'."
-            )
-        if ratio is not None and (not _is_number(ratio) or not ratio > 1):
-            raise FederatedError(f"max_update_ratio must be a number > 1, or None for no limit, found {ratio!r}.")
 
     def _check_callables(self) -> None:
         for name in ("sampler", "gradient_sampler", "server_optimizer", "server_lr_scheduler", "heterogeneity"):
@@ -474,14 +467,13 @@ class Settings:
         folder: Any = self.client_states_dir
         if folder is None:
             return None
-        if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str) or not os.fspath(folder):
-            raise FederatedError(f"client_states_dir must be the path of a folder, found {folder!r}.")
+        check_paths(_TRAINER, client_states_dir=folder)
         if self.client_states == "memory":
             raise FederatedError(
-                f"client_states_dir={os.fspath(folder)!r} is of no use to client_states='memory'. Leave it unset, or"
+                f"client_states_dir={str(folder)!r} is of no use to client_states='memory'. Leave it unset, or"
                 " pass client_states='disk'."
             )
-        return os.fspath(folder)
+        return str(folder)
 
 
 def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:
@@ -490,21 +482,3 @@ def cut(steps: int, num_batches: int, accumulated: int) -> tuple[int, ...]:
         return ()
     whole, rest = divmod(steps, -(-num_batches // accumulated))
     return (num_batches,) * whole + ((min(num_batches, rest * accumulated),) if rest else ())
-
-
-def _named(value: Any) -> str:
-    """Return a text that is identical in another process."""
-    text = repr(value)
-    return text if " at 0x" not in text else str(getattr(value, "__qualname__", type(value).__name__))
-
-
-def _seed(seed: int | None) -> int:
-    if seed is None:
-        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**128:
-        raise FederatedError(f"seed must be an int >= 0, found {seed!r}.")
-    return seed
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

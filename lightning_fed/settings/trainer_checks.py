@@ -135,8 +135,16 @@ def check_trainer(trainer: pl.Trainer) -> None:
         _check_private(trainer)
     if settings.client_privacy is not None:
         _check_private_clients(trainer, settings.client_privacy)
-    _check_measures(trainer)
+    written: dict[str, tuple[Measure, Any]] = {}
     for callback in trainer.callbacks:
+        for name, what in callback.written.items() if isinstance(callback, Measure) else ():
+            other, theirs = written.setdefault(name, (callback, what))
+            if theirs != what:  # the second would hide the first
+                raise FederatedError(
+                    f"Two callbacks write {name!r}, {type(other).__name__} and {type(callback).__name__}, and the"
+                    " values could not be told apart. Remove one, or let a subclass write under its own name, such as"
+                    " tag = 'after_10_steps'."
+                )
         interval = callback._train_time_interval if isinstance(callback, pl.callbacks.ModelCheckpoint) else None
         if interval is not None and trainer.world_size > 1:
             raise FederatedError(
@@ -169,20 +177,6 @@ def warn_of_rare_logs(trainer: pl.Trainer) -> None:
             f"{' and '.join(names)} logs what happens in a local step every {interval} rounds (log_every_n_steps), and"
             f" this run has {rounds}. Set log_every_n_steps=1 to log in every round."
         )
-
-
-def _check_measures(trainer: pl.Trainer) -> None:
-    """Raise if two measures write different values under one name: the second would hide the first."""
-    seen: dict[str, tuple[Measure, Any]] = {}
-    for measure in trainer.callbacks:
-        for name, what in measure.written.items() if isinstance(measure, Measure) else ():
-            other, theirs = seen.setdefault(name, (measure, what))
-            if theirs != what:
-                raise FederatedError(
-                    f"Two callbacks write {name!r}, {type(other).__name__} and {type(measure).__name__}, and the values"
-                    " could not be told apart. Remove one, or let a subclass write under its own name, such as tag ="
-                    " 'after_10_steps'."
-                )
 
 
 def _check_second_gradients(trainer: pl.Trainer) -> None:

@@ -90,7 +90,7 @@ class RoundSignalConnector(_SignalConnector):
         """Register the handlers, and reset the request."""
         self.asked = Stop.NO
         super().register_signal_handlers()
-        if self._is_fit and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if self.trainer.state.fn == TrainerFn.FITTING and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._register_signal(signal.SIGINT, self._sigint_handler_fn)
 
     def check(self) -> None:
@@ -115,10 +115,6 @@ class RoundSignalConnector(_SignalConnector):
         """Save the last completed round for SLURM's next job, and request that job."""
         super()._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
 
-    @property
-    def _is_fit(self) -> bool:
-        return self.trainer.state.fn == TrainerFn.FITTING
-
     def _ask(self, stop: Stop) -> None:
         self.asked = max(self.asked, stop)
         others = self._original_handlers.get(signal.SIGTERM) if stop == Stop.TERMINATE else None
@@ -133,7 +129,7 @@ class RoundSignalConnector(_SignalConnector):
             os.write(2, b"\nStopping at the next local step; interrupt once more to stop at once.\n")
 
     def _slurm_sigusr_handler_fn(self, signum: Any, frame: Any) -> None:
-        if self._is_fit:
+        if self.trainer.state.fn == TrainerFn.FITTING:
             self._ask(Stop.REQUEUE)
         else:
             super()._slurm_sigusr_handler_fn(signum, frame)
@@ -142,7 +138,7 @@ class RoundSignalConnector(_SignalConnector):
         launcher = self.trainer.strategy.launcher
         if launcher is not None and not self.received_sigterm and self.asked < Stop.TERMINATE:
             launcher.kill(signum)
-        if self._is_fit:
+        if self.trainer.state.fn == TrainerFn.FITTING:
             self._ask(Stop.TERMINATE)
         else:
             self.received_sigterm = True

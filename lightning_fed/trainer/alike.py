@@ -1,6 +1,5 @@
 """Whether all processes of a run were given the same settings and data."""
 
-import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_fed.checkpoints.restoring import digest
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import options_of
 from lightning_fed.core.plain import as_plain, plain_options
@@ -20,7 +20,6 @@ from lightning_fed.data.batches.random_states import RandomStates
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.participation import Population
-from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.processes import Ranks
 
 _ROWS = 100  # of one client's examples, which are compared if they are tensors
@@ -32,14 +31,12 @@ _UNSHOWN = ("seed", "clients", "sizes", "examples", "validation examples", "para
 def check_alike(
     prepared: PreparedModule, population: Population, notes: Mapping[str, str], seed: int, ranks: Ranks
 ) -> None:
-    """Raise in all processes if one was given other settings or data than the first; all must call it.
+    """Raise in all of several processes if one was given other settings or data than the first; all must call it.
 
     They would draw other cohorts or train on other data, and wait for each other if they differ in the number of
     exchanges.
     """
-    split = split_of(prepared.trainer)
-    if ranks.size == split.size == 1:
-        return
+    split = prepared.split
     own = _described(prepared, population, notes, seed)
     first, *others = split.gather(own) if split.size > 1 else ranks.gather(own)
     for rank, other in enumerate(others, start=1):
@@ -71,7 +68,7 @@ def _described(prepared: PreparedModule, population: Population, notes: Mapping[
         "options": repr(plain_options(settings.algorithm.options())),
         "server_optimizer": repr(settings.server_optimizer),
         "local optimizer": repr(options_of(prepared.optimizer.base)),
-        "clients": _checksum(repr(ids if isinstance(ids, range) else list(ids)).encode()),
+        "clients": digest(repr(ids if isinstance(ids, range) else list(ids)).encode()),
         **_examples(trainer.datamodule, population),
         **settings.transport(),
         **notes,
@@ -101,7 +98,7 @@ def _some_of(dataset: Any, data: FederatedDataModule) -> str:
     count, batches = len(dataset), TensorBatches.of(dataset, data.batch_settings)
     if batches is not None:
         rows = batches.stored_rows()[:_ROWS]
-        return f"{count} {_checksum(b''.join(_bytes(t[rows.to(t.device)]) for t in batches.tensors))}"
+        return f"{count} {digest(b''.join(_bytes(t[rows.to(t.device)]) for t in batches.tensors))}"
     if RandomStates(dataset):
         return ""
     readings = []
@@ -109,12 +106,8 @@ def _some_of(dataset: Any, data: FederatedDataModule) -> str:
         for seed in range(2):  # alike in all processes
             seed_global(seed)
             readings.append(repr([as_plain(dataset[k]) for k in range(min(_READ, count))]))
-    return f"{count} {_checksum(readings[0].encode())}" if readings[0] == readings[1] else ""
+    return f"{count} {digest(readings[0].encode())}" if readings[0] == readings[1] else ""
 
 
 def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _checksum(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +34,6 @@ from lightning_fed.engines.logged import EvaluationResults
 from lightning_fed.server.server import FORMAT
 from lightning_fed.strategies.stopping import RoundSignalConnector
 from lightning_fed.trainer.evaluation import SharedEvaluationLoop
-
-_LOGGED = ("config.yaml", "hparams.yaml", "metrics.csv")  # what the command line and Lightning's loggers write
 
 
 class RoundCheckpointConnector(_CheckpointConnector):
@@ -80,7 +76,10 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super()._restore_modules_and_callbacks(checkpoint_path, weights_only=weights_only)
 
     def restore_training_state(self) -> None:
-        """Load loops, optimizers and schedules, or raise an error that names any mismatch with the checkpoint."""
+        """Load loops, optimizers and schedules, or raise an error that names any mismatch with the checkpoint.
+
+        Load what Lightning leaves out of the states of callbacks, and mark a run that was stopped early as ended.
+        """
         if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_training_state()
             return
@@ -107,6 +106,15 @@ class RoundCheckpointConnector(_CheckpointConnector):
             super().restore_training_state()
             for optimizer in optimizers:
                 check_optimizer_states(optimizer, "the local optimizer")
+        restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
+        for callback in self.trainer.callbacks:
+            is_stopping = isinstance(callback, pl.callbacks.EarlyStopping)
+            if is_stopping and (callback.stopped_epoch > 0 or callback.wait_count >= callback.patience):
+                self.trainer.should_stop = True
+                rank_zero_info(
+                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To continue it, leave that"
+                    " callback out."
+                )
 
     def _take(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Check a checkpoint before it is restored, and leave only weights in one of another kind of run."""
@@ -150,21 +158,6 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 f"{path} holds {done} completed rounds, more than max_rounds={wanted}. Raise max_rounds, or resume from"
                 " an earlier checkpoint."
             )
-
-    def resume_end(self) -> None:
-        """Finish, and mark a run that was stopped early as ended."""
-        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
-            restore_scores(self.trainer, self._loaded_checkpoint.get("callbacks") or {})
-        for callback in self.trainer.callbacks if self._loaded_checkpoint else ():
-            if not isinstance(callback, pl.callbacks.EarlyStopping) or self.trainer.state.fn != TrainerFn.FITTING:
-                continue
-            if callback.stopped_epoch > 0 or callback.wait_count >= callback.patience:
-                self.trainer.should_stop = True
-                rank_zero_info(
-                    f"EarlyStopping(monitor={callback.monitor!r}) had ended this run. To continue it, leave that"
-                    " callback out."
-                )
-        super().resume_end()
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what a checkpoint holds: in the middle of a round, what this round began with.
@@ -262,20 +255,3 @@ def install(trainer: pl.Trainer) -> None:
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loop.__class__ = SharedEvaluationLoop
         loop._results = EvaluationResults(training=False)
-
-
-def remove_refused_logs(trainer: pl.Trainer) -> None:
-    """Remove the folders that loggers have made for a run that was refused before its first round ended.
-
-    A folder with a file that is neither a logger's nor the configuration stays.
-    """
-    if trainer.fit_loop.has_run or not trainer.is_global_zero:
-        return
-    for logger in trainer._checkpoint_connector.unnumbered:  # such a logger has taken a number that was free
-        if isinstance(logger, pl.loggers.TensorBoardLogger | pl.loggers.CSVLogger) and logger._version is not None:
-            files = [file for file in Path(logger.log_dir).rglob("*") if file.is_file()]
-            if all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files):
-                rmtree(logger.log_dir, ignore_errors=True)
-                logger._version = None
-                if isinstance(logger, pl.loggers.CSVLogger):
-                    logger._experiment = None  # it makes the folder again, should another trainer use the logger

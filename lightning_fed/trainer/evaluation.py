@@ -15,6 +15,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import _EvaluationLoop, call, is_param_in_hook_signature
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.origin import options_of
 from lightning_fed.core.seeds import Purpose, derive_seed, generator, preserved_random_state, seed_global
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.data.batches.batches import ClientBatches, LoaderBatches, TensorBatches
@@ -185,7 +186,7 @@ class ClientEvaluation:
         seed_global(derive_seed(self.seed, Purpose.TRAINING, round, index), y.device)
         batches = _epochs(train, generator(self.seed, Purpose.BATCHES, round, index), engine.shuffle)
         state = dict(base.state)
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
+        groups = options_of(base)
         base.state.clear()
         schedule = engine.optimizer.schedule
         if schedule is not None:  # as for a new client

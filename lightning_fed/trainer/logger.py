@@ -2,13 +2,14 @@
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from lightning_fed.checkpoints.files import local_path
 from lightning_fed.compat.package import pl
-from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.errors import ClientError, FederatedError
 
 
 class MethodLogger(pl.loggers.TensorBoardLogger):
@@ -25,6 +26,7 @@ class MethodLogger(pl.loggers.TensorBoardLogger):
         return f"version_{super().version}_{self.method}"
 
 
+_LOGGED = ("config.yaml", "hparams.yaml", "metrics.csv")  # what the command line and Lightning's loggers write
 _NUMBERED = (pl.loggers.TensorBoardLogger, pl.loggers.CSVLogger, MethodLogger)
 
 
@@ -41,40 +43,54 @@ def numbered(trainer: pl.Trainer) -> Iterator[None]:
     """Give loggers that number their runs a number that no other process takes, by making the run's folder.
 
     Lightning's loggers list the folders, and make their own a little later: two processes that start together would
-    write into one folder, and overwrite each other's files. An error before the logger starts removes the folder.
+    write into one folder, and overwrite each other's files. An error before the first round ends removes a folder that
+    is empty, and if the run is refused, one with a logger's files and the configuration alone.
+
+    Raises:
+        FederatedError: If the logs cannot be written.
     """
-    made = list[Any]()
-    for logger in trainer._checkpoint_connector.unnumbered if trainer.is_global_zero else ():
-        if type(logger) not in _NUMBERED:  # a subclass may name its folder in its own way
-            continue
-        if logger._version is not None:  # from an earlier fit, or since somebody has asked for the folder
-            continue
-        while (folder := local_path(logger.log_dir)) is not None:
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                assert logger._version is not None  # log_dir has set it
-                logger._version += 1
-            else:
-                made.append(logger)
-                break
     try:
+        for logger in trainer._checkpoint_connector.unnumbered if trainer.is_global_zero else ():
+            if type(logger) not in _NUMBERED:  # a subclass may name its folder in its own way
+                continue
+            if logger._version is not None:  # from an earlier fit, or since somebody has asked for the folder
+                continue
+            while (folder := local_path(logger.log_dir)) is not None:
+                try:
+                    folder.mkdir(parents=True)
+                except FileExistsError:
+                    assert logger._version is not None  # log_dir has set it
+                    logger._version += 1
+                else:
+                    break
         yield
-    except BaseException:
-        for logger in made:
-            if logger._experiment is None and logger._version is not None:
-                with suppress(OSError):  # it is not empty: another process has started the logger
-                    Path(logger.log_dir).rmdir()
-                    logger._version = None
-        raise
+    except BaseException as error:
+        is_refusal = isinstance(error, FederatedError | SystemExit) and not isinstance(error, ClientError)
+        if trainer.is_global_zero and not trainer.fit_loop.has_run:
+            for logger in trainer._checkpoint_connector.unnumbered:  # it has taken a number that was free
+                _remove_folder(logger, is_refusal)
+        if isinstance(error, FederatedError) or (refusal := _unwritable_logs(trainer, error)) is None:
+            raise
+        raise refusal from error
 
 
-def unwritable_logs(trainer: pl.Trainer, error: Exception) -> FederatedError | None:
+def _remove_folder(logger: Any, with_logs: bool) -> None:
+    if isinstance(logger, _NUMBERED) and logger._version is not None:
+        files = [file for file in Path(logger.log_dir).rglob("*") if file.is_file()]
+        are_logs = all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files)
+        if not files or (with_logs and are_logs):
+            rmtree(logger.log_dir, ignore_errors=True)
+            logger._version = None
+            if isinstance(logger, pl.loggers.CSVLogger):
+                logger._experiment = None  # it makes the folder again, should another trainer use the logger
+
+
+def _unwritable_logs(trainer: pl.Trainer, error: BaseException) -> FederatedError | None:
     """Return the error of a run whose logs cannot be written, or None if it is about something else.
 
     A full disk does not name the file, and TensorBoard's logger hides it behind a ``ValueError`` about the number.
     """
-    cause: BaseException | None = error
+    cause: BaseException | None = error if isinstance(error, OSError | ValueError) else None
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     if cause is None:

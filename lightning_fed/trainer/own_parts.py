@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,29 +26,47 @@ _REMEDIES = {
     "heterogeneity": "Compute it from the seed and the round",
     "attack": "Compute it from the message and its stream",
 }
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+_PICKLED = (random.Random, np.random.RandomState, np.random.Generator)  # generators
 
 
 class OwnParts:
-    """Warns of attributes of the server's parts that change again in a run's second round.
+    """Warns of users' parts that keep something in attributes which changes again in a fit's second round.
 
-    The first round may fill a cache.
+    These are attributes of the server's parts, and generators in attributes of the data module. The first round may
+    fill a cache. Generators within data sets are seeded for every batch, also if an attribute holds them. What
+    ``state_dict`` may hold is left to it.
+
+    Args:
+        settings: The settings, with the server's parts.
+        data: The data module, if the clients' data are in this process.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        parts = {name: getattr(settings, name) for name in _REMEDIES}
-        self._parts = {name: part for name, part in parts.items() if part is not None and _is_watched(part)}
+    def __init__(self, settings: Settings, data: FederatedDataModule | None) -> None:
+        self._data = data
+        self._parts: dict[str, Any] = {}
+        for name in _REMEDIES:
+            part = getattr(settings, name)
+            is_saved = isinstance(part, Aggregator) and type(part).state_dict is not Aggregator.state_dict
+            is_users = part is not None and type(part).__module__.partition(".")[0] != "lightning_fed"
+            if is_users and not is_saved and hasattr(part, "__dict__"):
+                self._parts[name] = part
+        if data is not None and type(data).state_dict is FederatedDataModule.state_dict:
+            self._parts["datamodule"] = data
         self._before: dict[str, dict[str, Any]] | None = None
 
     def look(self, report: RoundReport) -> bool:
         """Compare the attributes after a completed round; return whether to do so again."""
-        now = {name: {key: _plain(value) for key, value in vars(part).items()} for name, part in self._parts.items()}
-        if self._before is None:
-            self._before = now
-            return bool(now)
+        if not report.cohort:
+            return True
+        now = {name: self._attributes(part) for name, part in self._parts.items()}
+        before, self._before = self._before, now
+        if before is None:
+            return any(now.values())
         for name, part in self._parts.items():
-            changed = [key for key, value in now[name].items() if value != self._before[name].get(key)]
-            if changed:
+            changed = [key for key, value in now[name].items() if value != before[name].get(key)]
+            if part is self._data:
+                self._warn_of_generators(changed, report.cohort[0])
+            elif changed:
                 rank_zero_warn(
                     f"{name}={type(part).__name__}(...) changes its attribute {changed[0]!r} from round to round."
                     " Attributes are not in checkpoints: a resumed run begins with the initial value, another trainer"
@@ -55,57 +74,27 @@ class OwnParts:
                 )
         return False
 
+    def _attributes(self, part: Any) -> dict[str, Any]:
+        """Return descriptions that change with the values, and with what a generator will draw."""
+        found = vars(part).items()
+        return {
+            key: pickle.dumps(value) if isinstance(value, _PICKLED) else as_plain(value)
+            for key, value in found
+            if part is not self._data or isinstance(value, (*_PICKLED, torch.Generator))
+        }
 
-def _is_watched(part: Any) -> bool:
-    """Return whether a part is of the user's own class, and has no state in checkpoints."""
-    keeps_state = isinstance(part, Aggregator) and type(part).state_dict is not Aggregator.state_dict
-    return not keeps_state and type(part).__module__.partition(".")[0] != "lightning_fed" and hasattr(part, "__dict__")
-
-
-def _plain(value: Any) -> Any:
-    """Return a description that changes with the value, and with what a generator will draw."""
-    is_generator = isinstance(value, random.Random | np.random.RandomState | np.random.Generator)
-    return pickle.dumps(value) if is_generator else as_plain(value)
-
-
-class OwnGenerators:
-    """Warns of a generator in an attribute of the data module that draws again in a fit's second round.
-
-    Generators within data sets are seeded for every batch, also if an attribute holds them. One that ``state_dict``
-    may hold is left to it.
-    """
-
-    def __init__(self, data: FederatedDataModule) -> None:
-        self._data = data
-        self._before: dict[str, bytes] | None = None
-
-    def look(self, report: RoundReport) -> bool:
-        """Compare the generators after a completed round; return whether to do so again."""
-        data, before = self._data, self._before
-        if type(data).state_dict is not FederatedDataModule.state_dict:
-            return False
-        if not report.cohort:
-            return True
-        held = {name: value for name, value in vars(data).items() if isinstance(value, _GENERATORS)}
-        self._before = now = {name: _state_of(value) for name, value in held.items()}
-        if before is None:
-            return bool(now)
-        for name in [name for name in now if now[name] != before.get(name)]:
-            if not _is_seeded(data, report.cohort[0], held[name]):
+    def _warn_of_generators(self, names: Sequence[str], client_id: ClientId) -> None:
+        for name in names:
+            if not _is_seeded(self._data, client_id, vars(self._data)[name]):
                 rank_zero_warn(
-                    f"{type(data).__name__} draws from the generator in its attribute {name!r}, which the run does not"
-                    " seed: its numbers depend on what was drawn before, so a resumed run and other engines have"
-                    " others. Draw from PyTorch's global generator, which the run seeds for every client, or keep it in"
-                    " the data set, where it is seeded for every batch."
+                    f"{type(self._data).__name__} draws from the generator in its attribute {name!r}, which the run"
+                    " does not seed: its numbers depend on what was drawn before, so a resumed run and other engines"
+                    " have others. Draw from PyTorch's global generator, which the run seeds for every client, or keep"
+                    " it in the data set, where it is seeded for every batch."
                 )
-        return False
 
 
-def _state_of(value: Any) -> bytes:
-    return pickle.dumps(value.get_state().numpy() if isinstance(value, torch.Generator) else value)
-
-
-def _is_seeded(data: FederatedDataModule, client_id: ClientId, value: Any) -> bool:
+def _is_seeded(data: Any, client_id: ClientId, value: Any) -> bool:
     """Return whether a generator is in the data of a client."""
     with preserved_random_state():
         is_loader = type(data).client_dataloader is not FederatedDataModule.client_dataloader

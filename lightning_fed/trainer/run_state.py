@@ -28,7 +28,7 @@ from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy
 from lightning_fed.strategies.processes import Ranks
 from lightning_fed.trainer.alike import check_alike
-from lightning_fed.trainer.own_parts import OwnGenerators, OwnParts
+from lightning_fed.trainer.own_parts import OwnParts
 from lightning_fed.trainer.server_model import EARLY_HOOKS, RoundStart, ServerModel, has_round_hooks
 
 
@@ -59,7 +59,7 @@ class RunState:
         self.round_start: RoundStart | None = None  # of the current round, until it is complete
         self.has_hooks = False  # whether hooks of the user may change the run, or draw, between clients' work
         self.may_draw = False  # whether the server's step has a method, aggregator or optimizer of the user
-        self._watches: list[OwnParts | OwnGenerators] = []  # of a fit's first rounds
+        self._own_parts: OwnParts | None = None  # watched in a fit's first rounds
         self._sampler_is_checked = False  # whether checkpoints can hold its state
         self._restore_generators: Callable[[], None] | None = None  # once the fit's rounds have begun
 
@@ -265,7 +265,8 @@ class RunState:
         saved, self._checkpoint = self._checkpoint, None
         try:
             seed = settings.seed if saved is None or settings.seed_is_given else saved["seed"]
-            check_alike(prepared, population, notes, seed, self.ranks)
+            if self.ranks.size > 1 or prepared.split.size > 1:
+                check_alike(prepared, population, notes, seed, self.ranks)
             if saved is not None:
                 self._resume_counts(saved)
                 self._resume_precision(saved)
@@ -296,9 +297,8 @@ class RunState:
             seed = secret_seed(trainer, settings.aggregator, population)
         sampling = CohortSampling(settings, population, seed)
         elsewhere, self._elsewhere = self._elsewhere, None
-        self._watches = [OwnParts(settings)]
+        self._own_parts = OwnParts(settings, trainer.datamodule if elsewhere is None else None)
         if elsewhere is None:
-            self._watches.append(OwnGenerators(trainer.datamodule))
             engines, chunk = self._engines_before, self._chunk_before
             self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
             if self.ranks.size > 1:
@@ -314,10 +314,17 @@ class RunState:
         self.server_model.show()
 
     def _resume_counts(self, saved: Mapping[str, Any]) -> None:
-        """Take over engines and local steps of a checkpoint."""
+        """Take over a checkpoint's local steps, the engines that "auto" chose, and how many clients trained at once."""
+        asked = self.settings.chunk_size
         with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
-            self._engines_before = _engines_of(saved)
-            self._chunk_before = _chunk_of(saved, self.settings.chunk_size)
+            self._engines_before = []
+            if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
+                self._engines_before = ["sequential"] * 2 if saved.get("gave_up") else []
+            elif saved["engine"]["asked"] == "auto":
+                self._engines_before = [str(name) for name in saved["engine"]["taken"]]
+            before = saved.get("chunk_size", {"asked": None, "taken": None})
+            is_other = before["taken"] is None or asked not in (None, before["asked"])
+            self._chunk_before = None if is_other else max(1, int(before["taken"]))
         with restored_from(self.trainer.ckpt_path, "the count of local steps"):
             self.steps_taken = int(saved["steps_taken"])
 
@@ -358,8 +365,8 @@ class RunState:
             self._teach_sampler(report)
         self.steps_taken += sum(report.steps.values())
         self.clients.completed(report)
-        if self._watches:
-            self._watches = [watch for watch in self._watches if watch.look(report)]
+        if self._own_parts is not None and not self._own_parts.look(report):
+            self._own_parts = None
         self.rounds.leave()
         self.server_model.show()
 
@@ -409,17 +416,3 @@ class RunState:
         if self._server is not None:
             self._server.advance_solver = None
         self.client_states.close(None if self._server is None else self._server.clients)
-
-
-def _engines_of(saved: Mapping[str, Any]) -> list[str]:
-    """Return the engines that "auto" chose in the run that wrote a checkpoint; none if the user chose."""
-    if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
-        return ["sequential"] * 2 if saved.get("gave_up") else []
-    return [str(name) for name in saved["engine"]["taken"]] if saved["engine"]["asked"] == "auto" else []
-
-
-def _chunk_of(saved: Mapping[str, Any], asked: int | None) -> int | None:
-    """Return how many clients a checkpoint's run trained at once; None if the user asks for another number now."""
-    before = saved.get("chunk_size", {"asked": None, "taken": None})
-    is_other = asked is not None and asked != before["asked"]
-    return None if before["taken"] is None or is_other else max(1, int(before["taken"]))

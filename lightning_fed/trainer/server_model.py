@@ -84,7 +84,7 @@ class ServerModel:
         self._loaded = server.evaluation_x()
         prepared.flat.y.copy_(self._loaded)
         prepared.flat.personal.copy_(server.personal)
-        prepared.flat.restore()
+        prepared.flat.bind()
         prepared.buffers.write(server.buffers)
 
     def begin_round(self) -> None:

@@ -13,7 +13,7 @@ from lightning_fed.callbacks.monitors import PlateauSchedulers
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_fed.core.arguments import check_paths
-from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import LocalScheduleMode, Weighting
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.mean import Aggregator
@@ -37,8 +37,8 @@ from lightning_fed.settings.trainer_checks import check_local_options, check_str
 from lightning_fed.strategies import ClientsStrategy
 from lightning_fed.strategies.ddp import UnwrappedDDPStrategy, WithinClientStrategy, adopt
 from lightning_fed.strategies.launcher import adopt_launcher
-from lightning_fed.trainer.connectors import RoundCheckpointConnector, install, remove_refused_logs
-from lightning_fed.trainer.logger import name_default_runs, numbered, unwritable_logs
+from lightning_fed.trainer.connectors import RoundCheckpointConnector, install
+from lightning_fed.trainer.logger import name_default_runs, numbered
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.one_thread import one_thread
 from lightning_fed.trainer.threads import threads_for
@@ -218,10 +218,14 @@ class FederatedTrainer(pl.Trainer):
             steps, given = self.fit_loop.epoch_loop, dict(kwargs)  # kwargs.get would set what --help shows
             steps.max_steps, steps.min_steps = given.get("max_steps", -1), given.get("min_steps")
         if (seconds := self._val_check_time_interval) is not None:
+            if seconds < 0:
+                raise FederatedError(
+                    f"val_check_interval must be a time that is not negative, found {seconds:g} seconds."
+                )
             # which Lightning leaves unset; EarlyStopping asks for it, to look only after rounds that validate
-            self.val_check_interval = _duration(seconds)
-        elif rounds := _in_rounds(self.check_val_every_n_epoch, self.val_check_interval):
-            self.check_val_every_n_epoch, self.val_check_interval = rounds, 1.0
+            self.val_check_interval = timedelta(seconds=seconds)  # type: ignore[assignment]
+        elif self.check_val_every_n_epoch is None and type(every := self.val_check_interval) is int and every > 0:
+            self.check_val_every_n_epoch, self.val_check_interval = every, 1.0  # a step over all epochs is a round
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
             self.gradient_clip_val = None  # or Lightning would clip before the correction as well
@@ -384,29 +388,17 @@ class FederatedTrainer(pl.Trainer):
             )
         check_trainer(self)
         self.fit_loop.max_batches = math.inf  # until the data are set up, as in Lightning's first fit
-        try:
-            with numbered(self):
+        with numbered(self):
+            try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
-        except FederatedError as error:
-            if not isinstance(error, ClientError):  # which ends a run that was not refused
-                remove_refused_logs(self)
-            raise
-        except (OSError, ValueError) as error:
-            if (refusal := unwritable_logs(self, error)) is None:
-                raise
-            raise refusal from error
-        except SystemExit:  # Lightning's answer to an interrupt; a run without a whole round leaves nothing to look at
-            remove_refused_logs(self)
-            raise
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
-                raise
-            remove_refused_logs(self)
-            raise FederatedError(
-                f"{type(model).__name__}.configure_optimizers() returned several optimizers, which only a module with"
-                " manual optimization can step (self.automatic_optimization = False). Use parameter groups of one"
-                " optimizer for different settings."
-            ) from error
+            except RuntimeError as error:
+                if "multiple optimizers" not in str(error):
+                    raise
+                raise FederatedError(
+                    f"{type(model).__name__}.configure_optimizers() returned several optimizers, which only a module"
+                    " with manual optimization can step (self.automatic_optimization = False). Use parameter groups of"
+                    " one optimizer for different settings."
+                ) from error
 
     def _run_stage(self) -> Any:
         """Run a stage, with the threads that suit the model; here the model is complete, and the process is its own."""
@@ -469,18 +461,6 @@ def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63):
         raise FederatedError(f"{name} must be an int >= 0, or -1 for no limit, found {value!r}.")
     return value
-
-
-def _duration(seconds: float) -> Any:
-    if seconds < 0:
-        raise FederatedError(f"val_check_interval must be a time that is not negative, found {seconds:g} seconds.")
-    return timedelta(seconds=seconds)
-
-
-def _in_rounds(check_val_every_n_epoch: Any, val_check_interval: Any) -> int | None:
-    """Return the rounds between validations where Lightning's interval counts steps over all epochs, else None."""
-    is_count = isinstance(val_check_interval, int) and not isinstance(val_check_interval, bool)
-    return val_check_interval if check_val_every_n_epoch is None and is_count and val_check_interval > 0 else None
 
 
 def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:

@@ -112,7 +112,7 @@ WRONG: list[tuple[tuple[str, ...], Any, str]] = [
     (("trainer", "clients_per_round"), 31, "clients_per_round=31 asks for more clients than the 30"),
     (("trainer", "clients_per_round"), -0.5, "clients_per_round"),
     (("trainer", "clients_per_round"), ".nan", "clients_per_round"),
-    (("trainer", "local_epochs"), 0, "local_epochs must be an int >= 1"),
+    (("trainer", "local_epochs"), 0, "local_epochs must be an integer of at least 1"),
     (("trainer", "local_epochs"), 1.5, "local_epochs"),
     (("trainer", "local_epochs"), None, "pass local_epochs"),
     (("trainer", "local_steps"), 5, "local_epochs or local_steps, not both"),

@@ -406,8 +406,8 @@ def test_auto_goes_by_what_states_may_come_to(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"client_states": "tape"}, "client_states must be one of"),
-        ({"client_states_dir": 3}, "client_states_dir must be the path of a folder, found 3"),
+        ({"client_states": "tape"}, "client_states must be 'memory' or 'disk' or 'auto'"),
+        ({"client_states_dir": 3}, r"client_states_dir=3\): client_states_dir must be a path"),
         ({"client_states": "memory", "client_states_dir": "x"}, "of no use to client_states='memory'"),
     ],
 )

@@ -80,7 +80,7 @@ def test_point_to_and_restore() -> None:
         module.weight.add_(1.0)
     assert torch.equal(elsewhere, torch.tensor([1.0] * 6 + [0.0] * 3))
     assert torch.equal(flat.y, torch.arange(1.0, 10.0))
-    flat.restore()
+    flat.bind()
     assert torch.equal(module.weight, flat.y[:6].view(3, 2))
     assert shares(module.bias.data, flat.y)
 

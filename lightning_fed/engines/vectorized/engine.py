@@ -228,7 +228,7 @@ class VectorizedEngine(Engine):
         if cause is None or isinstance(cause, FederatedError):
             return
         undo = self.savepoint()
-        self.flat.restore()  # hooks may have bound the parameters to another client
+        self.flat.bind()  # hooks may have bound the parameters to another client
         try:
             one_by_one(self._make_sequential())
         except Exception as alone:

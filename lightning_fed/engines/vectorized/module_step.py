@@ -341,7 +341,7 @@ class ModuleStep:
             del attributes["log"]
             if own is not None:
                 attributes["log"] = own
-            self.flat.restore()
+            self.flat.bind()
 
 
 def _parameter_positions(module: nn.Module, parameters: Sequence[Tensor]) -> list[tuple[str, int]]:

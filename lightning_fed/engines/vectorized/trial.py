@@ -341,7 +341,7 @@ def _at_full_precision(step: ModuleStep) -> Iterator[None]:
         step.context = context
         for t, values in held:
             t.data = values
-        step.flat.restore()
+        step.flat.bind()
 
 
 def _raised(tensors: Sequence[Tensor]) -> list[Tensor]:
