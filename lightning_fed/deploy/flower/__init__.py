@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["client_app", "server_app"]
 
-importlib.import_module("lightning_fed.deploy.site_worker")  # at once: it notes which process has started this one
+importlib.import_module("lightning_fed.deploy.site_process")  # at once: it notes which process has started this one
 
 _MODULE_OF = {"client_app": "client", "server_app": "server"}
 
