@@ -11,9 +11,17 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.tables import sorted_words
-from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted
+from lightning_fed.deploy.message import (
+    FORMAT,
+    NAMES,
+    REGISTER,
+    WORDS,
+    Message,
+    check_message,
+    printable,
+    words_in,
+)
 from lightning_fed.deploy.registrations import Registrations
-from lightning_fed.deploy.replies import NAMES, words_in
 from lightning_fed.deploy.transport import Absent, Refusal, Transport
 
 _SHOWN = 5  # clients that one error or one line of the log names
@@ -150,10 +158,9 @@ class Exchange:
 
         A message of anything else raises :class:`FederatedError`.
         """
-        check_message(message, "The server")
+        who = check_message(message, "The reply of")
         header, asked = message.header, next(iter(tasks.values())).header
         client_id = header.get("client")
-        who = f"The reply of client {quoted(client_id)}"
         if isinstance(client_id, bool) or not isinstance(client_id, (int, str)) or client_id not in self._of_run:
             raise FederatedError(f"{who} is of no client of this run.")
         if header["run"] != self.run:

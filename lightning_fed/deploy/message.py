@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId, State
-from lightning_fed.rounds.messages import Task
+from lightning_fed.data.files.tables import is_word
 
 FORMAT = 1
 """Of messages, one more with every change that an older version could not read."""
@@ -35,9 +36,15 @@ MOST = 2**53
 MOST_STEPS = 2**20
 """The most rounds of a run, and the most local steps in a round: schedules step up to them one by one."""
 
+NAMES = 1000
+"""The most names in one mapping or list."""
+
 _HEADER = "message"
 _LONGEST = 2**24  # bytes of a header, which take 25 times as many in memory; with the ids of a million clients it fits
-_PARTS = ("server", "cohort_grad", "buffers", "base", "keep")
+_LENGTH = 200  # characters of a name
+_SHOWN = 20  # names in an error
+_PARTS = ("server", "cohort_grad", "buffers", "base", "keep", "send")
+_RUN = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +95,85 @@ def address(task: Message) -> dict[str, Any]:
     return {name: task.header[name] for name in ("format", "run", "phase", "round", "attempt", "client")}
 
 
-def check_message(message: Message, who: str) -> None:
-    """Refuse a message of another version, or without the fields that every message has, for ``who`` received it."""
+class Fields:
+    """The plain values of a message by name; those out of bounds raise :class:`FederatedError`."""
+
+    def __init__(self, who: str, values: Any, name: str = "header") -> None:
+        self._who = who
+        self._values = self._checked(name, values, isinstance(values, Mapping), "a mapping")
+
+    def _checked(self, name: str, value: Any, is_good: bool, expected: str) -> Any:
+        if not is_good:
+            raise FederatedError(
+                f"{self._who} is not valid: its {name} is {quoted(value)}, and {expected} is expected."
+            )
+        return value
+
+    def check(self, name: str, is_good: bool, expected: str) -> None:
+        """Refuse a value that is not good."""
+        self._checked(name, self._values.get(name), is_good, expected)
+
+    def count(self, name: str, least: int = 0, most: int = MOST) -> int:
+        """Return a whole number within bounds."""
+        value, bound = self._values.get(name), "2**53" if most == MOST else most
+        return int(self._checked(name, value, is_count(value, least, most), f"a whole number from {least} to {bound}"))
+
+    def number(self, name: str, least: float = -math.inf) -> float:
+        """Return a number of at least some size, which is finite or none (nan)."""
+        return self._number(name, self._values.get(name), least)
+
+    def _number(self, name: str, value: Any, least: float = -math.inf) -> float:
+        is_number = isinstance(value, float) or is_count(value, -MOST)
+        is_good = is_number and not math.isinf(value) and not value < least
+        return float(self._checked(name, value, is_good, f"a finite number{' of at least 0' if least == 0 else ''}"))
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Return numbers by name, which are finite or none (nan)."""
+        return {key: self._number(f"{name} {key!r}", value) for key, value in self._items(name)}
+
+    def text(self, name: str, pattern: re.Pattern[str], expected: str) -> str:
+        """Return a text that a pattern describes."""
+        value = self._values.get(name)
+        return str(self._checked(name, value, isinstance(value, str) and bool(pattern.fullmatch(value)), expected))
+
+    def texts(self, name: str) -> dict[str, str]:
+        """Return names by name."""
+        return {key: self._name(f"{name} {key!r}", value) for key, value in self._items(name)}
+
+    def names(self, name: str) -> list[str]:
+        """Return a list of names."""
+        found = self._values.get(name)
+        self._checked(name, found, isinstance(found, list) and len(found) <= NAMES, "a list of names")
+        return [self._name(name, value) for value in found]
+
+    def _items(self, name: str) -> list[tuple[str, Any]]:
+        found = self._values.get(name)
+        self._checked(name, found, isinstance(found, Mapping) and len(found) <= NAMES, "a mapping of names")
+        return [(self._name(name, key), value) for key, value in found.items()]
+
+    def _name(self, name: str, value: Any) -> str:
+        is_good = isinstance(value, str) and len(value) <= _LENGTH and value.isprintable()
+        return str(self._checked(name, value, is_good, f"a name of up to {_LENGTH} printable characters"))
+
+
+def check_message(message: Message, what: str) -> str:
+    """Refuse a message of another version, or without the fields that every message has; return what errors call it."""
     header = message.header
-    found = header.get("format") if isinstance(header, Mapping) else None
-    if found != FORMAT:
+    who = f"{what} client {quoted(header.get('client') if isinstance(header, Mapping) else None)}"
+    fields = Fields(who, header)
+    if (found := header.get("format")) != FORMAT:
         raise FederatedError(
-            f"{who} has received a message of format {quoted(found)}, and reads format {FORMAT}. Use the same version"
-            " of lightning_fed everywhere."
+            f"{who} has the format {quoted(found)}, and format {FORMAT} is read here. Use the same version of"
+            " lightning_fed everywhere."
         )
-    for name, kind in {"run": str, "phase": str, "round": int, "attempt": int}.items():
-        if not isinstance(header.get(name), kind):
-            raise FederatedError(f"{who} has received a message whose {name} is {quoted(header.get(name))}.")
+    fields.text("run", _RUN, "a name of 16 hex digits")  # it is a folder's name
+    fields.check("phase", isinstance(header.get("phase"), str), "a name")
+    fields.count("round", most=MOST_STEPS)
+    fields.count("attempt", most=MOST_STEPS)
     for name, value in message.tensors.items():
         if not isinstance(value, Tensor):
-            raise FederatedError(f"{who} has received a message whose {name} is not a tensor.")
+            raise FederatedError(f"{who} has {quoted(name)}, which is not a tensor.")
+    return who
 
 
 def is_count(value: Any, least: int = 0, most: int = MOST) -> bool:
@@ -115,6 +186,21 @@ def check_columns(owner: str, name: str, columns: Any) -> list[str]:
     if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
         raise FederatedError(f"{owner}({name}={columns!r}): {name} must be a list of columns.")
     return list(columns)
+
+
+def words_in(message: Message, who: str, columns: Iterable[str] | None = None) -> dict[str, list[str]]:
+    """Return the words of columns in a message, by default of all columns that it has."""
+    given = message.header.get("words", {})
+    words = Fields(who, given, "words")
+    found = {name: words.names(name) for name in (given if columns is None else columns)}
+    for name, own in found.items():
+        if wrong := [word for word in own if not is_word(word)]:
+            raise FederatedError(
+                f"{who} is not valid: {wrong[0]!r} in its {name} stands for a missing value or has spaces around it."
+            )
+        if len(set(own)) < len(own):
+            raise FederatedError(f"{who} is not valid: its {name} is a list with a word twice.")
+    return found
 
 
 def quoted(value: Any) -> str:
@@ -135,47 +221,33 @@ def digest(value: Tensor) -> str:
     return f"{list(value.shape)} {value.dtype} {hashlib.blake2b(own.numpy().tobytes(), digest_size=32).hexdigest()}"
 
 
-# ---------------------------------------------------------------------- tasks
+def check_tensors(who: str, tensors: State, like: State) -> None:
+    """Refuse tensors of other names, shapes or types than those of the module or the method."""
+    for name, value in tensors.items():
+        if name not in like:
+            known = ", ".join(map(repr, sorted(like)[:_SHOWN]))
+            raise FederatedError(f"{who} has a tensor {quoted(name)}, where [{known}] are expected.")
+        shape, dtype = like[name].shape, like[name].dtype
+        if value.shape != shape:
+            raise FederatedError(f"{who} has {name!r} of shape {list(value.shape)}, where {list(shape)} is expected.")
+        if value.dtype != dtype:
+            raise FederatedError(f"{who} has {name!r} of {value.dtype}, where {dtype} is expected.")
 
 
-def shared_part(task: Task, moved_buffers: set[str], base: State | None = None) -> State:
-    """Return the tensors of a task that are the same for all clients, as copies on the CPU.
-
-    Only buffers that have moved are sent, and base weights of adapters: sites have the others from their module.
-    """
-    buffers = {name: value for name, value in task.buffers.items() if name in moved_buffers}
-    parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers, "base": base or {}}
-    named = {f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()}
-    return {name: value.detach().cpu().clone() for name, value in {"x": task.x, **named}.items()}
+def check_finite(who: str, name: str, value: Tensor) -> None:
+    """Refuse a tensor with numbers that are not finite."""
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise FederatedError(f"{who} has {name!r} with numbers that are not finite. Look at its data and rates.")
 
 
-def task_in(message: Message, index: int, buffers: State, device: torch.device) -> tuple[Task, State, State]:
-    """Return the task in a message, what the server still keeps for the client, and the base weights of adapters.
-
-    The module's own buffers stand in for those that are not sent.
-    """
-    header, parts = message.header, parts_of(message, device)
-    if "x" not in message.tensors:
-        raise FederatedError(f"The task for client {message.client!r} has no parameters x.")
-    steps = header.get("steps")
-    task = Task(
-        round=header["round"],
-        phase=header["phase"],
-        clients=(index,),
-        steps={} if steps is None else {index: steps},
-        x=message.tensors["x"].to(device),
-        server=parts["server"],
-        cohort_grad=parts["cohort_grad"],
-        buffers={**buffers, **parts["buffers"]},
-        mean_examples=math.nan if header.get("mean_examples") is None else header["mean_examples"],
-        first_step=header.get("first_step", 0),
-    )
-    return task, parts["keep"], parts["base"]
+def prefixed(part: str, state: State) -> State:
+    """Return tensors under their names in a message, by what they are part of."""
+    return {f"{part}.{name}": value for name, value in state.items()}
 
 
 def parts_of(message: Message, device: torch.device) -> dict[str, State]:
     """Return the tensors of a message by what they are part of: "server", "send" and so on."""
-    parts: dict[str, State] = {part: {} for part in (*_PARTS, "send")}
+    parts: dict[str, State] = {part: {} for part in _PARTS}
     for name, value in message.tensors.items():
         part, dot, own = name.partition(".")
         if dot and part in parts:

@@ -8,8 +8,7 @@ from typing import Any
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.message import is_count, printable, quoted
-from lightning_fed.deploy.replies import Fields
+from lightning_fed.deploy.message import Fields, is_count, printable, quoted
 
 _log = logging.getLogger("lightning_fed.deploy")
 

@@ -12,8 +12,9 @@ from lightning_fed.core.rounds import ClientReport, RoundReport
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.deploy.exchange import Exchange
 from lightning_fed.deploy.facts import facts_in_reach
-from lightning_fed.deploy.message import FORMAT, MEASURE, MOST_STEPS, Message, shared_part
+from lightning_fed.deploy.message import FORMAT, MEASURE, MOST_STEPS, Message
 from lightning_fed.deploy.replies import Expected, reply_of
+from lightning_fed.deploy.tasks import shared_part
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.client_work import gradients_together
 from lightning_fed.rounds.local_plans import limited

@@ -26,12 +26,12 @@ from lightning_fed.deploy.message import (
     check_message,
     printable,
     quoted,
-    task_in,
+    words_in,
 )
-from lightning_fed.deploy.replies import reply_to, words_in
-from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
-from lightning_fed.deploy.site_privacy import SitePrivacy
+from lightning_fed.deploy.replies import reply_to
+from lightning_fed.deploy.site_privacy import SitePrivacy, check_budget
 from lightning_fed.deploy.site_states import SiteStates, Version
+from lightning_fed.deploy.tasks import TaskChecks, check_registration, task_in
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.messages import TRAIN
 from lightning_fed.server.aggregation.privacy import DifferentialPrivacy
@@ -136,8 +136,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         return reply
 
     def _answer(self, task: Message) -> Message:
-        check_message(task, "A site")
-        check_header(task)
+        check_message(task, "The task for")
         run, client_id = task.header["run"], task.header.get("client")
         if client_id not in self.client_ids:
             here = ", ".join(map(repr, self.client_ids))
@@ -217,8 +216,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         with self._sealed():
             planned = clients.planned_steps(client_id, header["round"])
         self._checks.check_numbers(message, planned)
-        task, sent, base = task_in(message, index, clients.buffers, clients.device)
-        self._checks.check_tensors(task, client_id, clients.start, clients.buffers, base, clients.base)
+        task, sent, base = task_in(message, index, clients.start, clients.buffers, clients.base)
         clients.use_base(base)
         version, store, plateaus = (header["state"], header["of"]), MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
