@@ -127,12 +127,12 @@ def optimizer_facts(trainer: Any) -> dict[str, str]:
 
 def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: object) -> None:
     """Refuse to work for a server that has other facts than the site of a client; warn of patches of libraries."""
-    for name in sorted({*mine, *servers}):
-        own, other = mine.get(name), servers.get(name)
+    for name, own in sorted(mine.items()):
+        other = servers.get(name)
         if own == other:
             continue
         found = f"its {name} is {own}, the server's is {other and printable(other, 500)}"
-        if name in _LIBRARIES and own and other and own.split(".")[:2] == other.split(".")[:2]:
+        if name in _LIBRARIES and other and own.split(".")[:2] == other.split(".")[:2]:
             _log.warning("The site of client %r: %s. The last bits of results may differ.", client, found)
             continue
         remedy = "Start both with the same model and the same trainer arguments."

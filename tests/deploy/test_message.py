@@ -5,8 +5,7 @@ import torch
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import Message, message
-from lightning_fed.deploy.message import FORMAT, check_message
-from lightning_fed.deploy.tasks import shared_part, task_in
+from lightning_fed.deploy.message import FORMAT, check_message, shared_part, task_in
 from lightning_fed.rounds.messages import TRAIN, Task
 
 

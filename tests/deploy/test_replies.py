@@ -17,8 +17,7 @@ from lightning_fed.callbacks import TrainingLoss
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import Message
 from lightning_fed.deploy.exchange import Exchange
-from lightning_fed.deploy.message import MOST, Fields, check_finite, check_tensors, printable, quoted
-from lightning_fed.deploy.replies import Expected
+from lightning_fed.deploy.message import MOST, Expected, Fields, check_finite, check_tensors, printable, quoted
 from lightning_fed.rounds.messages import Reply
 from tests.deploy.site_models import model
 from tests.deploy.wire import METHODS, Wire, make_trainer, parameters, simulated

@@ -19,7 +19,7 @@ from lightning_fed.callbacks import PersonalizedAccuracy
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite, Message
 from lightning_fed.deploy.facts import facts_of, optimizer_facts
-from lightning_fed.deploy.tasks import TaskChecks
+from lightning_fed.deploy.message import check_numbers
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import make_data, make_trainer, parameters
@@ -30,9 +30,9 @@ STEPS = 12  # of client 2: 22 examples in batches of 4, two local epochs
 
 
 def registration(make: Callable[[], Any] = MAKE, **header: Any) -> Message:
-    facts, optimizer = facts_of(make(), model()), optimizer_facts_of(model())
+    facts = {**facts_of(make(), model()), **optimizer_facts_of(model())}
     at = {"format": 1, "run": RUN, "phase": "register", "round": 0, "attempt": 0, "client": CLIENT}
-    return Message({**at, "facts": facts, "optimizer": optimizer, "clients": [0, 1, 2, 3], **header})
+    return Message({**at, "facts": facts, "clients": [0, 1, 2, 3], **header})
 
 
 def optimizer_facts_of(module: Net) -> dict[str, str]:
@@ -91,7 +91,6 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "a buffer that is not there": (task({"buffers.own": torch.zeros(1)}), "'buffers.own', where .'x'. are"),
     "a registration without facts": (registration(facts=None), "does not contain the server's settings"),
     "nested facts": (registration(facts={"method": ["FedAvg"]}), "does not contain the server's settings"),
-    "a registration without an optimizer": (registration(optimizer=None), "does not contain the server's settings"),
     "a registration without clients": (registration(clients=None), "give a sequence of ints or strs"),
 }  # fmt: skip
 
@@ -124,7 +123,7 @@ def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedS
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_examples", "plateaus", "state", "what",
-         "first_step", "local_steps", "own", "facts", "optimizer", "clients")  # fmt: skip
+         "first_step", "local_steps", "own", "facts", "clients")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +158,12 @@ def test_whatever_a_message_says_a_site_answers_or_refuses(
 def test_the_step_of_the_runs_schedule_is_one_that_it_can_be_at(
     options: dict[str, Any], right: list[int], wrong: list[int]
 ) -> None:
-    checks = TaskChecks(make_trainer("FedAvg", local_schedule="total", **options))
+    trainer = make_trainer("FedAvg", local_schedule="total", **options)
     for step in right:
-        checks.check_numbers(task(round=3, first_step=step), STEPS)
+        check_numbers(task(round=3, first_step=step), STEPS, trainer)
     for step in wrong:
         with pytest.raises(FederatedError, match=f"first_step is {step}"):
-            checks.check_numbers(task(round=3, first_step=step), STEPS)
+            check_numbers(task(round=3, first_step=step), STEPS, trainer)
 
 
 def test_a_kept_state_survives_a_round_that_cannot_be(tmp_path: Path) -> None:
@@ -193,8 +192,8 @@ def test_a_run_with_other_clients_starts_where_the_module_did(personal: list[str
     x = {"x": (first := normed()).net[0].weight.new_zeros(0)}
 
     def answer(site: FederatedSite, run: str, clients: list[int]) -> Message:
-        facts = {"facts": facts_of(make(), normed()), "optimizer": optimizer_facts_of(normed())}
-        site.answer(registration(run=run, clients=clients, **facts))
+        facts = {**facts_of(make(), normed()), **optimizer_facts_of(normed())}
+        site.answer(registration(run=run, clients=clients, facts=facts))
         x["x"] = site._clients.start.clone()  # type: ignore[union-attr]
         return site.answer(task(x, run=run))
 
