@@ -52,7 +52,8 @@ _LONGEST = 2**24  # bytes of a header, which take 25 times as many in memory; wi
 _LENGTH = 200  # characters of a name
 _SHOWN = 20  # names in an error
 _PARTS = ("server", "cohort_grad", "buffers", "base", "keep", "send")
-_RUN = re.compile(r"[0-9a-f]{16}")
+_REPORT = ("steps", "loss", "update_norm", "seconds")
+_RUN, _FIT = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +249,11 @@ def check_finite(who: str, name: str, value: Tensor) -> None:
         raise FederatedError(f"{who} has {name!r} with numbers that are not finite. Look at its data and rates.")
 
 
+def copied(value: Tensor) -> Tensor:
+    """Return a copy of a tensor on the CPU."""
+    return value.detach().cpu().clone()
+
+
 def prefixed(part: str, state: State) -> State:
     """Return tensors under their names in a message, by what they are part of."""
     return {f"{part}.{name}": value for name, value in state.items()}
@@ -263,9 +269,6 @@ def parts_of(message: Message, device: torch.device) -> dict[str, State]:
     return parts
 
 
-_FIT = re.compile(r"[0-9a-f]{8}")
-
-
 def shared_part(task: Task, moved_buffers: set[str], base: State | None = None) -> State:
     """Return the tensors of a task that are the same for all clients, as copies on the CPU.
 
@@ -274,7 +277,7 @@ def shared_part(task: Task, moved_buffers: set[str], base: State | None = None) 
     buffers = {name: value for name, value in task.buffers.items() if name in moved_buffers}
     parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers, "base": base or {}}
     named = [prefixed(part, state) for part, state in parts.items()]
-    return {name: value.detach().cpu().clone() for own in ({"x": task.x}, *named) for name, value in own.items()}
+    return {name: copied(value) for own in ({"x": task.x}, *named) for name, value in own.items()}
 
 
 def task_in(message: Message, index: int, x: Tensor, buffers: State, base: State) -> tuple[Task, State, State]:
@@ -402,10 +405,6 @@ class Expected:
         return Expected(like, frozenset(update.implied), model)
 
 
-_SHOWN = 20  # names in an error
-_REPORT = ("steps", "loss", "update_norm", "seconds")
-
-
 def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: bool = True) -> Message:
     """Return the reply of one client as a message, without what the server can work out.
 
@@ -423,17 +422,17 @@ def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: boo
         if once != name:  # one tensor under two names travels once
             same[name] = once
         elif bound is not None:
-            tensors[f"send.{name}"] = _own(value[0] * min(1.0, bound / max(float(value[0].norm()), bound)))
+            tensors[f"send.{name}"] = copied(value[0] * min(1.0, bound / max(float(value[0].norm()), bound)))
         elif name == "delta" and reply.models is not None:  # which is what is summed, and gives the change as well
-            tensors["model"] = _own(reply.models[0])
+            tensors["model"] = copied(reply.models[0])
         else:
-            tensors[f"send.{name}"] = _own(value[0])
+            tensors[f"send.{name}"] = copied(value[0])
     for name, value in (reply.buffers[0] if reply.buffers else {}).items():
-        tensors[f"buffers.{name}"] = _own(value)
+        tensors[f"buffers.{name}"] = copied(value)
     report = reply.reports[0] if reply.reports else None
     if report is not None and bound is not None:
         report = ClientReport(report.client_id, report.size, report.steps, math.nan, {}, math.nan, 0.0)
-    if report is not None and not timed:
+    elif report is not None and not timed:
         report = replace(report, seconds=0.0)
     facts = {
         "norms": {point: next(iter(of.values())) for point, of in reply.norms.items() if of},
@@ -450,10 +449,6 @@ def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: boo
         "cohort_grad_read": sorted(reply.cohort_grad_read),
     }
     return Message({**address(task), **facts}, tensors)
-
-
-def _own(value: Tensor) -> Tensor:
-    return value.detach().cpu().clone()
 
 
 def reply_of(

@@ -22,6 +22,8 @@ from lightning_fed.deploy.message import (
     Expected,
     Message,
     check_columns,
+    copied,
+    prefixed,
     reply_of,
     shared_part,
 )
@@ -301,7 +303,7 @@ class RemoteWork(ClientHalf):
             kept: State = {}
             if (task.phase == TRAIN or measure.get("own")) and index not in versions:
                 kept = self._loop.state.clients.get(index) or {}
-            held = {f"keep.{name}": value.detach().cpu().clone() for name, value in kept.items()}
+            held = prefixed("keep", {name: copied(value) for name, value in kept.items()})
             version, fit = versions.get(index, (0, "0" * 8))
             own = {"client": ids[index], "steps": task.steps.get(index), "state": version, "of": fit}
             tasks[ids[index]] = Message({**header, **own}, {**shared, **held})

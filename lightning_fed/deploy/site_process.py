@@ -296,6 +296,12 @@ def state_dir_of(node_config: Mapping[str, Any]) -> Path:
     return Path.home() / ".lightning_fed" / "sites" / safe[:100]
 
 
+def names_of(make_trainer: Maker, make_model: Maker, make_data: Maker) -> dict[str, str]:
+    """Return the names of the functions that make the parts of a site."""
+    given = {"trainer": make_trainer, "model": make_model, "data": make_data}
+    return {what: named(f"make_{what}", maker) for what, maker in given.items()}
+
+
 def named(what: str, maker: Maker) -> str:
     """Return the name of a function, ``"module:function"``, for another process to find it."""
     if isinstance(maker, str):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_fed.deploy.site_process import STARTED_BY, Maker, SiteProcess, clients_of, end_with, named
+from lightning_fed.deploy.site_process import STARTED_BY, Maker, SiteProcess, clients_of, end_with, names_of
 
 _MESSAGES, _WHO, _CLIENTS = "messages", "who", "clients"
 _FORMAT = "lightning_fed.deploy.Message"
@@ -52,8 +52,7 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
             "hospital.task:make_data",
         )
     """
-    given = {"trainer": make_trainer, "model": make_model, "data": make_data}
-    makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}
+    makers = names_of(make_trainer, make_model, make_data)
     app = ClientApp()
 
     @app.query()
