@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.deploy.flare.configured import simulator
 from lightning_fed.deploy.flower.configured import LocalFlower
-from lightning_fed.deploy.site_worker import log_of
+from lightning_fed.deploy.site_process import log_of
 from nvflare_scaffold import QUIET, scaffold_recipe, train_as_client
 from on_demand import BATCH, Network, Population
 from systems.measure import machine, positive

@@ -1,9 +1,11 @@
 """A run whose clients are elsewhere: the server's data module, the sites, and the messages between them.
 
-:mod:`lightning_fed.deploy.flower` carries the messages through Flower. Importing either imports no PyTorch yet.
+:mod:`lightning_fed.deploy.flower` and :mod:`lightning_fed.deploy.flare` carry the messages through Flower and NVFlare.
+Importing any of them imports no PyTorch yet.
 """
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,16 +16,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Absent", "FederatedSite", "InProcess", "Message", "Refusal", "RemoteClients", "Transport", "reply_from"]
 
-_MODULE_OF = {"FederatedSite": "site", "Message": "message", "RemoteClients": "remote"}
-"""The modules of names; the others are in ``transport``."""
+
+def importer(package: str, module_of: Mapping[str, str], needs: str = "", missing: str = "") -> Callable[[str], Any]:
+    """Return what imports a name of a package when it is first used.
+
+    ``module_of`` has the modules of the names. If the package ``needs`` is not installed, the error says ``missing``.
+    """
+
+    def imported(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        except ModuleNotFoundError as error:
+            if not needs or (error.name or "").partition(".")[0] != needs:
+                raise
+            raise ModuleNotFoundError(missing, name=needs) from error
+
+    return imported
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'transport')}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+_PLACES = {"FederatedSite": "site", "Message": "message", "RemoteClients": "remote"}
+__getattr__ = importer(__name__, {name: _PLACES.get(name, "transport") for name in __all__})

@@ -1,9 +1,10 @@
-"""A phase over a transport: all clients are asked at once, and only valid replies count."""
+"""Phases over a transport: who has registered, all clients are asked at once, and only valid replies count."""
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any, TypeVar
 from unicodedata import normalize
 
@@ -11,9 +12,19 @@ from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.tables import sorted_words
-from lightning_fed.deploy.message import FORMAT, REGISTER, WORDS, Message, check_message, printable, quoted
-from lightning_fed.deploy.registrations import Registrations
-from lightning_fed.deploy.replies import NAMES, words_in
+from lightning_fed.deploy.message import (
+    FORMAT,
+    NAMES,
+    REGISTER,
+    WORDS,
+    Fields,
+    Message,
+    check_message,
+    is_count,
+    printable,
+    quoted,
+    words_in,
+)
 from lightning_fed.deploy.transport import Absent, Refusal, Transport
 
 _SHOWN = 5  # clients that one error or one line of the log names
@@ -22,34 +33,128 @@ _log = logging.getLogger("lightning_fed.deploy")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Facts that a site reports about a client's data.
+
+    These are the numbers of examples, of batches in a local epoch, of examples in a batch and for validation, and the
+    meaning of inputs and targets in words, if the data module knows it.
+    """
+
+    size: int
+    batches: int
+    batch_size: int | None
+    val_size: int = 0
+    columns: tuple[str, ...] = ()
+
+
+class Registrations:
+    """The registrations of a run's clients.
+
+    A client that has not registered in time still counts as one of N and may be sampled, with the mean
+    number of examples of the others. If it is sampled, it fails in that round. It may register later. A client with
+    more than ``max_examples``, with another batch size than the required one, or whose inputs and targets mean
+    something else than those of an earlier one, is refused.
+    """
+
+    def __init__(
+        self, client_ids: Sequence[ClientId], max_examples: int | None = None, batch_size: int | None = None
+    ) -> None:
+        self.client_ids, self._max_examples, self._batch_size = client_ids, max_examples, batch_size
+        self.known: dict[ClientId, Registration] = {}  # in the order of the ids once :meth:`close` was called
+        self.unregistered: set[ClientId] = set()
+        self._late: dict[ClientId, Registration] = {}
+
+    def add(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
+        """Add a client's registration. A late one counts from :meth:`accept_late` on."""
+        fields = Fields(f"The reply of client {client_id!r}", header)
+        size = fields.count("size")
+        if self._max_examples is not None and size > self._max_examples:
+            raise FederatedError(
+                f"The reply of client {client_id!r} says that it has {size:,} examples, more than"
+                f" max_examples={self._max_examples:,} allows: its weight would be as large."
+            )
+        batches = fields.count("batches", most=size)  # a schedule of the run's steps goes by the most batches
+        batch_size = header.get("batch_size")
+        if self._batch_size is not None and batch_size != self._batch_size:
+            raise FederatedError(
+                f"The site of client {client_id!r} has batch_size={quoted(batch_size)}, and the run's is"
+                f" {self._batch_size}. Give its data module the run's, or leave batch_size unset for the run."
+            )
+        columns = self._compare_columns(client_id, header.get("columns", []))
+        batch_size = batch_size if is_count(batch_size, 1) else None
+        found = Registration(size, batches, batch_size, fields.count("val_size"), columns)
+        (self._late if client_id in self.unregistered else self.known)[client_id] = found
+
+    def _compare_columns(self, client_id: ClientId, found: Any) -> tuple[str, ...]:
+        """Return the meaning of a client's columns; raise if an earlier client's differ."""
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise FederatedError(f"The reply of client {client_id!r} says that its columns are {quoted(found)}.")
+        mine = tuple(printable(name, 200) for name in found)
+        for other, known in {**self.known, **self._late}.items():
+            if not mine or not known.columns or mine == known.columns or other == client_id:
+                continue
+            pairs = zip_longest(mine, known.columns, fillvalue="nothing")
+            number, (own, its) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise FederatedError(
+                f"The sites of clients {client_id!r} and {other!r} do not mean the same by their inputs and targets:"
+                f" column {number} is {own!r} at the first and {its!r} at the second. Declare the same features,"
+                " categories and classes in the data module of every site."
+            )
+        return mine
+
+    def close(self) -> None:
+        """End the registration, and record the clients that have not registered."""
+        sizes = [known.size for known in self.known.values() if known.size]
+        self._compare_batch_sizes()
+        typical = Registration(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
+        self.unregistered = set(self.client_ids) - self.known.keys()
+        self.known = {client_id: self.known.get(client_id, typical) for client_id in self.client_ids}
+
+    def pending(self) -> list[ClientId]:
+        """Return the clients that have not registered yet."""
+        missing = self.unregistered - self._late.keys()
+        return [client_id for client_id in self.client_ids if client_id in missing]
+
+    def accept_late(self) -> bool:
+        """Let the clients that registered late take part; return whether there are any."""
+        late, self._late = self._late, {}
+        self.known |= late
+        self.unregistered -= late.keys()
+        if late:
+            self._compare_batch_sizes()
+        return bool(late)
+
+    def _compare_batch_sizes(self) -> None:
+        """Warn if sites have several: on purpose, perhaps."""
+        of = {known.batch_size: client_id for client_id, known in self.known.items() if known.batch_size}
+        if len(of) > 1:
+            named = ", ".join(f"{size} (client {of[size]!r})" for size in sorted(of)[:5])
+            _log.warning("Sites have different batch sizes: %s. RemoteClients(batch_size=...) allows one.", named)
+
+
 class Exchange:
     """Ask clients over a transport; of what comes, each client's first valid reply to the phase counts.
 
     A second copy is ignored. Anything else is logged by name, once, and changes nothing. A client whose reply to the
     phase is not valid is not waited for any longer; its valid reply still counts while others are awaited.
 
-    ``run`` is the run's name on the sites. ``server_facts`` has the settings that the registration compares, "facts"
-    and "optimizer".
+    ``run`` is the run's name on the sites, and ``facts`` are the settings that the registration compares.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        trainer: Any,
-        sites: Registrations,
-        run: str,
-        server_facts: Mapping[str, Mapping[str, Any]],
+        self, transport: Transport, trainer: Any, sites: Registrations, run: str, facts: Mapping[str, str]
     ) -> None:
         self.run, self.sites, self._of_run = run, sites, frozenset(sites.client_ids)
-        self._transport, self._server_facts = transport, server_facts
+        self._transport, self._facts, self._words = transport, facts, dict[str, Sequence[str]]()
         self._signals, settings = trainer._signal_connector, trainer.fit_loop.settings
         self._drops, self._max_failed_share = settings.drops_failed, settings.max_failed_share
         self._logged: set[str] = set()
 
     def agree(self, columns: Sequence[str]) -> dict[str, list[str]]:
         """Return the words in some columns of all clients that answer, in one order."""
-        of_run = {"format": FORMAT, "run": self.run, "phase": WORDS, "round": 0, "attempt": 0, "columns": list(columns)}
-        tasks = {client_id: Message({**of_run, "client": client_id}) for client_id in self.sites.client_ids}
+        header = {**self.head(WORDS), "columns": list(columns)}
+        tasks = {client_id: Message({**header, "client": client_id}) for client_id in self.sites.client_ids}
 
         def read(reply: Message) -> tuple[ClientId, dict[str, list[str]]]:
             return reply.client, words_in(reply, f"The reply of client {reply.client!r}", columns)
@@ -74,15 +179,19 @@ class Exchange:
 
     def register(self, words: Mapping[str, Sequence[str]]) -> None:
         """Ask all clients for the sizes of their data, which are then in :attr:`sites`; give them the agreed words."""
-        self._server_facts = {**self._server_facts, "words": words}
+        self._words = dict(words)
         tasks = {client_id: self._registration(client_id) for client_id in self.sites.client_ids}
         for _ in self.ask(tasks, lambda reply: self.sites.add(reply.client, reply.header)):
             pass
         self.sites.close()
 
     def _registration(self, client_id: ClientId) -> Message:
-        header = {"format": FORMAT, "run": self.run, "phase": REGISTER, "round": 0, "attempt": 0, "client": client_id}
-        return Message({**header, **self._server_facts, "clients": self.sites.client_ids})
+        own = {"client": client_id, "facts": self._facts, "words": self._words, "clients": self.sites.client_ids}
+        return Message({**self.head(REGISTER), **own})
+
+    def head(self, phase: str, round: int = 0, attempt: int = 0) -> dict[str, Any]:
+        """Return what the tasks of a phase have in common."""
+        return {"format": FORMAT, "run": self.run, "phase": phase, "round": round, "attempt": attempt}
 
     def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
         """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
@@ -150,10 +259,9 @@ class Exchange:
 
         A message of anything else raises :class:`FederatedError`.
         """
-        check_message(message, "The server")
+        who = check_message(message, "The reply of")
         header, asked = message.header, next(iter(tasks.values())).header
         client_id = header.get("client")
-        who = f"The reply of client {quoted(client_id)}"
         if isinstance(client_id, bool) or not isinstance(client_id, (int, str)) or client_id not in self._of_run:
             raise FederatedError(f"{who} is of no client of this run.")
         if header["run"] != self.run:

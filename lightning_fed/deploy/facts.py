@@ -65,11 +65,11 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         "method": type(settings.algorithm).__name__,
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
         "average of LoRA": settings.lora,
-        "frozen parameters": _checksum(_frozen(settings, module)),
-        "buffers at the start": _checksum(f"{name} {digest(value)}" for name, value in _buffers(settings, module)),
+        "frozen parameters": _digest(_frozen(settings, module)),
+        "buffers at the start": _digest(_buffers(settings, module)),
         "parameters as buffers": repr(list(settings.as_buffers)),
         "personal parameters": repr(list(settings.personal)),
-        "parameters at the start that stay with the client": _checksum(_personal(settings, module)),
+        "parameters at the start that stay with the client": _digest(_personal(settings, module)),
         "seed": str(settings.seed),
         "local_epochs": work["local_epochs"],
         "local_steps": work["local_steps"],
@@ -127,12 +127,12 @@ def optimizer_facts(trainer: Any) -> dict[str, str]:
 
 def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: object) -> None:
     """Refuse to work for a server that has other facts than the site of a client; warn of patches of libraries."""
-    for name in sorted({*mine, *servers}):
-        own, other = mine.get(name), servers.get(name)
+    for name, own in sorted(mine.items()):
+        other = servers.get(name)
         if own == other:
             continue
         found = f"its {name} is {own}, the server's is {other and printable(other, 500)}"
-        if name in _LIBRARIES and own and other and own.split(".")[:2] == other.split(".")[:2]:
+        if name in _LIBRARIES and other and own.split(".")[:2] == other.split(".")[:2]:
             _log.warning("The site of client %r: %s. The last bits of results may differ.", client, found)
             continue
         remedy = "Start both with the same model and the same trainer arguments."
@@ -150,23 +150,25 @@ def _plain(options: Mapping[str, Any]) -> str:
     return json.dumps(options, sort_keys=True, skipkeys=True, default=plain)
 
 
-def _personal(settings: Settings, module: pl.LightningModule) -> list[str]:
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+def _personal(settings: Settings, module: pl.LightningModule) -> dict[str, Tensor]:
+    trained: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     buffers = buffer_owners(module) | parameters_as_buffers(settings, module, ())
     names, _ = personal_names(settings, module, trained, buffers)
-    names = frozenset(trained) if settings.algorithm.init_client_at_start else names
-    return [f"{name} {digest(trained[name])}" for name in sorted(names)]
+    return trained if settings.algorithm.init_client_at_start else {name: trained[name] for name in names}
 
 
-def _buffers(settings: Settings, module: pl.LightningModule) -> list[tuple[str, Tensor]]:
+def _buffers(settings: Settings, module: pl.LightningModule) -> dict[str, Tensor]:
     own = parameters_as_buffers(settings, module, ())
-    return [*module.named_buffers(), *((name, owner.get_parameter(key)) for name, (owner, key) in own.items())]
+    return {**dict(module.named_buffers()), **{name: owner.get_parameter(key) for name, (owner, key) in own.items()}}
 
 
-def _frozen(settings: Settings, module: pl.LightningModule) -> list[str]:
-    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-    frozen |= lora_a(module) if settings.lora == "frozen_a" else {}
-    return [f"{name} {digest(frozen[name])}" for name in sorted(frozen)]
+def _frozen(settings: Settings, module: pl.LightningModule) -> dict[str, Tensor]:
+    frozen: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    return {**frozen, **(lora_a(module) if settings.lora == "frozen_a" else {})}
+
+
+def _digest(values: Mapping[str, Tensor]) -> str:
+    return _checksum(f"{name} {digest(values[name])}" for name in sorted(values))
 
 
 def _checksum(texts: Iterable[str]) -> str:

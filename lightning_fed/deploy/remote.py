@@ -1,23 +1,42 @@
-"""Clients that are elsewhere, as the data module of a fit."""
+"""Clients that are elsewhere: the data module of a fit, and the half of its rounds that asks them."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
+
+import torch
 
 from lightning_fed.compat.package import pl
 from lightning_fed.core.arguments import check_count, kind_of
-from lightning_fed.core.errors import FederatedError
-from lightning_fed.core.types import ClientId
+from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.rounds import ClientReport, RoundReport
+from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import check_client_ids
-from lightning_fed.deploy.exchange import Exchange
-from lightning_fed.deploy.facts import check_single, facts_of, optimizer_facts
-from lightning_fed.deploy.message import check_columns
-from lightning_fed.deploy.registrations import Registration, Registrations
-from lightning_fed.deploy.remote_work import RemoteWork
+from lightning_fed.deploy.exchange import Exchange, Registration, Registrations
+from lightning_fed.deploy.facts import check_single, facts_in_reach, facts_of, optimizer_facts
+from lightning_fed.deploy.message import (
+    MEASURE,
+    MOST_STEPS,
+    Expected,
+    Message,
+    check_columns,
+    copied,
+    prefixed,
+    reply_of,
+    shared_part,
+)
 from lightning_fed.deploy.transport import Transport
-from lightning_fed.server.asynchronous import Asynchronous
+from lightning_fed.rounds.client_half import ClientHalf
+from lightning_fed.rounds.client_work import gradients_together
+from lightning_fed.rounds.local_plans import limited
+from lightning_fed.rounds.messages import GRADIENTS, TRAIN, Reply, Task
 from lightning_fed.server.optimal_sampling import OptimalClientSampling
+from lightning_fed.server.asynchronous import Asynchronous
+from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.participation import Participant
+from lightning_fed.server.server import Server
 from lightning_fed.trainer.loop import FederatedLoop
 from lightning_fed.trainer.run_state import RunState
 
@@ -101,7 +120,7 @@ class RemoteClients(FederatedDataModule):
         if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
             self._stated = module, facts_of(trainer, module)
 
-    def connect_clients(self) -> RemoteWork:
+    def connect_clients(self) -> "RemoteWork":
         """Register all clients, and return the half of the round that reaches them."""
         trainer: Any = self.trainer
         run: RunState = trainer.fit_loop.run_state
@@ -115,8 +134,8 @@ class RemoteClients(FederatedDataModule):
             )
         run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": versions}
         self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size)
-        server_facts = {"facts": self._stated[1], "optimizer": optimizer_facts(trainer)}
-        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], server_facts)
+        facts = {**self._stated[1], **optimizer_facts(trainer)}
+        exchange = Exchange(self.transport, trainer, sites, run.sites["run"], facts)
         if self._agree_on:
             run.sites["words"] = words = words or exchange.agree(self._agree_on)
             if self._make_val is not None:
@@ -168,3 +187,195 @@ class RemoteClients(FederatedDataModule):
             " server, such as a callback that measures gradients, work in a simulation only. Leave them out of"
             " callbacks."
         )
+
+
+class RemoteWork(ClientHalf):
+    """Ask clients on their sites for what a round needs, all of a phase at once."""
+
+    def __init__(self, trainer: Any, exchange: Exchange) -> None:
+        self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
+        self._loop, self._settings = trainer.fit_loop, trainer.fit_loop.settings
+        self._facts = facts_in_reach(trainer)  # as the sites have them
+        self._fit = secrets.token_hex(4)  # sites keep states by it: another server may continue the same run
+        self._attempt = -1  # how often the round was begun before
+        self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
+        self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
+
+    @property
+    def engine_names(self) -> list[str]:
+        """No engine of this process."""
+        return ["elsewhere"]
+
+    def participants(
+        self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
+    ) -> list[Participant]:
+        """Return the drawn clients that have registered and have examples; see :meth:`ClientHalf.participants`."""
+        members, self._attempt = [], -1
+        for client_id, count in drawn.items():
+            known = self._sites.known[client_id]
+            try:
+                steps = self._steps_of(client_id)
+            except ClientError as error:
+                if failed is None:
+                    raise
+                failed(error)
+                continue
+            if known.size:
+                index = self._loop.population.index_of(client_id)
+                members.append(Participant(client_id, index, known.size, count, steps))
+        return members
+
+    def _steps_of(self, client_id: ClientId) -> int:
+        """Return the local steps of a client in a round; raise if it cannot take part."""
+        if client_id in self._sites.unregistered:
+            raise ClientError(f"Client {client_id!r} has not registered.", client_id)
+        trainer, settings, batches = self.trainer, self._settings, self._sites.known[client_id].batches
+        batches = limited(batches, trainer.limit_train_batches) * settings.algorithm.steps_per_batch
+        steps: int = settings.steps(batches, trainer.accumulate_grad_batches)
+        if steps > MOST_STEPS and settings.local_schedule == "total":
+            raise ClientError(
+                f"Client {client_id!r} has {steps:,} local steps in a round, and local_schedule='total' allows"
+                f" {MOST_STEPS:,}: the schedules of all clients go on from there.",
+                client_id,
+            )
+        return steps
+
+    def _refuse_changes(self, round: int) -> None:
+        for name, now in facts_in_reach(self.trainer).items():
+            if now != self._facts[name]:
+                raise FederatedError(
+                    f"A callback has changed {name} from {self._facts[name]} to {now} by round {round}, and sites keep"
+                    " what they have started with. Leave it as it is, or let the method compute it from cohort.round in"
+                    " begin_round: its server's state is sent to the sites."
+                )
+
+    def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
+        """Begin a round, or begin it again; reports arrive complete."""
+        self._attempt += 1
+        self._replied = {}
+
+    def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
+        """Return all clients: they are asked at once."""
+        return [clients] if clients else []
+
+    def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
+        """Yield the replies as they come.
+
+        Gradients of small models are put together as a simulation puts them together: their sum has its bits.
+        """
+        most = gradients_together(task.x) if task.phase == GRADIENTS else 1
+        replies = self._ask(task, self._attempt)
+        if most == 1:
+            for reply in replies:
+                yield reply
+                for report, examples in zip(reply.reports, reply.examples, strict=True):
+                    self._replied[report.client_id] = report, examples
+            return
+        waiting = {reply.clients[0]: reply for reply in replies}
+        group: list[Reply] = []
+        for own in (*map(waiting.get, clients), None):
+            if group and (own is None or own.failed or len(group) == most):
+                yield _joined(group)
+                group = []
+            if own is not None and own.failed:
+                yield own
+            elif own is not None:
+                group.append(own)
+
+    def _ask(self, task: Task, attempt: int, **measure: Any) -> Iterator[Reply]:
+        """Yield the replies of the clients of a task that are there; ``measure`` describes a measurement."""
+        self._refuse_changes(task.round)
+        ids, versions = self._loop.population.ids, self._loop.run_state.sites["versions"]
+        lora = self._loop.state.lora
+        shared = shared_part(task, self._loop.state.moved_buffers, None if lora is None else lora.moved_weights)
+        header = {
+            **self._exchange.head(task.phase, task.round, attempt),
+            "fit": self._fit,
+            "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
+            "first_step": task.first_step,
+            "plateaus": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs if c.reduce_on_plateau],
+            **measure,
+        }
+        tasks = {}
+        for index in task.clients:
+            if ids[index] in self._sites.unregistered:
+                continue
+            kept: State = {}
+            if (task.phase == TRAIN or measure.get("own")) and index not in versions:
+                kept = self._loop.state.clients.get(index) or {}
+            held = prefixed("keep", {name: copied(value) for name, value in kept.items()})
+            version, fit = versions.get(index, (0, "0" * 8))
+            own = {"client": ids[index], "steps": task.steps.get(index), "state": version, "of": fit}
+            tasks[ids[index]] = Message({**header, **own}, {**shared, **held})
+
+        algorithm, expected = self._settings.algorithm, Expected({}, frozenset(), False)
+        if task.phase == TRAIN:
+            expected = Expected.of(algorithm, self._loop.prepared.optimizer, task, self._loop.state.new_client())
+            settings = self._settings
+            if settings.compression or settings.attack or settings.is_private:  # their sites send other changes
+                expected = replace(expected, model=False)
+
+        def read(message: Message) -> Reply:
+            index = self._loop.population.index_of(message.client)
+            size = self._sites.known[message.client].size
+            return reply_of(message, index, size, task, algorithm, expected, measure.get("what", ""))
+
+        return self._exchange.ask(tasks, read)
+
+    def measure_on_sites(  # type: ignore[override]
+        self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
+    ) -> dict[ClientId, dict[str, float]]:
+        """Return what sites measure of the clients that are there and answer; see :class:`ClientHalf`."""
+        server: Server = self._loop.state
+        if self._measured_in != server.round:
+            self._measured_in, self._measured = server.round, 0
+        self._measured += 1
+        indices = tuple(map(self._loop.population.index_of, client_ids))
+        x, state = (server.x, server.state) if own else (server.evaluation_x(), State())
+        first_step = self._settings.first_step(server.round, server.longest_steps)
+        task = Task(server.round, MEASURE, indices, {}, x, state, buffers=server.buffers, first_step=first_step)
+        replies = self._ask(task, self._measured - 1, what=what, local_steps=steps, own=own)
+        found = {report.client_id: dict(report.metrics) for reply in replies for report in reply.reports}
+        return {client_id: found[client_id] for client_id in client_ids if client_id in found}
+
+    def end_training(self) -> None:
+        """Log what the clients have logged, as the engine of a simulation does while they work."""
+        results = self._loop.epoch_loop._results
+        for client_id in sorted(self._replied, key=self._loop.population.index_of):
+            report, examples = self._replied[client_id]
+            for name, value in report.metrics.items():
+                flags = {"on_step": False, "on_epoch": True, "batch_size": examples}
+                results.log("training_step", name, torch.tensor(value), **flags)
+
+    def savepoint(self) -> Callable[[], None]:
+        """Return a function that takes back what is logged from here on."""
+        undo: Callable[[], None] = self._loop.epoch_loop._results.savepoint()
+        return undo
+
+    def completed(self, report: RoundReport) -> None:
+        """Note which states the clients keep now, and let those that have come late take part."""
+        run = self._loop.run_state
+        if self._settings.clients_keep_state:
+            version = report.round + 1, self._fit
+            versions = dict.fromkeys(map(self._loop.population.index_of, report.clients), version)
+            run.sites = {**run.sites, "versions": {**run.sites["versions"], **versions}}
+        if self._sites.accept_late():
+            run.load_population()
+
+    def end(self) -> None:
+        """Release the replies of the round."""
+        self._replied = {}
+
+
+def _joined(replies: Sequence[Reply]) -> Reply:
+    """Return the gradients of one or several clients as one reply."""
+    first = replies[0]
+    points = {point for reply in replies for point in reply.norms}
+    return replace(
+        first,
+        clients=[reply.clients[0] for reply in replies],
+        send={name: torch.cat([reply.send[name] for reply in replies]) for name in first.send},
+        norms={point: {i: n for reply in replies for i, n in reply.norms.get(point, {}).items()} for point in points},
+        server_read=frozenset().union(*(reply.server_read for reply in replies)),
+        cohort_grad_read=frozenset().union(*(reply.cohort_grad_read for reply in replies)),
+    )

@@ -1,9 +1,11 @@
-"""A fit with remote clients that continues from its checkpoint, and saves one after every round."""
+"""The server of a run: a fit with remote clients that saves every round, and continues from its checkpoint."""
 
 import logging
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -11,43 +13,57 @@ from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
+from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.remote import RemoteClients
+from lightning_fed.deploy.site_process import Maker, called
+from lightning_fed.deploy.transport import Transport
 
 _PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
+_log = logging.getLogger("lightning_fed.deploy")
 
 
-def fit(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    clients: RemoteClients,
-    checkpoint: Path,
-    log: logging.Logger,
-    other: str,
+def serve(
+    transport_to: Callable[[Sequence[ClientId]], Transport],
+    make_trainer: Maker,
+    make_model: Maker,
+    client_ids: Sequence[ClientId] | Maker,
+    checkpoint: str | Path,
+    make_val: Maker | None,
+    max_examples: int | None,
+    batch_size: int | None,
+    agree_on: Sequence[str],
 ) -> None:
-    """Run all rounds, from the checkpoint if it is there; no other run may use it meanwhile.
+    """Fit with what functions make, or their names say, and with clients over a transport."""
+    ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
+    transport, val = transport_to(ids), None if make_val is None else called(make_val)
+    if val is not None and not agree_on:
+        val = val()
+    clients = RemoteClients(transport, ids, val, max_examples, batch_size, agree_on)
+    fit(called(make_trainer)(), called(make_model)(), clients, Path(checkpoint).absolute())
 
-    ``log`` takes what there is to tell, ``other`` is how another run is found and ended.
-    """
+
+def fit(trainer: pl.Trainer, module: pl.LightningModule, clients: RemoteClients, checkpoint: Path) -> None:
+    """Run all rounds, from the checkpoint if it is there; no other run may use it meanwhile."""
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     try:  # the system frees the lock, however the process ends
         held = FileLock(f"{checkpoint}.lock", timeout=_PATIENCE).acquire()
     except Timeout as error:
         raise FederatedError(
-            f"Another run works with the checkpoint {checkpoint}. {other}; or give this one another checkpoint."
+            f"Another run works with the checkpoint {checkpoint}. End that run, or give this one another checkpoint."
         ) from error
     with held:
         if is_begun := checkpoint.is_file():
-            log.info("The run continues from %s.", checkpoint)
-        trainer.callbacks.append(_SaveRounds(checkpoint, log))  # type: ignore[attr-defined]
+            _log.info("The run continues from %s.", checkpoint)
+        trainer.callbacks.append(_SaveRounds(checkpoint))  # type: ignore[attr-defined]
         trainer.fit(module, clients, ckpt_path=checkpoint if is_begun else None)
-    log.info("All rounds are done. The model is in %s.", checkpoint)
+    _log.info("All rounds are done. The model is in %s.", checkpoint)
 
 
 class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
     """Save every round, after all other callbacks, and keep the checkpoint of the round before."""
 
-    def __init__(self, checkpoint: Path, log: logging.Logger) -> None:
-        self._checkpoint, self._log, self._report = checkpoint, log, ""
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint, self._report = checkpoint, ""
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Note what there is to log once the round is saved."""
@@ -59,7 +75,7 @@ class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
         if self._checkpoint.is_file():
             _keep(self._checkpoint, self._checkpoint.with_suffix(f".previous{self._checkpoint.suffix}"))
         trainer.save_checkpoint(self._checkpoint)
-        self._log.info("%s", self._report)
+        _log.info("%s", self._report)
 
 
 def _keep(file: Path, other: Path) -> None:

@@ -3,19 +3,23 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_fed.compat.package import pl
+from lightning_fed.compat.private import DummyLogger, TrainerFn, TrainerState, call
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.batches.examples import size_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import check_client_ids
-from lightning_fed.deploy.clients import ClientsOutsideFit
-from lightning_fed.deploy.facts import check_facts, facts_of
+from lightning_fed.deploy.facts import check_facts, check_single, facts_of, optimizer_facts
 from lightning_fed.deploy.message import (
     MEASURE,
     REGISTER,
@@ -24,19 +28,29 @@ from lightning_fed.deploy.message import (
     address,
     check_columns,
     check_message,
+    check_numbers,
+    check_phase,
+    check_registration,
     printable,
     quoted,
+    reply_to,
     task_in,
+    words_in,
 )
-from lightning_fed.deploy.replies import reply_to, words_in
-from lightning_fed.deploy.site_checks import TaskChecks, check_budget, check_header, check_registration
-from lightning_fed.deploy.site_privacy import SitePrivacy
+from lightning_fed.deploy.site_privacy import SitePrivacy, check_budget
 from lightning_fed.deploy.site_states import SiteStates, Version
+from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.client_errors import NamesClient
-from lightning_fed.rounds.messages import TRAIN
-from lightning_fed.server.client_states.store import MemoryClientStore
+from lightning_fed.rounds.local_plans import check_separate_examples
+from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
 from lightning_fed.server.privacy import DifferentialPrivacy
+from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ClientStates, ExpectedState
+from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
+from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.settings import Settings
+from lightning_fed.settings.trainer_checks import check_trainer
+from lightning_fed.trainer.evaluation import ClientEvaluation, mean_loss, own_model
+from lightning_fed.trainer.run_state import RunState
 
 _log = logging.getLogger("lightning_fed.deploy.site")
 
@@ -83,7 +97,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         loop: Any = trainer.fit_loop
         self._settings: Settings = loop.settings
         self._shared = check_columns(type(self).__name__, "share_words", share_words)
-        self._facts, self._checks = facts_of(trainer, model), TaskChecks(trainer)
+        self._facts = facts_of(trainer, model)
         privacy = self._settings.client_privacy
         check_budget(max_epsilon, delta, privacy)
         self._states = SiteStates(Path(state_dir))
@@ -136,8 +150,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         return reply
 
     def _answer(self, task: Message) -> Message:
-        check_message(task, "A site")
-        check_header(task)
+        check_message(task, "The task for")
         run, client_id = task.header["run"], task.header.get("client")
         if client_id not in self.client_ids:
             here = ", ".join(map(repr, self.client_ids))
@@ -146,7 +159,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             return self._register(task)
         if task.header["phase"] == WORDS:
             return self._share(task)
-        self._checks.check_phase(task)
+        check_phase(task, self._settings)
         agreed = self._states.agreed(run)
         if agreed is None:
             raise FederatedError(
@@ -181,7 +194,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
         made = self._made({"clients": clients, "words": words}, header["run"])
-        check_facts(made.optimizer_facts, header["optimizer"], client_id)
+        check_facts(made.optimizer_facts, header["facts"], client_id)
         self._states.agree(header["run"], self._agreed)
         with self._sealed():
             batches = made.trainer.datamodule.client_batches(client_id)
@@ -195,7 +208,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             }
         return Message({**address(task), **facts})
 
-    def _made(self, agreed: dict[str, Any], run: str) -> ClientsOutsideFit:
+    def _made(self, agreed: dict[str, Any], run: str) -> "ClientsOutsideFit":
         """Return what answers for the clients in a run; they are made ready at the first task."""
         if self._clients is not None and self._agreed != agreed:
             self._leave()
@@ -209,16 +222,15 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         self._run = run
         return self._clients
 
-    def _work(self, message: Message, clients: ClientsOutsideFit) -> Message:
+    def _work(self, message: Message, clients: "ClientsOutsideFit") -> Message:
         client_id, header = message.client, message.header
         index = clients.population.index_of(client_id)
         if self._privacy is not None:
             clients.work.use_seed(self._privacy.seed(message))
         with self._sealed():
             planned = clients.planned_steps(client_id, header["round"])
-        self._checks.check_numbers(message, planned)
-        task, sent, base = task_in(message, index, clients.buffers, clients.device)
-        self._checks.check_tensors(task, client_id, clients.start, clients.buffers, base, clients.base)
+        check_numbers(message, planned, self._trainer)
+        task, sent, base = task_in(message, index, clients.start, clients.buffers, clients.base)
         clients.use_base(base)
         version, store, plateaus = (header["state"], header["of"]), MemoryClientStore(), header["plateaus"]
         needs_state = task.phase != MEASURE or header["own"]
@@ -309,3 +321,197 @@ def _title(task: Message) -> str:
 
 def _kilobytes(message: Message) -> float:
     return sum(value.nbytes for value in message.tensors.values()) / 1000
+
+
+class ClientsOutsideFit:
+    """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, and none running.
+
+    Rounds may come in any order, any number of times. The module and the data module get the hooks that begin and end a
+    fit. The module also gets those that begin and end an epoch, around each client's work in a round. Callbacks get the
+    hooks of clients and batches.
+
+    The data of ``clients`` (by default of all) is here. ``among`` has the ids of all clients if the data module does
+    not.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        datamodule: pl.LightningDataModule,
+        clients: Sequence[ClientId] | None = None,
+        among: Sequence[ClientId] | None = None,
+    ) -> None:
+        self.trainer: Any = trainer
+        need = "Clients work outside a fit with a trainer of one process that has run none"
+        loop: Any = trainer.fit_loop
+        check_single(trainer, need, loop.round)
+        self._round: int | None = None  # whose hooks have been called
+        self._has_begun = False  # the clients' work in it
+        self._is_ready = False
+        try:
+            self._set_up(module, datamodule)
+            trainer._logger_connector.reset_results()
+            run: RunState = loop.run_state
+            self.prepared, self.population, self.work = run.prepare_without_fit(clients, among)
+            check_separate_examples(self.work.plans)
+            call._call_lightning_module_hook(trainer, "on_train_start")
+            self._is_ready = True
+        except BaseException:
+            self.close()
+            raise
+        flat = self.prepared.flat
+        self.optimizer_facts = optimizer_facts(trainer)
+        self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
+        self._personal = flat.personal.clone()  # of a new client
+        self.start = flat.y.clone()  # x^0, if the module here began as the server's
+        self.base = State() if self.prepared.lora is None else self.prepared.lora.weights
+        self._base = {name: value.clone() for name, value in self.base.items()}  # at the start
+        self._here = set(map(self.population.index_of, self.work.plans.clients))
+
+    def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
+        """Do what Lightning does before a fit loop runs."""
+        trainer = self.trainer
+        check_trainer(trainer)
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []  # the server's log; here they would make folders
+        trainer.strategy._lightning_module = module
+        trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+        trainer._data_connector.attach_data(module, datamodule=datamodule)
+        check_module(trainer)
+        time_by_rounds(trainer)
+        trainer.strategy.connect(module)
+        trainer._callback_connector._attach_model_callbacks()
+        trainer._callback_connector._attach_model_logging_functions()
+        trainer.strategy.setup_environment()
+        trainer._data_connector.prepare_data()
+        call._call_setup_hook(trainer)
+        call._call_configure_model(trainer)
+        trainer.strategy.setup(trainer)
+        call._call_lightning_module_hook(trainer, "on_fit_start")
+
+    def states(self, task: Task, store: ClientStore) -> ClientStates:
+        """Return what the clients of a task keep in a store, which the caller commits once the replies are sent."""
+        algorithm, prepared = self.work.algorithm, self.prepared
+
+        def new() -> State:
+            own = {PERSONAL: self._personal} if self._personal.numel() else {}
+            own |= {LOCAL_STEPS: torch.tensor(0)} if self.work.settings.local_schedule == "continue" else {}
+            x = self.start if algorithm.init_client_at_start else task.x
+            return {**algorithm.init_client(x), **own}
+
+        kept = {name: prepared.buffers.server[name] for name in prepared.buffers.kept}
+        like = {name: value.to("meta") for name, value in new().items()}
+        method, num_parameters = type(algorithm).__name__, len(prepared.flat.params)
+        expected = ExpectedState(method, like, kept, num_parameters, self.population.ids, self.device)
+        return ClientStates(new, store, expected)
+
+    def use_base(self, base: State) -> None:
+        """Use other base weights of adapters, with ``lora="exact"``; none for those of the start."""
+        for name, own in self.base.items():
+            own.copy_(base.get(name, self._base[name]))
+
+    def planned_steps(self, client_id: ClientId, round: int) -> int:
+        """Return the local steps that the trainer plans for a client in a round."""
+        return sum(member.steps for member in self.work.participants({client_id: 1}, round))
+
+    def costs(self, task: Task, index: int) -> tuple[int, int, int]:
+        """Return the batches in an epoch of a client, the steps of its task, and the most of them in an epoch."""
+        (plan,) = self.work.plans_of(task, [index])
+        return plan.batches.num_batches(), plan.participant.steps, max(plan.epochs, default=0)
+
+    def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
+        """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
+
+        Client states go to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``.
+        """
+        clients = [index for index in task.clients if index in self._here]
+        task = replace(task, server=self.prepared.optimizer.placed(task.server))
+        self._begin(task, clients, plateaus)
+        while True:
+            replies = self._replies(task, clients, states)
+            try:
+                first = list(islice(replies, 1))
+                break
+            except (FederatedError, RuntimeError) as error:  # no reply is out yet, so the work may start again
+                if (restart := self.work.restart_after(error)) is None:
+                    raise
+            self.work.restart(task.round, restart)
+            self.work.begin(task.round, self.work.members(task, clients))
+        yield from chain(first, replies)
+        if task.phase == TRAIN:
+            self.work.end_training()
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_end")
+            self._round = None
+        self.trainer._logger_connector.reset_results()
+
+    def _replies(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
+        for chunk in self.work.chunks(task, clients):
+            chunk = [index for index in chunk if index in clients]  # another client's gradient would be another reply
+            for reply in self.work.answer(task, chunk, states):
+                yield reply
+                self.work.call_end_hooks([report.client_id for report in reply.reports])
+
+    def measure(
+        self,
+        client_id: ClientId,
+        what: str,
+        steps: int,
+        task: Task,
+        plateaus: Sequence[Mapping[str, Any]] = (),
+        kept: ClientStates | None = None,
+    ) -> dict[str, float]:
+        """Return what is measured of one client, between rounds.
+
+        "loss" is its mean training loss. "val" and "train" are what ``validation_step`` logs on its validation set or
+        training set, after some local steps of fine-tuning. Given what the client keeps, its own model is measured.
+        """
+        engine, index = self.work.engine, self.population.index_of(client_id)
+        if task.round != self._round:
+            self.forget_round()  # whose rates are replaced here
+        self.prepared.set_round(task.round, plateaus)
+        self.prepared.begin_round(task.first_step)
+        x, buffers = torch.cat([task.x, self._personal]), task.buffers
+        if kept is not None:
+            (own,) = kept.of_each([index])
+            x, buffers = own_model(self.work.algorithm, task.x, task.server, own), {**buffers, **own.buffers}
+        if what != "loss":
+            return ClientEvaluation(engine).of_client(x, buffers, client_id, index, what, steps, task.round)
+        engine.buffers.write(buffers)
+        batches = self.trainer.datamodule.client_batches(client_id)
+        with engine.losses_at(x, task.round) as loss_of:
+            return {"loss": mean_loss(client_id, loss_of(batches, index), batches.size)}
+
+    def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
+        if task.round != self._round:
+            self.prepared.set_round(task.round, plateaus)
+            self.prepared.begin_round(task.first_step)
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+            self._round, self._has_begun = task.round, False
+        if task.phase != LOSS and not self._has_begun:
+            self.work.begin(task.round, self.work.members(task, clients))
+            self._has_begun = True  # local work continues from this round's gradients
+
+    def forget_round(self) -> None:
+        """Restart the round with the next task, after a client has failed or a measure of another round."""
+        self._round = None
+        self.work.end()
+        self.trainer._logger_connector.reset_results()
+
+    def close(self) -> None:
+        """Do what Lightning does after a fit: the module is then free for others, with the values of the start."""
+        trainer = self.trainer
+        if trainer.state.fn is None:
+            return
+        if self._is_ready:
+            call._call_lightning_module_hook(trainer, "on_train_end")
+            self.use_base({})
+            self.prepared.flat.bind()
+            self.prepared.flat.whole.copy_(torch.cat([self.start, self._personal]))
+            self.prepared.buffers.write(self.buffers)
+        trainer._teardown()
+        if self._is_ready:
+            call._call_lightning_module_hook(trainer, "on_fit_end")
+            call._call_teardown_hook(trainer)
+        trainer.state = TrainerState()
+        self._is_ready = False

@@ -6,7 +6,9 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.disk import flush_folder
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
@@ -15,6 +17,19 @@ from lightning_fed.deploy.site_states import append_private, write_private
 from lightning_fed.server.privacy import ClientPrivacy, epsilon_of
 
 _BYTES = 32  # of the secret, and of digests
+
+
+def check_budget(max_epsilon: Any, delta: Any, privacy: ClientPrivacy | None) -> None:
+    """Raise for a budget of privacy that is not one, or that nothing is accounted for."""
+    for name, value, interval in (("max_epsilon", max_epsilon, "(0, inf)"), ("delta", delta, "(0, 1)")):
+        if value is None:
+            continue
+        check_number("FederatedSite", name, value, interval)
+        if privacy is None:
+            raise FederatedError(
+                f"FederatedSite({name}={value!r}): the trainer has no client_privacy, so nothing would bound what"
+                " answers reveal of an example. Set client_privacy=ClientPrivacy(...) for the server and all sites."
+            )
 
 
 class SitePrivacy:

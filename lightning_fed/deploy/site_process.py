@@ -1,31 +1,48 @@
-"""The resident process of a site, as the process that the transport has started there sees it; no PyTorch here."""
+"""The resident process of a site, with PyTorch, the model and the data, and the hand that gives it tasks one by one.
 
+It is started by the first task, and ends with the SuperNode or after an hour without a task; the next one starts it.
+Importing this file imports no PyTorch: Flower starts an interpreter for every message.
+"""
+
+import hashlib
+import importlib
+import json
+import logging
 import os
+import select
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from lightning_fed.deploy.site_worker import (
-    READY,
-    REPLY,
-    STARTED_BY,
-    log_of,
-    open_log,
-    socket_of,
-    spec_of,
-    state_dir_of,
-)
+from lightning_fed.core.errors import FederatedError
 
+STARTED_BY = os.getppid()
+"""The process that has started this one; of an orphan, the system's first one, if it was one already."""
+
+Maker: TypeAlias = Callable[..., Any] | str
+"""A function of the user's, or its name, ``"module:function"``."""
+
+_IDLE = 3600.0  # seconds without a task after which it ends
+_PATIENCE = 60.0  # seconds in which a predecessor is to end
 _TRIES = 3  # how often a process that ends during a task is restarted
 _LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
+_LOG_SIZE = 10 * 2**20  # bytes
+_SHOWN = 2000  # characters of the log in an error
+_READY, _NOT_MINE = b"Y", b"N"  # what is said to a specification: whether it is this process's, or it ends now
+_LIMITS = ("max-epsilon", "privacy-delta", "share-words")
 # Not from the folder in which the transport was started, whose copy of the app may be another one than was sent. From
 # Python 3.11 on, PYTHONSAFEPATH does the same for this process and those that it starts.
-_MAIN = "import sys; sys.path[:] = filter(None, sys.path); from lightning_fed.deploy.site_worker import main; main()"
-_SHOWN = 2000  # characters of the log in an error
+_MAIN = "import sys; sys.path[:] = filter(None, sys.path); from lightning_fed.deploy.site_process import main; main()"
 
 
 class SiteProcess:
@@ -43,29 +60,20 @@ class SiteProcess:
             {"makers": dict(makers), "node_config": dict(node_config), "parent": parent, "paths": self._paths}
         )
 
-    def answer(self, tasks: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
-        """Return the replies to some tasks, and why others have none."""
-        replies: dict[str, bytes] = {}
-        refused: dict[str, str] = {}
-        for tried in range(1, _TRIES + 1):
+    def answer(self, tasks: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the answers to some tasks: replies, and refusals."""
+        answers: dict[str, bytes] = {}
+        for _ in range(_TRIES):
             try:
                 with self._connected() as connection:
-                    for key, task in tasks.items():
-                        if key in replies or key in refused:
-                            continue
-                        connection.send_bytes(task)
-                        kind, content = connection.recv_bytes(), connection.recv_bytes()
-                        if kind == REPLY:
-                            replies[key] = content
-                        else:
-                            refused[key] = content.decode(errors="replace")
-                break
+                    for key in [key for key in tasks if key not in answers]:
+                        connection.send_bytes(tasks[key])
+                        answers[key] = connection.recv_bytes()
+                return answers
             except (OSError, EOFError) as error:
-                if tried == _TRIES:
-                    end = str(error) or "it ended in the middle of a task"
-                    why = f"The site's process has ended {_TRIES} times ({end}). Its last words: {self._end_of_log()}"
-                    refused |= dict.fromkeys(tasks.keys() - replies.keys() - refused.keys(), why)
-        return replies, refused
+                end = str(error) or "it ended in the middle of a task"
+        why = f"The site's process has ended {_TRIES} times ({end}). Its last words: {self._end_of_log()}"
+        return {**dict.fromkeys(tasks, refusal(why)), **answers}
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:
@@ -81,7 +89,7 @@ class SiteProcess:
                     raise ConnectionError(f"it ended with {process.returncode} before it was ready") from None
                 process = process or self._start()
             else:
-                if said == READY:
+                if said == _READY:
                     with connection:
                         yield connection
                     return
@@ -111,3 +119,248 @@ class SiteProcess:
             return log_of(self.state_dir).read_text(errors="replace")[-_SHOWN:].strip() or "none"
         except OSError as error:
             return str(error)
+
+
+class SiteWorker:
+    """Serve the tasks of one site.
+
+    ``spec`` has ``makers`` (names of the functions that make trainer, model and data), ``node_config``, ``parent`` (the
+    process with which it ends) and ``paths`` (where Python finds the app).
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.spec, self.state_dir = spec, state_dir_of(spec["node_config"])
+        self.socket = socket_of(self.state_dir)
+        self._site: Any = None
+
+    def serve(self) -> None:
+        """Answer until the SuperNode ends, another app comes, or nothing has come for an hour."""
+        from filelock import FileLock
+
+        end_with(self.spec["parent"])
+        with FileLock(self.socket.with_suffix(".lock"), timeout=_PATIENCE):  # the system frees it, whatever happens
+            self.socket.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(str(self.socket))
+                os.chmod(self.socket, 0o600)
+                listener.listen()
+                listener.settimeout(_IDLE)
+                print(f"Process {os.getpid()} answers for {self.spec['node_config']['client-id']}.", flush=True)
+                while self._serve_one(listener):
+                    self._renew_log()
+                self.socket.unlink(missing_ok=True)
+            self._leave()
+
+    def _serve_one(self, listener: socket.socket) -> bool:
+        """Serve one connection; return whether to go on."""
+        try:
+            accepted, _ = listener.accept()
+        except TimeoutError:
+            return False
+        with Connection(accepted.detach()) as connection, suppress(EOFError):  # the end of a ClientApp that is done
+            try:
+                if connection.recv_bytes() != spec_of(self.spec):
+                    connection.send_bytes(_NOT_MINE)
+                    return False
+                connection.send_bytes(_READY)
+                while True:
+                    connection.send_bytes(self.answer(connection.recv_bytes()))
+            except OSError as error:  # a ClientApp that has ended; the server will ask again
+                print(f"A ClientApp has ended before its reply: {error}", flush=True)
+        return True
+
+    def answer(self, task: bytes) -> bytes:
+        """Return the answer to a task: a reply, or a refusal."""
+        try:
+            site = self._made()
+            from lightning_fed.deploy.message import Message
+
+            reply: bytes = site.answer(Message.from_bytes(task)).to_bytes()
+            return reply
+        except FederatedError as error:
+            why = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._leave()  # its state is unknown: the next task makes a new one
+            why = f"{type(error).__name__}: {error} (the site's log is {log_of(self.state_dir)})"
+        return refusal(why)
+
+    def _made(self) -> Any:
+        if self._site is None:
+            makers, node_config = self.spec["makers"], self.spec["node_config"]
+            max_epsilon, delta, shared = limits_of(node_config)
+            trainer = called(makers["trainer"])()
+            try:
+                model, data = called(makers["model"])(), called(makers["data"])(dict(node_config))
+            except Exception as error:  # which may describe an example
+                if trainer.fit_loop.settings.client_privacy is None:
+                    raise
+                traceback.print_exc()
+                raise FederatedError(
+                    f"The site's model or data cannot be made. Its own log ({log_of(self.state_dir)}) has the reason,"
+                    " which does not leave it under client_privacy."
+                ) from error
+            from lightning_fed.deploy.site import FederatedSite
+
+            self._site = FederatedSite(
+                trainer, model, data, clients_of(node_config), self.state_dir, max_epsilon, delta, shared
+            )
+        return self._site
+
+    def _renew_log(self) -> None:
+        """Begin a new log if this process writes to one that has become long."""
+        path, now = log_of(self.state_dir), os.fstat(1)
+        if now.st_size > _LOG_SIZE and path.is_file() and os.path.samestat(now, path.stat()):
+            log = open_log(self.state_dir)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
+
+    def _leave(self) -> None:
+        site, self._site = self._site, None
+        if site is not None:
+            try:
+                site.close()
+            except Exception:
+                traceback.print_exc()
+
+
+def refusal(reason: str) -> bytes:
+    """Return the message of a site that has no reply to a task, as :func:`lightning_fed.deploy.reply_from` reads it."""
+    from safetensors import serialize
+
+    return bytes(serialize({}, {"message": json.dumps({"refused": reason})}))
+
+
+def spec_of(values: Mapping[str, Any]) -> bytes:
+    """Return a specification as bytes."""
+    return json.dumps(values, sort_keys=True).encode()  # Flower hands out configurations in any order
+
+
+def log_of(state_dir: Path) -> Path:
+    """Return the file that takes what a site's process prints."""
+    return state_dir / "site.log"
+
+
+def open_log(state_dir: Path) -> int:
+    """Open a new log, which is for this user alone; the one before stays as ``site.log.1``."""
+    log = log_of(state_dir)
+    if log.is_file():
+        os.replace(log, log.with_suffix(".log.1"))
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def main() -> None:
+    """Serve the site that the standard input describes."""
+    logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("lightning_fed.deploy").setLevel(logging.INFO)
+    SiteWorker(json.load(sys.stdin)).serve()
+
+
+# Values of a node's configuration: its clients, their folder, the user's functions
+
+
+def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
+    """Return the ids of a node's clients: ``client-id=3``, ``client-id="clinic"``, or several, ``client-id="0,1,2"``.
+
+    Example:
+        >>> clients_of({"client-id": "0, 12,north"})
+        [0, 12, 'north']
+    """
+    said = node_config.get("client-id")
+    words = [word.strip() for word in str(said).split(",")]
+    if said is None or isinstance(said, bool) or not all(words):
+        raise ValueError(
+            f"This SuperNode's client-id is {said!r}. Start flower-supernode with --node-config 'client-id=\"clinic\"',"
+            " or with several ids and commas between them."
+        )
+    return [int(word) if word.isdecimal() and word == str(int(word)) else word for word in words]
+
+
+def limits_of(node_config: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
+    """Return what a node's operator allows: the largest epsilon, its delta, and the columns whose words may leave."""
+    for name in node_config:
+        option = name.replace("_", "-").lower()
+        if option in _LIMITS and name not in _LIMITS:
+            raise ValueError(f"This site's configuration has {name}, which limits nothing. The option is {option}.")
+    columns = [column.strip() for column in str(node_config.get("share-words", "")).split(",")]
+    return node_config.get("max-epsilon"), node_config.get("privacy-delta"), [*filter(None, columns)]
+
+
+def state_dir_of(node_config: Mapping[str, Any]) -> Path:
+    """Return the folder of what a node's clients keep: ``state-dir``, or one of the user's own by their ids."""
+    said = node_config.get("state-dir")
+    if said is not None:
+        return Path(str(said)).expanduser().absolute()
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in "-".join(map(str, clients_of(node_config))))
+    return Path.home() / ".lightning_fed" / "sites" / safe[:100]
+
+
+def names_of(make_trainer: Maker, make_model: Maker, make_data: Maker) -> dict[str, str]:
+    """Return the names of the functions that make the parts of a site."""
+    given = {"trainer": make_trainer, "model": make_model, "data": make_data}
+    return {what: named(f"make_{what}", maker) for what, maker in given.items()}
+
+
+def named(what: str, maker: Maker) -> str:
+    """Return the name of a function, ``"module:function"``, for another process to find it."""
+    if isinstance(maker, str):
+        module, _, attribute = maker.partition(":")
+        is_good = all(part.isidentifier() for part in (*module.split("."), attribute))
+    else:
+        module, attribute = getattr(maker, "__module__", ""), getattr(maker, "__qualname__", "")
+        is_good = attribute.isidentifier() and module != "__main__"
+    if not is_good:
+        raise FederatedError(
+            f"{what}={maker!r} is made in another process, which finds it by its name: give a function at the top of a"
+            f' module of the app, or its name, such as {what}="hospital.task:{what}".'
+        )
+    return f"{module}:{attribute}"
+
+
+def called(maker: Maker) -> Callable[..., Any]:
+    """Return the function itself, imported if it is given by name."""
+    if not isinstance(maker, str):
+        return maker
+    module, _, attribute = maker.partition(":")
+    function: object = getattr(importlib.import_module(module), attribute, None)
+    if not callable(function):
+        raise FederatedError(f"The module {module} has no function {attribute}.")
+    return function
+
+
+def socket_of(state_dir: Path) -> Path:
+    """Return the path of a site's socket, in a folder that only this user can open.
+
+    It is not in the site's own folder, since the path of a socket may have about 100 characters.
+    """
+    if os.name != "posix":
+        raise OSError("Sites need the local sockets of Linux or macOS.")
+    folder = Path(tempfile.gettempdir()) / f"lightning_fed-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} must be a folder of this user's with mode 0700, for the sockets of sites. Remove it.")
+    return folder / f"{hashlib.blake2b(str(state_dir).encode(), digest_size=8).hexdigest()}.sock"
+
+
+# A process that does not outlive another one
+
+
+def end_with(other: int) -> None:
+    """End this process, whatever it does, as soon as another one has ended.
+
+    Nothing that is kept is harmed: states of clients and checkpoints are on the disk as a whole or not at all.
+    """
+
+    def wait_and_end() -> None:
+        with suppress(ProcessLookupError):
+            if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
+                select.select([os.pidfd_open(other)], [], [])
+            else:
+                while True:
+                    os.kill(other, 0)
+                    time.sleep(_LOOK)
+        os._exit(0)
+
+    threading.Thread(target=wait_and_end, daemon=True).start()

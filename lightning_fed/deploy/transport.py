@@ -41,7 +41,7 @@ class Absent:
 
 
 def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
-    """Return the reply in the bytes that a client has sent, or a refusal if they are not a reply of this client.
+    """Return the reply in the bytes that a client's site has sent, or a refusal if they are no reply of this client.
 
     Args:
         client_id: The client's id in the transport.
@@ -49,9 +49,11 @@ def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
     """
     try:
         message = Message.from_bytes(content)
-        sender = message.header.get("client")
+        sender, reason = message.header.get("client"), message.header.get("refused")
     except (FederatedError, AttributeError) as error:
         return Refusal(client_id, str(error))
+    if reason is not None:
+        return Refusal(client_id, reason if isinstance(reason, str) else quoted(reason))
     return message if sender == client_id else Refusal(client_id, f"The reply is from client {quoted(sender)}.")
 
 
@@ -66,19 +68,12 @@ def contents_of(tasks: Mapping[ClientId, Message]) -> tuple[tuple[ClientId, ...]
     return tuple(tasks)[: len(contents)], contents
 
 
-def replies_in(
-    clients: Iterable[ClientId], messages: Mapping[str, bytes], refused: Mapping[str, str], sender: str
-) -> Iterator[Message | Refusal]:
-    """Yield what a site has sent for the clients of one message: replies and reasons, by number.
-
-    ``sender`` is the term for the site in the refusal of a client of which nothing was sent.
-    """
+def replies_in(clients: Iterable[ClientId], answers: Mapping[str, bytes]) -> Iterator[Message | Refusal]:
+    """Yield what a site has sent for the clients of one message, by number."""
     for number, client_id in enumerate(clients):
-        key = str(number)
-        if key in messages:
-            yield reply_from(client_id, messages[key])
-        else:
-            yield Refusal(client_id, refused.get(key, f"The answer of its {sender} has no reply of this client."))
+        answer = answers.get(str(number))
+        missing = Refusal(client_id, "The answer of its site has no reply of this client.")
+        yield missing if answer is None else reply_from(client_id, answer)
 
 
 class Transport(Protocol):

@@ -112,7 +112,7 @@ class Measurements:
             raise FederatedError(f"The state of client {client_id!r}, with its own model, is kept by another process.")
         with self._run.preserving_module():
             x, buffers = self._own_model(index)
-            prepared.flat.restore()
+            prepared.flat.bind()
             prepared.flat.whole.copy_(x)
             prepared.buffers.write(buffers)
             yield

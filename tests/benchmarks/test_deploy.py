@@ -123,7 +123,7 @@ def test_cpu_time_of_processes_that_have_ended_counts(deploy: Any, tmp_path: Pat
         ("python3 /env/bin/flwr-clientapp --token", "flwr-clientapp"),
         ("/env/flower/bin/python -m nvflare.private.fed.app.simulator.simulator /job", "simulator"),
         ("python -m nvflare.private.fed.app.simulator.simulator_worker -o /job", "simulator_worker"),
-        ("python -m lightning_fed.deploy.site_worker", "site process"),
+        ("python -m lightning_fed.deploy.site_process", "site process"),
     ],
 )
 def test_kinds_of_processes_are_told_apart(command: str, kind: str, deploy: Any) -> None:

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
-from lightning_fed.deploy.site_worker import clients_of
+from lightning_fed.deploy.site_process import clients_of
 from tests.deploy import wire
 from tests.deploy.site_models import Net, model
 

@@ -17,7 +17,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrain
 from lightning_fed.algorithms import Adam, Algorithm, FedAvg, FedCM, FedDane, FedDyn, Mime, MimeLite, Scaffold
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
-from lightning_fed.deploy.clients import ClientsOutsideFit
+from lightning_fed.deploy.site import ClientsOutsideFit
 from lightning_fed.rounds import client_work, messages
 from lightning_fed.rounds.client_work import ClientWork
 from lightning_fed.rounds.cohort import CohortSampling

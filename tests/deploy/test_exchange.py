@@ -290,8 +290,8 @@ def changed(message: Message, tensors: dict[str, Any] | None = None, **header: A
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another format": ({"format": 2}, "format 2, and reads format 1"),
-    "another run": ({"run": "other"}, "The reply of client 1 is of run other, and this is run"),
+    "another format": ({"format": 2}, "format 2, and format 1 is read here"),
+    "another run": ({"run": "f" * 16}, "The reply of client 1 is of run ffffffffffffffff, and this is run"),
     "no client": ({"client": 17}, "The reply of client 17 is of no client of this run"),
     "a truth value": ({"client": True}, "The reply of client True is of no client of this run"),
     "a later round": ({"round": 4}, "of round 4 (attempt 0), and the current task is 'train' of round 0 (attempt 0)"),
@@ -317,7 +317,7 @@ def test_messages_of_anything_else_are_refused_by_name_and_not_taken_for_a_reply
     wire.run(module)
     for name, (_, said) in WRONG.items():
         assert [text for text in caplog.messages if said in text], name
-    assert [text for text in caplog.messages if "format None" in text]
+    assert [text for text in caplog.messages if "its header is a list, and a mapping is expected" in text]
     assert torch.equal(parameters(module), parameters(simulated(ALL).lightning_module))
 
 

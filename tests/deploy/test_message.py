@@ -48,18 +48,19 @@ def test_a_task_comes_out_of_a_message_as_it_went_in() -> None:
     assert tensors.keys() == {"x", "server.c", "cohort_grad.x", "buffers.mean"}  # no buffer that has not moved
     header = {
         "format": FORMAT,
-        "run": "r",
+        "run": "0123456789abcdef",
         "phase": TRAIN,
         "round": 2,
         "attempt": 0,
         "client": "a",
         "steps": 5,
         "mean_examples": 7.5,
+        "first_step": 0,
     }
     message = Message.from_bytes(Message(header, {**tensors, "keep.c_i": torch.ones(3)}).to_bytes())
     check_message(message, "The site")
     own = {"mean": torch.full((2,), -1.0), "count": torch.tensor(9)}
-    found, kept, _ = task_in(message, 1, own, torch.device("cpu"))
+    found, kept, _ = task_in(message, 1, torch.zeros(3), own, {})
     assert (found.round, found.phase, found.clients, found.steps, found.mean_examples) == (2, TRAIN, (1,), {1: 5}, 7.5)
     assert torch.equal(found.x, task.x)
     assert torch.equal(found.server["c"], server["c"])
@@ -68,7 +69,7 @@ def test_a_task_comes_out_of_a_message_as_it_went_in() -> None:
     assert found.buffers["count"] == 9  # the module's own
     assert kept.keys() == {"c_i"}
     with pytest.raises(FederatedError, match="The task for client 'a' has no parameters x"):
-        task_in(Message(header), 1, own, torch.device("cpu"))
+        task_in(Message(header), 1, torch.zeros(3), own, {})
 
 
 def test_what_is_shared_among_clients_is_a_copy() -> None:

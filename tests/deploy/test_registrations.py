@@ -11,7 +11,7 @@ from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.deploy import Message, Refusal, RemoteClients
-from lightning_fed.deploy.registrations import Registration, Registrations
+from lightning_fed.deploy.exchange import Registration, Registrations
 from lightning_fed.server import WeightedSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import SIZES, Wire, make_trainer, parameters
@@ -165,7 +165,7 @@ def test_a_registration_without_counts_is_refused() -> None:
 
 
 def test_a_client_has_no_more_batches_than_examples() -> None:
-    with pytest.raises(FederatedError, match="says that it has 12 batches of 11 examples"):
+    with pytest.raises(FederatedError, match="its batches is 12, and a whole number from 0 to 11 is expected"):
         Registrations(["a"]).add("a", {**registration(11), "batches": 12})
 
 

@@ -1,6 +1,5 @@
 """A fit that saves every round, and goes on from there."""
 
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +16,7 @@ METHOD = "Scaffold ii"
 
 def run(wire: Wire, checkpoint: Path, **options: int) -> torch.Tensor:
     module = wire.make_model()
-    log = logging.getLogger("lightning_fed.deploy")
-    saved_run.fit(make_trainer(METHOD, **options), module, wire.clients(), checkpoint, log, "`stop` ends it")
+    saved_run.fit(make_trainer(METHOD, **options), module, wire.clients(), checkpoint)
     return parameters(module)
 
 
@@ -47,7 +45,7 @@ def test_two_runs_do_not_work_with_one_checkpoint(tmp_path: Path, monkeypatch: p
     wire, checkpoint = Wire(tmp_path, partial(make_trainer, METHOD)), tmp_path / "last.ckpt"
     with (
         FileLock(f"{checkpoint}.lock"),
-        pytest.raises(FederatedError, match="Another run works with .*last.ckpt. `stop` ends it; or give this one"),
+        pytest.raises(FederatedError, match="Another run works with .*last.ckpt. End that run, or give this one"),
     ):
         run(wire, checkpoint)
     assert not wire.phases

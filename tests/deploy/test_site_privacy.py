@@ -186,7 +186,7 @@ def registration_of(wire: Wire, task: Message) -> Message:
     """Return the registration for the run of a task."""
     site = wire.site(int(task.client))
     header = {name: task.header[name] for name in ("format", "run", "client")}
-    facts = {"facts": site._facts, "optimizer": site._clients.optimizer_facts}  # type: ignore[union-attr]
+    facts = {"facts": {**site._facts, **site._clients.optimizer_facts}}  # type: ignore[union-attr]
     return Message(
         {**header, **facts, "phase": "register", "round": 0, "attempt": 0, "clients": list(range(len(SIZES)))}
     )

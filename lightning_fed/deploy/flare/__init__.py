@@ -3,8 +3,9 @@
 Importing it imports no PyTorch and no NVFlare.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_fed.deploy import importer
 
 if TYPE_CHECKING:
     from lightning_fed.deploy.flare.controller import RoundsController
@@ -14,16 +15,5 @@ if TYPE_CHECKING:
 __all__ = ["FlareTransport", "RoundsController", "serve_site"]
 
 _MODULE_OF = {"FlareTransport": "transport", "RoundsController": "controller", "serve_site": "site"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "nvflare":
-            raise
-        what = 'NVFlare 2.9 is missing: pip install "lightning_fed[nvflare]".'
-        raise ModuleNotFoundError(what, name="nvflare") from error
+_MISSING = 'NVFlare 2.9 is missing: pip install "lightning_fed[nvflare]".'
+__getattr__ = importer(__name__, _MODULE_OF, "nvflare", _MISSING)

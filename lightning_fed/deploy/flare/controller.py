@@ -5,7 +5,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nvflare.apis.controller_spec import Task, TaskCompletionStatus
@@ -15,14 +14,12 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.signal import Signal
 
+from lightning_fed.core.arguments import check_number
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
-from lightning_fed.deploy.remote import RemoteClients
-from lightning_fed.deploy.saved_run import fit
-from lightning_fed.deploy.site_worker import called
+from lightning_fed.deploy.saved_run import serve
 
-_OTHER = "`nvflare job list` shows its job, and `nvflare job abort` ends it"
 _log = logging.getLogger("lightning_fed.deploy")
 
 
@@ -65,8 +62,7 @@ class RoundsController(Controller):
     ) -> None:
         super().__init__()
         for name, value in (("phase_timeout", phase_timeout), ("absent_after", absent_after)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise FederatedError(f"{name}={value!r} must be a positive number of seconds.")
+            check_number(self, name, value, "(0, inf)")
         self.make_trainer, self.make_model, self.make_val = make_trainer, make_model, make_val
         self.client_ids, self.sites, self.checkpoint = client_ids, sites, checkpoint
         self.max_examples, self.batch_size, self.phase_timeout = max_examples, batch_size, phase_timeout
@@ -85,25 +81,27 @@ class RoundsController(Controller):
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Fit; FLARE calls this in a thread of the job's process."""
-        ids: Any = called(self.client_ids)() if isinstance(self.client_ids, str) else self.client_ids
-        sites = {str(client): [client] for client in ids} if self.sites is None else self.sites
-        if unexpected := {*ids} ^ {client for clients in sites.values() for client in clients}:
-            raise FederatedError(f"client_ids and sites do not name the same clients: {sorted(map(repr, unexpected))}.")
-        transport = FlareTransport(
-            lambda site, arrays, done: self._ask(site, arrays, done, fl_ctx),
-            self.cancel_task,
-            sites,
-            self.phase_timeout,
-            lambda: bool(abort_signal.triggered),
-            lambda site: time.monotonic() - self._heard[site],
-            self.absent_after,
-        )
-        make_val = None if self.make_val is None else called(self.make_val)
-        val = make_val() if make_val is not None and not self.agree_on else make_val
-        clients = RemoteClients(transport, ids, val, self.max_examples, self.batch_size, self.agree_on)
-        trainer, module = called(self.make_trainer)(), called(self.make_model)()
+
+        def transport_to(ids: Sequence[ClientId]) -> FlareTransport:
+            sites = {str(client): [client] for client in ids} if self.sites is None else self.sites
+            if unexpected := {*ids} ^ {client for clients in sites.values() for client in clients}:
+                wrong = sorted(map(repr, unexpected))
+                raise FederatedError(f"client_ids and sites do not name the same clients: {wrong}.")
+            return FlareTransport(
+                lambda site, arrays, done: self._ask(site, arrays, done, fl_ctx),
+                self.cancel_task,
+                sites,
+                self.phase_timeout,
+                lambda: bool(abort_signal.triggered),
+                lambda site: time.monotonic() - self._heard[site],
+                self.absent_after,
+            )
+
         try:
-            fit(trainer, module, clients, Path(self.checkpoint).absolute(), _log, _OTHER)
+            serve(
+                transport_to, self.make_trainer, self.make_model, self.client_ids, self.checkpoint,
+                self.make_val, self.max_examples, self.batch_size, self.agree_on,
+            )  # fmt: skip
         except AbortedError:
             _log.warning("The job was aborted. Submitted again, it continues from %s.", self.checkpoint)
 

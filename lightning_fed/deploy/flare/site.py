@@ -10,8 +10,7 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy.flare.arrays import packed, unpacked
-from lightning_fed.deploy.site_process import SiteProcess
-from lightning_fed.deploy.site_worker import Maker, named
+from lightning_fed.deploy.site_process import Maker, SiteProcess, names_of
 
 
 def serve_site(
@@ -51,8 +50,7 @@ def serve_site(
             "hospital.task:make_data",
         )
     """
-    given = {"trainer": make_trainer, "model": make_model, "data": make_data}
-    makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}
+    makers = names_of(make_trainer, make_model, make_data)
     flare.init()
     name = flare.get_site_name()
     if sites is not None and name not in sites:
@@ -66,5 +64,5 @@ def serve_site(
     process = SiteProcess(makers, config, os.getpid())
     while flare.is_running():
         if (task := flare.receive()) is not None:
-            answers = packed(*process.answer(unpacked(task.params or {})[0]))
-            flare.send(FLModel(params_type=ParamsType.FULL, params=answers))
+            answers = process.answer(unpacked(task.params or {}))
+            flare.send(FLModel(params_type=ParamsType.FULL, params=packed(answers)))

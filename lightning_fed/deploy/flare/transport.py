@@ -119,4 +119,4 @@ class FlareTransport:
             if site.errors > _TRIES:
                 yield from (Refusal(client, f"its site {name!r}: {found}") for client in clients)
             return
-        yield from replies_in(clients, *unpacked(found), "site")
+        yield from replies_in(clients, unpacked(found))

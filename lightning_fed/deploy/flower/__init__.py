@@ -3,8 +3,10 @@
 Importing it does not import PyTorch, because Flower starts an interpreter for every message at a site.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lightning_fed.deploy.site_process  # noqa: F401  # at once: it notes which process has started this one
+from lightning_fed.deploy import importer
 
 if TYPE_CHECKING:
     from lightning_fed.deploy.flower.client import client_app
@@ -12,22 +14,5 @@ if TYPE_CHECKING:
 
 __all__ = ["client_app", "server_app"]
 
-importlib.import_module("lightning_fed.deploy.site_worker")  # at once: it notes which process has started this one
-
 _MODULE_OF = {"client_app": "client", "server_app": "server"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a function when it is first used."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "flwr":
-            raise
-        raise ModuleNotFoundError('Flower is missing: pip install "lightning_fed[flower]".', name="flwr") from error
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__ = importer(__name__, _MODULE_OF, "flwr", 'Flower is missing: pip install "lightning_fed[flower]".')

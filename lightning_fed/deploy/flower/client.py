@@ -1,11 +1,32 @@
 """The ClientApp of a site: it hands Flower's messages to the site's resident process, and imports no PyTorch."""
 
-from flwr.app import Context, Message
+from collections.abc import Mapping
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_fed.deploy.flower.records import clients_record, packed, unpacked
-from lightning_fed.deploy.site_process import SiteProcess
-from lightning_fed.deploy.site_worker import STARTED_BY, Maker, clients_of, end_with, named
+from lightning_fed.deploy.site_process import STARTED_BY, Maker, SiteProcess, clients_of, end_with, names_of
+
+_MESSAGES, _WHO, _CLIENTS = "messages", "who", "clients"
+_FORMAT = "lightning_fed.deploy.Message"
+
+
+def packed(messages: Mapping[str, bytes]) -> RecordDict:
+    """Return the bytes of messages as a record, which Flower itself cuts into pieces of 5 MB on the way."""
+    arrays = {key: Array("uint8", (len(content),), _FORMAT, content) for key, content in messages.items()}
+    return RecordDict({_MESSAGES: ArrayRecord(arrays)})
+
+
+def unpacked(record: RecordDict) -> dict[str, bytes]:
+    """Return the messages of a record; a record of something else has none."""
+    arrays = record.array_records.get(_MESSAGES) or ArrayRecord()
+    return {str(key): array.data for key, array in arrays.items()}
+
+
+def clients_in(record: RecordDict) -> list[str]:
+    """Return the clients of a node, as text, in its answer to the question who it is."""
+    said = (record.config_records.get(_WHO) or ConfigRecord()).get(_CLIENTS)
+    return [str(client) for client in said] if isinstance(said, list) else []
 
 
 def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> ClientApp:
@@ -31,20 +52,19 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
             "hospital.task:make_data",
         )
     """
-    given = {"trainer": make_trainer, "model": make_model, "data": make_data}
-    makers = {what: named(f"make_{what}", maker) for what, maker in given.items()}
+    makers = names_of(make_trainer, make_model, make_data)
     app = ClientApp()
 
     @app.query()
     def say_who(message: Message, context: Context) -> Message:
         end_with(STARTED_BY)  # Flower's, and so with the SuperNode: else it would wait for it for ever
-        return Message(clients_record(clients_of(context.node_config)), reply_to=message)
+        clients = [str(client) for client in clients_of(context.node_config)]
+        return Message(RecordDict({_WHO: ConfigRecord({_CLIENTS: clients})}), reply_to=message)
 
     @app.train()
     def work(message: Message, context: Context) -> Message:
         end_with(STARTED_BY)
-        tasks, _ = unpacked(message.content)
-        replies, refused = SiteProcess(makers, context.node_config).answer(tasks)
-        return Message(packed(replies, refused), reply_to=message)
+        answers = SiteProcess(makers, context.node_config).answer(unpacked(message.content))
+        return Message(packed(answers), reply_to=message)
 
     return app

@@ -11,6 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite, Message, RemoteClients
 from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.flare.transport import FlareTransport
+from lightning_fed.deploy.site_process import refusal
 from tests.deploy.site_models import model
 from tests.deploy.wire import make_data, make_trainer, parameters, simulated
 
@@ -46,16 +47,16 @@ class Flare:
         return self.open[name]
 
     def send(self, name: str, arrays: Arrays, done: Callable[[Arrays | str], None]) -> Any:
-        messages = {key: Message.from_bytes(content) for key, content in unpacked(arrays)[0].items()}
+        messages = {key: Message.from_bytes(content) for key, content in unpacked(arrays).items()}
         phases = {str(message.header["phase"]) for message in messages.values()}
         self.asked.append((name, "+".join(sorted(phases)), [message.client for message in messages.values()]))
-        replies, refused = {}, {}
+        answers = {}
         for key, message in messages.items():
             try:
-                replies[key] = self.site(name).answer(message).to_bytes()
+                answers[key] = self.site(name).answer(message).to_bytes()
             except FederatedError as error:
-                refused[key] = str(error)
-        if (found := self.spoils(name, packed(replies, refused))) is not None:
+                answers[key] = refusal(str(error))
+        if (found := self.spoils(name, packed(answers))) is not None:
             done(found)
         return len(self.asked)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_fed.deploy.flare.configured import simulator
-from lightning_fed.deploy.site_worker import socket_of
+from lightning_fed.deploy.site_process import socket_of
 from tests.deploy.flare.fake import SITES
 from tests.deploy.processes import pid_of
 from tests.deploy.wire import make_trainer, simulated

@@ -20,8 +20,8 @@ def test_tasks_go_to_the_sites_process_with_its_clients_and_its_folder(monkeypat
         def __init__(self, makers: Any, config: Any, parent: int) -> None:
             made.append(config)
 
-        def answer(self, tasks: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
-            return {"0": tasks["0"].upper()}, dict.fromkeys(tasks.keys() - {"0"}, "no")
+        def answer(self, tasks: dict[str, bytes]) -> dict[str, bytes]:
+            return {key: task.upper() for key, task in tasks.items()}
 
     def received() -> Any:
         arrays = tasks.pop(0)
@@ -37,7 +37,7 @@ def test_tasks_go_to_the_sites_process_with_its_clients_and_its_folder(monkeypat
     monkeypatch.setattr(site, "flare", api)
     monkeypatch.setattr(site, "SiteProcess", Process)
     site.serve_site(*NAMES, DATA, {"site-2": [3, "north"]}, "/data/states")
-    assert sent == [({"0": b"A"}, {"1": "no"}), ({"0": b"C"}, {})]
+    assert sent == [{"0": b"A", "1": b"B"}, {"0": b"C"}]
     assert made == [{"site": "site-2", "client-id": "3,north", "state-dir": "/data/states/site-2"}]
     tasks.append(None)
     site.serve_site(*NAMES, DATA)

@@ -11,6 +11,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import Absent, Message, Refusal, transport
 from lightning_fed.deploy.flare.arrays import packed
 from lightning_fed.deploy.flare.transport import AbortedError, FlareTransport
+from lightning_fed.deploy.site_process import refusal
 from tests.deploy.flare.fake import Flare, expected
 from tests.deploy.wire import parameters
 
@@ -138,9 +139,9 @@ def test_a_late_result_of_a_lost_task_is_left(flare: Flare) -> None:
 
     def send(site: str, arrays: Any, done: Any) -> int:
         kept.append(done)
-        done("lost" if len(kept) == 1 else packed({}, {"0": f"answer {len(kept)}"}))
+        done("lost" if len(kept) == 1 else packed({"0": refusal(f"answer {len(kept)}")}))
         if len(kept) == 2:
-            kept[0](packed({}, {"0": "late"}))
+            kept[0](packed({"0": refusal("late")}))
         return len(kept)
 
     made = FlareTransport(send, kept.remove, {"a": ["x"]}, 5.0, lambda: False)

@@ -11,7 +11,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return three nodes with four clients, for SCAFFOLD."""
     from flwr.supercore.task_identity import TaskIdentity
 
-    from lightning_fed.deploy.flower import client, client_app, transport
+    from lightning_fed.deploy.flower import client, client_app, server
     from tests.deploy.flower.grid import NodesHere, SitesHere
     from tests.deploy.task import DATA, NAMES
 
@@ -20,8 +20,8 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(TaskIdentity, name, value)  # whose process this is, as Flower sets it
     monkeypatch.setattr(client, "SiteProcess", SitesHere)
     monkeypatch.setattr(client, "end_with", SitesHere.ends_with.add)  # this process is no ClientApp
-    monkeypatch.setattr(transport, "_PAUSE", 0.01)
-    monkeypatch.setattr(transport, "_BACK_OFF", 0.0)
+    monkeypatch.setattr(server, "_PAUSE", 0.01)
+    monkeypatch.setattr(server, "_BACK_OFF", 0.0)
     configs = [{"client-id": ids, "state-dir": str(tmp_path / f"site{n}")} for n, ids in enumerate((0, 1, "2,3"))]
     yield NodesHere(client_app(*NAMES, DATA), {100 + n: config for n, config in enumerate(configs)})
     SitesHere.end()

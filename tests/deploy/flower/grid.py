@@ -1,7 +1,6 @@
 """Flower's grid in one process: nodes that answer when they are asked for, and that can lose what they were asked."""
 
 import json
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,9 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from lightning_fed.deploy import RemoteClients
-from lightning_fed.deploy.flower import server
-from lightning_fed.deploy.flower.transport import FlowerTransport
-from lightning_fed.deploy.site_worker import SiteWorker
+from lightning_fed.deploy import RemoteClients, saved_run
+from lightning_fed.deploy.flower.server import FlowerTransport
+from lightning_fed.deploy.site_process import SiteWorker
 from tests.deploy.site_models import model
 from tests.deploy.wire import make_trainer, parameters, simulated
 
@@ -96,10 +94,8 @@ class SitesHere:
         key = json.dumps(spec, sort_keys=True)
         self.resident = self.open.setdefault(key, SiteWorker(spec))
 
-    def answer(self, tasks: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
-        found = {key: self.resident.answer(task) for key, task in tasks.items()}
-        replies = {key: content for key, (kind, content) in found.items() if kind == b"R"}
-        return replies, {key: content.decode() for key, (kind, content) in found.items() if kind == b"E"}
+    def answer(self, tasks: dict[str, bytes]) -> dict[str, bytes]:
+        return {key: self.resident.answer(task) for key, task in tasks.items()}
 
     @classmethod
     def end(cls) -> None:
@@ -119,7 +115,7 @@ def run(
 ) -> Any:
     transport = FlowerTransport(grid, range(4), timeout, ask_again, owners, absent_after)
     module, clients = model(), RemoteClients(transport, range(4))
-    server.fit(make_trainer("Scaffold ii", **trainer), module, clients, checkpoint, logging.getLogger("flwr"), "")
+    saved_run.fit(make_trainer("Scaffold ii", **trainer), module, clients, checkpoint)
     return module
 
 

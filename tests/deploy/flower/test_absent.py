@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.deploy.flower import transport
+from lightning_fed.deploy.flower import server
 from tests.deploy.flower.grid import run
 
 DROPS = {"on_client_error": "drop", "clients_per_round": 1.0}
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
     return made
 
 
@@ -52,7 +52,7 @@ def cohorts(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="flwr")
+    caplog.set_level("INFO", logger="lightning_fed.deploy")
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ pytest.importorskip("psutil", reason="no psutil, which finds the processes to ki
 import psutil
 
 from lightning_fed.deploy.flower.configured import LocalFlower
-from lightning_fed.deploy.site_worker import socket_of
+from lightning_fed.deploy.site_process import socket_of
 from tests.deploy.flower.test_local import ROOT, written_app
 from tests.deploy.processes import is_alive, needs_linux, pid_of, wait_for
 from tests.deploy.wire import make_trainer, simulated

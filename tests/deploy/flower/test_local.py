@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("flwr", reason='no Flower: pip install "lightning_fed[flower]"')
 
 from lightning_fed.deploy.flower.configured import LocalFlower
-from lightning_fed.deploy.site_worker import socket_of
+from lightning_fed.deploy.site_process import socket_of
 from tests.deploy import processes
 from tests.deploy.processes import is_alive, needs_linux, pid_of
 from tests.deploy.wire import make_trainer, simulated

@@ -16,7 +16,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import Absent, Message
-from lightning_fed.deploy.flower.transport import FlowerTransport
+from lightning_fed.deploy.flower.server import FlowerTransport
 from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
 
@@ -57,7 +57,7 @@ def test_a_node_that_comes_back_under_another_id_has_its_clients_once_the_old_on
         return list(nodes.nodes)
 
     nodes._replies = replies
-    with caplog.at_level("INFO", logger="flwr"):
+    with caplog.at_level("INFO", logger="lightning_fed.deploy"):
         module = run(nodes, tmp_path / "last.ckpt", 600.0, 600.0)
     assert moved
     assert (201, "train") in nodes.asked
@@ -70,7 +70,7 @@ def test_a_second_claim_neither_takes_a_client_over_nor_ends_the_run(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes.nodes[300] = {"client-id": "3,0", "state-dir": str(tmp_path / "thief"), "method": "another"}
-    with caplog.at_level("WARNING", logger="flwr"):
+    with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
         module = run(nodes, tmp_path / "last.ckpt", 20.0)
     assert {kind for node, kind in nodes.asked if node == 300} == {"query"}
     assert torch.equal(parameters(module), expected())
@@ -99,7 +99,7 @@ def test_a_message_that_flower_cannot_read_is_logged_and_asked_for_again(
         return found
 
     nodes.pull_messages = garbled
-    with caplog.at_level("WARNING", logger="flwr"):
+    with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
         module = run(nodes, tmp_path / "last.ckpt")
     assert broken
     assert r"Flower cannot read a message of a node: ValueError: Expecting value:\nline 1" in caplog.text
@@ -112,7 +112,7 @@ def test_an_owned_client_is_asked_of_the_node_with_its_key_alone(
     keys = {100: public_key(tmp_path / "bank.pub"), 101: public_key(tmp_path / "clinic.pub")}
     nodes.nodes = {99: {**nodes.nodes[100], "state-dir": str(tmp_path / "thief")}, **nodes.nodes}  # it comes first
     nodes.get_nodes = lambda: [NodeInfo(node_id=node, public_key=keys.get(node, b"other")) for node in nodes.nodes]
-    with caplog.at_level("WARNING", logger="flwr"):
+    with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
         module = run(nodes, tmp_path / "last.ckpt", 20.0, owners={0: tmp_path / "bank.pub", 1: tmp_path / "clinic.pub"})
     assert {kind for node, kind in nodes.asked if node == 99} == {"query"}
     assert torch.equal(parameters(module), expected())
@@ -132,7 +132,10 @@ def test_owners_must_be_clients_with_public_keys(tmp_path: Path) -> None:
 def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes.nodes[101] = {**nodes.nodes[101], "client-id": "no\nbody"}
     nodes.nodes[102] = {}
-    with caplog.at_level("WARNING", logger="flwr"), pytest.raises(FederatedError, match="have not answered"):
+    with (
+        caplog.at_level("WARNING", logger="lightning_fed.deploy"),
+        pytest.raises(FederatedError, match="have not answered"),
+    ):
         run(nodes, tmp_path / "last.ckpt", 0.5, 0.1)
     assert r"Node 101: it has client no\nbody, and the run's client_ids are 0, 1, 2, 3." in caplog.text
     assert "Node 102: This SuperNode's client-id is None" in caplog.text
