@@ -1,7 +1,7 @@
 """Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -271,11 +271,17 @@ def remove_refused_logs(trainer: pl.Trainer) -> None:
     """
     if trainer.fit_loop.has_run or not trainer.is_global_zero:
         return
-    for logger in trainer._checkpoint_connector.unnumbered:  # such a logger has taken a number that was free
-        if isinstance(logger, pl.loggers.TensorBoardLogger | pl.loggers.CSVLogger) and logger._version is not None:
+    for logger in trainer._checkpoint_connector.unnumbered:  # such a logger takes a number that is free
+        if not isinstance(logger, pl.loggers.TensorBoardLogger | pl.loggers.CSVLogger):
+            continue
+        if logger._version is not None:
             files = [file for file in Path(logger.log_dir).rglob("*") if file.is_file()]
-            if all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files):
-                rmtree(logger.log_dir, ignore_errors=True)
-                logger._version = None
-                if isinstance(logger, pl.loggers.CSVLogger):
-                    logger._experiment = None  # it makes the folder again, should another trainer use the logger
+            if not all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files):
+                continue
+            rmtree(logger.log_dir, ignore_errors=True)
+            logger._version = None
+            if isinstance(logger, pl.loggers.CSVLogger):
+                logger._experiment = None  # it makes the folder again, should another trainer use the logger
+        if logger.name:  # without one, the folder around is the user's
+            with suppress(OSError):  # it holds other runs
+                Path(logger.root_dir).rmdir()
