@@ -206,7 +206,8 @@ def check_memory(module: nn.Module, trained: Mapping[str, Tensor]) -> None:
             places.append((value.data_ptr(), _end_of(value), name, value))
     places.sort(key=itemgetter(0))
     for i, (_, end, name, value) in enumerate(places):
-        for start, _, other, theirs in places[i + 1 :]:
+        for j in range(i + 1, len(places)):
+            start, _, other, theirs = places[j]
             if start >= end:
                 break
             if (name in trained or other in trained) and _overlap(value, theirs):
