@@ -15,7 +15,7 @@ class Buffers:
     Args:
         owners: The owning module and its name for the buffer, by qualified name. Buffers are looked up on every use,
             since a module may assign a new tensor. Parameters that are treated as buffers are among them.
-        mode: "average": clients start from the server's buffers, and the server averages floating-point buffers by
+        mode: "average": clients start from the server's buffers, and the server averages real and complex buffers by
             examples, and takes others from the largest client. "server": the clients' changes of buffers are discarded.
             "local": every client keeps its own buffers; the server's mean is for evaluation only.
         personal: The names of buffers that stay on the client in any mode, and are not averaged.
@@ -63,7 +63,7 @@ def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
 
 
 class BufferMean:
-    """The mean of the cohort's buffers, by examples if floating-point, else the largest client's value.
+    """The mean of the cohort's buffers, by examples if real or complex, else the largest client's value.
 
     Among equally large clients, the smallest stored index wins, for any order of clients and processes.
     """
@@ -82,7 +82,7 @@ class BufferMean:
         self._total += size * count
         picked = {}
         for name, value in buffers.items():
-            if value.is_floating_point():
+            if value.is_floating_point() or value.is_complex():
                 term = widened(value) * (size * count)
                 self._sums[name] = self._sums[name] + term if name in self._sums else term
             else:

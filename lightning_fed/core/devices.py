@@ -119,7 +119,8 @@ def accumulation(device: torch.device) -> dict[str, Any]:
 
 def widened(value: Tensor) -> Tensor:
     """Return a tensor converted for sums; see :func:`accumulation`."""
-    return value.to(accumulation(value.device)["device"]).to(torch.float64)  # MPS converts before it copies
+    kind = torch.complex128 if value.is_complex() else torch.float64
+    return value.to(accumulation(value.device)["device"]).to(kind)  # MPS converts before it copies
 
 
 def narrowed(total: Tensor, like: Tensor) -> Tensor:

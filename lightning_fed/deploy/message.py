@@ -245,7 +245,7 @@ def check_tensors(who: str, tensors: State, like: State) -> None:
 
 def check_finite(who: str, name: str, value: Tensor) -> None:
     """Refuse a tensor with numbers that are not finite."""
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+    if not bool(torch.isfinite(value).all()):
         raise FederatedError(f"{who} has {name!r} with numbers that are not finite. Look at its data and rates.")
 
 

@@ -32,9 +32,9 @@ from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.client_work import gradients_together
 from lightning_fed.rounds.local_plans import limited
 from lightning_fed.rounds.messages import GRADIENTS, TRAIN, Reply, Task
-from lightning_fed.server.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.asynchronous import Asynchronous
 from lightning_fed.server.client_states.state import ClientStates
+from lightning_fed.server.optimal_sampling import OptimalClientSampling
 from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.trainer.loop import FederatedLoop

@@ -43,9 +43,9 @@ from lightning_fed.engines.batch_hooks import time_by_rounds
 from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.local_plans import check_separate_examples
 from lightning_fed.rounds.messages import LOSS, TRAIN, Reply, Task
-from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, ClientStates, ExpectedState
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings.module_checks import check_module
 from lightning_fed.settings.settings import Settings
 from lightning_fed.settings.trainer_checks import check_trainer

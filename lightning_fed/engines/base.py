@@ -256,7 +256,8 @@ class Engine(ABC):
 
     def errors_of(self, plan: WorkPlan, round: int, what: str) -> NamesClient:
         """Add the client, the round and the local step to any error inside."""
-        return NamesClient(plan.participant.client_id, round, what, self.abandon, self.less_memory)
+        who = plan.participant
+        return NamesClient(who.client_id, round, what, self.abandon, self.less_memory, who.steps)
 
     def abandon(self) -> int | None:
         """End the local work of a failed client; return its number of local steps, or None if it had not begun."""

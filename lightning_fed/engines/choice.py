@@ -79,6 +79,7 @@ def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
                 engine.try_out(plan)
             return
         except ClientError as error:
+            engine.prepared.check_parameters()  # which the step may have frozen
             if isinstance(error.__cause__, FederatedError) and not isinstance(error.__cause__, ClientError):
                 raise error.__cause__ from error.__cause__.__cause__
             if is_out_of_memory(error.__cause__):

@@ -113,6 +113,7 @@ class NamesClient:
     what: str  # the name of the work inside, for the message
     steps: Callable[[], int | None]  # called after an error; returns the local steps, None before the first
     less_memory: str = ""  # a further remedy that saves memory, to continue a sentence
+    planned: int = 0  # local steps; 0 if none are
 
     def __enter__(self) -> None:
         """Enter the context."""
@@ -123,6 +124,8 @@ class NamesClient:
             return
         steps = self.steps()
         at = "" if steps is None else f", local step {steps + 1}"
+        if steps and steps == self.planned:
+            at = f", after its {steps} local steps"
         text = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, ClientError):
             if isinstance(error, RuntimeError) and "sparse" in text.lower():

@@ -23,7 +23,7 @@ from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.aggregation.lora import ExactLora
 from lightning_fed.server.server import steps_not_counted
 from lightning_fed.settings.method_checks import check_method, has_parts_of_users, rehearse
-from lightning_fed.settings.module_checks import check_buffers, check_optimization, check_schedules
+from lightning_fed.settings.module_checks import check_buffers, check_memory, check_optimization, check_schedules
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 
@@ -64,11 +64,15 @@ class PreparedModule:
         personal, own_buffers = frozenset[str](), frozenset[str]()
         if settings.has_personal_parameters:
             personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
+        check_memory(self.module, dict(named))
         self.flat = FlatParameters(named, personal)  # the trained parameters
         if has_parts_of_users(self.algorithm):
             rehearse(self.algorithm, self.flat.numel)
         places = (name.rpartition(".") for name in self.flat.names)
         self._places = [(self.module.get_submodule(owner)._parameters, key) for owner, _, key in places]
+        self._holders = [part._modules for part in self.module.modules() for _ in part._modules]
+        self._keys = [key for part in self.module.modules() for key in part._modules]
+        self._parts = [*map(dict.get, self._holders, self._keys)]
         held, trained = {id(p) for group in base.param_groups for p in group["params"]}, dict(named)
         self._untrained = [(n, p) for n, p in self.module.named_parameters() if id(p) in held and n not in trained]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
@@ -146,8 +150,11 @@ class PreparedModule:
                 "A hook has replaced the local optimizer (trainer.optimizers), which is reset for every client anyway."
                 " Change the options of its groups instead: trainer.optimizers[0].param_groups."
             )
+        reached = None  # once a submodule is another one, the parameters that the module has
+        if [*map(dict.get, self._holders, self._keys)] != self._parts:
+            reached = set(map(id, self.module.parameters()))
         for name, p, (held, key) in zip(self.flat.names, self.flat.params, self._places, strict=True):
-            if held.get(key) is not p:
+            if held.get(key) is not p or (reached is not None and id(p) not in reached):
                 raise FederatedError(
                     f"{type(self.module).__name__} has replaced the parameter {name!r}, which the optimizer trains, by"
                     " another one, which it does not. Write to the parameter instead: with torch.no_grad(),"

@@ -180,6 +180,12 @@ def check_call(
 ) -> None:
     """Raise for arguments that no stage supports."""
     owner = f"FederatedTrainer.{stage}"
+    if (running := trainer.state.fn) is not None and trainer.state.status == "running":
+        raise FederatedError(
+            f"{owner} was called while this trainer runs {running.value}, in one of its hooks. Call it when that has"
+            " ended. To evaluate during a fit, give the data module a list of validation sets, or call"
+            " trainer.fit_loop.evaluate_clients(client_ids)."
+        )
     refuse_foreign(model, dataloaders, datamodule)
     found = model if model is not None or stage == "fit" else trainer.lightning_module
     if not isinstance(found, (pl.LightningModule, OptimizedModule)):

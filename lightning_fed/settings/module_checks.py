@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -186,6 +188,51 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
                 " process has a part of the batch: results would depend on the number of processes. Use GroupNorm, or"
                 " strategy='clients', which leaves batches whole."
             )
+
+
+def check_memory(module: nn.Module, trained: Mapping[str, Tensor]) -> None:
+    """Raise if a trained parameter shares memory with another parameter or a buffer: the run would part them."""
+    devices = {value.device for value in trained.values()}
+    places = []
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.device in devices and not is_lazy(value) and value.numel():
+            places.append((value.data_ptr(), _end_of(value), name, value))
+    places.sort(key=itemgetter(0))
+    for i, (_, end, name, value) in enumerate(places):
+        for j in range(i + 1, len(places)):
+            start, _, other, theirs = places[j]
+            if start >= end:
+                break
+            if (name in trained or other in trained) and _overlap(value, theirs):
+                ours, copy = (name, other) if name in trained else (other, name)
+                raise FederatedError(
+                    f"{type(module).__name__} has {copy!r} in the memory of {ours!r}, which the optimizer trains, as"
+                    " after nn.Parameter(weight), weight.t() or weight.data. Trained parameters move into one vector,"
+                    " which would part the two. Use the parameter itself in both places, as in self.b.weight ="
+                    " self.a.weight or F.linear(x, self.a.weight.t()), or clone() it."
+                )
+
+
+def _end_of(value: Tensor) -> int:
+    """Return the address behind a tensor."""
+    steps = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr() + (steps + 1) * value.element_size()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have a byte in common; those of two columns of a matrix alternate."""
+    start = min(one.data_ptr(), other.data_ptr())
+    taken = torch.zeros(max(_end_of(one), _end_of(other)) - start, dtype=torch.bool)
+    bytes_of_one, bytes_of_other = (
+        taken.as_strided(
+            (*value.shape, value.element_size()),
+            (*(step * value.element_size() for step in value.stride()), 1),
+            value.data_ptr() - start,
+        )
+        for value in (one, other)
+    )
+    bytes_of_one.fill_(True)
+    return bool(bytes_of_other.any())
 
 
 def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:

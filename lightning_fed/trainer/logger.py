@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -75,14 +75,20 @@ def numbered(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _remove_folder(logger: Any, with_logs: bool) -> None:
-    if isinstance(logger, _NUMBERED) and logger._version is not None:
+    if not isinstance(logger, _NUMBERED):
+        return
+    if logger._version is not None:
         files = [file for file in Path(logger.log_dir).rglob("*") if file.is_file()]
         are_logs = all(file.name in _LOGGED or file.name.startswith("events.out.tfevents.") for file in files)
-        if not files or (with_logs and are_logs):
-            rmtree(logger.log_dir, ignore_errors=True)
-            logger._version = None
-            if isinstance(logger, pl.loggers.CSVLogger):
-                logger._experiment = None  # it makes the folder again, should another trainer use the logger
+        if files and not (with_logs and are_logs):
+            return
+        rmtree(logger.log_dir, ignore_errors=True)
+        logger._version = None
+        if isinstance(logger, pl.loggers.CSVLogger):
+            logger._experiment = None  # it makes the folder again, should another trainer use the logger
+    if logger.name:  # without one, the folder around is the user's
+        with suppress(OSError):  # it holds other runs
+            Path(logger.root_dir).rmdir()
 
 
 def _unwritable_logs(trainer: pl.Trainer, error: BaseException) -> FederatedError | None:

@@ -392,6 +392,11 @@ class FederatedTrainer(pl.Trainer):
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             except RuntimeError as error:
+                if isinstance(error, NotImplementedError) and (missing := _on_meta(model)) is not None:
+                    raise FederatedError(
+                        f"{type(model).__name__}.{missing} is on the device 'meta' and has no numbers. Make it on a"
+                        " real device in configure_model, or call to_empty(device='cpu') there and set its numbers."
+                    ) from error
                 if "multiple optimizers" not in str(error):
                     raise
                 raise FederatedError(
@@ -461,6 +466,12 @@ def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63):
         raise FederatedError(f"{name} must be an int >= 0, or -1 for no limit, found {value!r}.")
     return value
+
+
+def _on_meta(module: pl.LightningModule) -> str | None:
+    """Return the name of a parameter or a buffer without numbers, or None."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return next((name for name, value in named if value.is_meta), None)
 
 
 def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:

@@ -161,3 +161,12 @@ def test_a_buffer_whose_elements_share_memory_is_written() -> None:
     assert torch.equal(module.rows, torch.arange(3.0).repeat(4, 1))
     buffers.write({"rows": torch.eye(4)[:, :3]})
     assert torch.equal(module.rows, torch.eye(4)[:, :3])
+
+
+def test_complex_numbers_have_a_mean() -> None:
+    mean, server = BufferMean(), {"phase": torch.zeros(1, dtype=torch.complex64)}
+    mean.update({"phase": torch.tensor([1 + 2j])}, size=3, index=0)
+    mean.update({"phase": torch.tensor([5 - 2j])}, size=1, index=1)
+    found = mean.compute(server)["phase"]
+    assert found.dtype == torch.complex64
+    assert found.tolist() == [2 + 1j]

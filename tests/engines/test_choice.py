@@ -177,3 +177,15 @@ def test_an_attribute_that_a_hook_sets_after_the_trial_step_has_a_remedy(make: A
     with pytest.raises(FederatedError, match="trial step in round 0: AttributeError: .*'teacher'") as raised:
         run("vectorized", make, max_rounds=1)
     assert ("give what they set a first value of the same kind in __init__" in str(raised.value)) is is_named
+
+
+class Freezes(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        next(self.parameters()).requires_grad = False
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "auto"])
+def test_a_step_that_freezes_a_parameter_is_refused_by_its_name(engine: str) -> None:
+    with pytest.raises(FederatedError, match="^Freezes or a callback has frozen the parameter"):
+        run(engine, Freezes, max_rounds=1)

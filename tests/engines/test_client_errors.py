@@ -107,6 +107,12 @@ def test_an_error_is_named_by_client_round_and_step(error: Exception, says: str,
     assert (caught.value.culprit, caught.value.__cause__) == (culprit, error)
 
 
+def test_behind_the_last_step_no_further_one_is_named() -> None:
+    names = NamesClient("ann", 0, "its work", lambda: 4, planned=4)
+    with pytest.raises(ClientError, match="in round 0, after its 4 local steps: ValueError"), names:
+        raise ValueError
+
+
 def test_before_the_first_step_no_step_is_named() -> None:
     names = NamesClient("ann", 0, "its gradient", lambda: None)
     with pytest.raises(ClientError, match="in its gradient in round 0: ValueError"), names:

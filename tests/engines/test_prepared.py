@@ -484,3 +484,32 @@ def test_only_untrained_parameters_can_be_treated_as_buffers(pattern: str) -> No
         return
     with pytest.raises(FederatedError, match=re.escape(reason)):
         run(FrozenHead(), as_buffers=[pattern])
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Exchanges(Net):
+    """Puts another layer in the place of its head, or the same one in a wrapper."""
+
+    def __init__(self, has_other: bool) -> None:
+        super().__init__(dropout=0.0)
+        self.has_other = has_other
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head = nn.Linear(8, 3) if self.has_other else Wrapper(self.head)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_layer_may_get_a_wrapper_but_no_other_parameters(engine: str) -> None:
+    expected = run().fit_loop.state.x
+    assert torch.equal(run(seeded(Exchanges, has_other=False), engine="sequential").fit_loop.state.x, expected)
+    with pytest.raises(FederatedError, match=r"Exchanges has replaced the parameter 'head.weight'"):
+        run(seeded(Exchanges, has_other=True), engine=engine)

@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import yaml
 from lightning_fabric.plugins.environments import LightningEnvironment
-from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.callbacks import EarlyStopping, LambdaCallback
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.profilers import SimpleProfiler
 
@@ -242,3 +242,12 @@ def test_on_the_command_line_they_are_the_defaults(
     assert config["algorithm"]["class_path"] == "lightning_fed.algorithms.FedProx"
     config = printed("--config", QUICKSTART)  # a configuration goes before the environment
     assert [config[name] for name in ("max_rounds", "logger", "local_epochs")] == [50, False, 2]
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_stage_within_a_hook_of_a_fit_is_refused(stage: str) -> None:
+    """Lightning would reset the trainer under the fit, which then ended early or in an error about something else."""
+    begin = LambdaCallback(on_train_end=lambda t, module: getattr(t, stage)(module, t.datamodule))
+    run = FederatedTrainer(**QUIET, max_rounds=1, local_epochs=1, callbacks=begin)
+    with pytest.raises(FederatedError, match=rf"FederatedTrainer.{stage} was called while this trainer runs fit"):
+        run.fit(seeded(), data())

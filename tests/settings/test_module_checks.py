@@ -20,6 +20,7 @@ from lightning_fed.server import CoordinateMedian
 from lightning_fed.settings.module_checks import (
     check_batch_statistics,
     check_buffers,
+    check_memory,
     check_module,
     check_optimization,
     check_schedules,
@@ -178,3 +179,48 @@ def test_a_modules_own_clipping_is_refused_where_it_would_not_see_the_gradient_o
         FederatedError, match=r"Clips.configure_gradient_clipping would clip the first gradient of FedSAM"
     ):
         training.fit(Clips(), algorithm=FedSAM(0.1))
+
+
+class InOneMemory(training.Net):
+    """Has a tensor in the memory of the head's weight, or beside it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        weight, columns = self.head.weight, torch.randn(6, 5)
+        if kind == "transposed":
+            self.decoder = nn.Parameter(weight.t())
+        elif kind == "frozen":
+            self.teacher = nn.Parameter(weight[1], requires_grad=False)
+        elif kind == "buffer":
+            self.register_buffer("last", weight.detach())
+        else:
+            end = {"columns that overlap": 3, "columns": 2}[kind]
+            self.first, self.second = nn.Parameter(columns[:, :end]), nn.Parameter(columns[:, 2:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("transposed", ("decoder", "head.weight")),
+        ("frozen", ("teacher", "head.weight")),
+        ("buffer", ("last", "head.weight")),
+        ("columns that overlap", ("second", "first")),
+        ("columns", None),
+    ],
+)
+def test_tensors_that_share_memory_with_a_trained_parameter_are_refused(
+    kind: str, names: tuple[str, str] | None
+) -> None:
+    """An optimizer alone would move both: the run's vector would part them."""
+    model = InOneMemory(kind)
+    trained = {name: p for name, p in model.named_parameters() if name in ("first", "second", "head.weight")}
+    if names is None:
+        check_memory(model, trained)
+        return
+    with pytest.raises(FederatedError, match="'{}' in the memory of '{}'".format(*names)):
+        check_memory(model, trained)
+
+
+def test_a_fit_looks_for_shared_memory() -> None:
+    with pytest.raises(FederatedError, match="InOneMemory has 'decoder' in the memory of 'head.weight'"):
+        training.fit(InOneMemory("transposed"))

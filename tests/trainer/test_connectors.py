@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_fed import ClientError, FederatedCallback, FederatedError
 from lightning_fed.algorithms import Scaffold
@@ -179,6 +179,16 @@ def test_only_a_refused_run_loses_its_log_and_never_a_file_of_the_users(
         run.fit(seeded(), data())
     assert len([*tmp_path.rglob("version_0_FedAvg")]) == stays
     assert len([*tmp_path.rglob("notes.txt")]) == notes
+    assert len([*tmp_path.iterdir()]) == stays
+
+
+@pytest.mark.parametrize("name", ["lightning_logs", ""])
+def test_a_run_that_is_refused_at_once_leaves_no_folder_and_takes_none(name: str, tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path / "logs", name=name)
+    Path(logger.save_dir).mkdir()
+    with pytest.raises(FederatedError, match="There is no checkpoint"):
+        trainer(logger=logger).fit(seeded(), data(), ckpt_path=tmp_path / "none.ckpt")
+    assert [path.name for path in tmp_path.rglob("*")] == ["logs"]
 
 
 def test_the_logger_of_a_refused_run_serves_the_next_one(tmp_path: Path) -> None:

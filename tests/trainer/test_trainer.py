@@ -6,7 +6,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_fed import FederatedCallback
+from lightning_fed import FederatedCallback, FederatedError
 from lightning_fed.algorithms import FedAvg
 from tests.helpers.training import QUIET, data, fit, parameters, seeded, trainer
 
@@ -73,3 +73,10 @@ def test_the_parameters_are_the_models_own_again_after_a_fit() -> None:
     assert all(p.untyped_storage().size() == p.numel() * p.element_size() for p in model.parameters())
     again = pl.Trainer(**QUIET, max_epochs=1)
     again.fit(model, torch.utils.data.DataLoader(data().client_dataset(0), batch_size=4))
+
+
+def test_a_parameter_without_numbers_is_refused_by_name() -> None:
+    model = seeded()
+    model.head = torch.nn.Linear(8, 3, device="meta")
+    with pytest.raises(FederatedError, match=r"Net.head.weight is on the device 'meta' and has no numbers"):
+        fit(model)
