@@ -132,6 +132,7 @@ class ClientGradients:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.algorithm = engine, engine.algorithm
+        self.begin_round(0)
 
     def begin_round(self, clients: int) -> None:
         """Drop the last round's gradients; ``clients`` clients will read theirs in their local work."""
@@ -282,6 +283,7 @@ class LocalTraining:
         self._frozen = FrozenParameters(engine.prepared)
         self._isolation = Isolation(engine, settings.drops_failed)
         self._outgoing = Outgoing(engine, settings, attackers)
+        self.begin_round()
 
     def begin_round(self, reads_later: bool = False) -> None:
         """Release the last clients, and check whether any callback has client hooks.

@@ -11,7 +11,6 @@ from lightning_fed.compat.private import rank_zero_info
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.engines.base import Restart
-from lightning_fed.engines.client_errors import NamesClient
 from lightning_fed.rounds.assignment import StateTransfer, assign
 from lightning_fed.rounds.client_half import ClientHalf
 from lightning_fed.rounds.cohort import CohortSampling, DrawnCohort
@@ -89,8 +88,7 @@ class Rounds:
         found = dict[ClientId, float]()
         for client_id in clients:
             try:
-                with NamesClient(client_id, self.server.round, "its loss for the sampler", lambda: None):
-                    found.update(losses_of([client_id]))
+                found.update(losses_of([client_id]))
             except ClientError as error:
                 self._faults.add(error)
         return found

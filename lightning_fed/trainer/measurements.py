@@ -66,7 +66,7 @@ class Measurements:
             engine.losses_at(self._run.server.evaluation_x(), self._run.round) as loss_of,
         ):
             for client_id in client_ids:
-                with self._naming(client_id):
+                with self._naming(client_id, "its training loss"):
                     batches, index = self._client(client_id)
                     total = sum(engine.split.gather(loss_of(batches, index)))
                     losses[client_id] = mean_loss(client_id, total, batches.size)
@@ -128,14 +128,14 @@ class Measurements:
         return self._run.population
 
     @contextmanager
-    def _naming(self, client_id: ClientId) -> Iterator[None]:
+    def _naming(self, client_id: ClientId, what: str = "its measure") -> Iterator[None]:
         """Add the client and the round to any error inside, but for refusals, which have said all."""
         try:
             yield
         except FederatedError:
             raise
         except Exception:
-            with NamesClient(client_id, self._run.round, "its measure", lambda: None):
+            with NamesClient(client_id, self._run.round, what, lambda: None):
                 raise
 
     def _client(self, client_id: ClientId) -> tuple[ClientBatches, int]:
