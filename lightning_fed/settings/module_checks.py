@@ -258,7 +258,7 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
             _check_state(optimizer, name, "local_optimizer_state='keep'" if keeps_state else keeper)
     # Lightning has rejected several, unless the module steps them itself
     optimizer = _joined(trainer.optimizers, name) if len(trainer.optimizers) > 1 else trainer.optimizers[0]
-    base = vars(algorithm).get("base", getattr(type(algorithm), "base", None))
+    base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
         raise FederatedError(
             f"{type(algorithm).__name__}(base={type(base).__name__}) preconditions the gradient itself;"

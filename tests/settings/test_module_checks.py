@@ -224,3 +224,20 @@ def test_tensors_that_share_memory_with_a_trained_parameter_are_refused(
 def test_a_fit_looks_for_shared_memory() -> None:
     with pytest.raises(FederatedError, match="InOneMemory has 'decoder' in the memory of 'head.weight'"):
         training.fit(InOneMemory("transposed"))
+
+
+@pytest.mark.parametrize("base", [None, Adam()], ids=["without", "with"])
+def test_a_base_optimizer_that_a_method_computes_counts_as_one_that_it_holds(base: Any) -> None:
+    class Computes(FedAvg):
+        @property
+        def base(self) -> Any:
+            return base
+
+    module = training.seeded()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    own = SimpleNamespace(lightning_module=module, optimizers=[optimizer])
+    if base is None:
+        check_optimization(own, Computes(), keeps_state=False)
+        return
+    with pytest.raises(FederatedError, match=r"Computes\(base=Adam\) preconditions the gradient itself"):
+        check_optimization(own, Computes(), keeps_state=False)
