@@ -10,26 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.partitions import ByKey, Dirichlet, Iid, Partition, Shards
-
-label_lists = st.lists(st.integers(-3, 5), min_size=1, max_size=60)
-seeds = st.integers(0, 2**63)
-
-
-def assert_every_index_once(parts, n):
-    assert all(part.dtype == torch.int64 for part in parts)
-    assert torch.cat(list(parts)).sort().values.tolist() == list(range(n))
-    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
-
-
-def deal(partition, labels):
-    """Return the parts, or None where the partition says by name that it cannot."""
-    try:
-        return partition(torch.tensor(labels))
-    except FederatedError as error:
-        refusal = str(error)
-    assert refusal.startswith(type(partition).__name__)
-    assert "num_clients" in refusal
-    return None
+from tests.helpers.partitions import assert_every_index_once, deal, label_lists, seeds
 
 
 @given(labels=label_lists, num_clients=st.integers(1, 70), seed=seeds)

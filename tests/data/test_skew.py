@@ -22,33 +22,15 @@ from lightning_fed.data.partitions import (
     Shards,
     Similarity,
 )
+from tests.helpers.partitions import assert_every_index_once, deal, label_lists, seeds
 
-label_lists = st.lists(st.integers(-3, 5), min_size=1, max_size=60)
-seeds = st.integers(0, 2**63)
 clients = st.integers(1, 70)
 alphas = st.one_of(st.floats(1e-320, 1e300), st.sampled_from([1e-8, 0.01, 0.3, 1.0]))
 sigmas = st.one_of(st.floats(0, 1e300), st.sampled_from([0.0, 0.3, 2.0]))
 
 
-def assert_every_index_once(parts, n):
-    assert all(part.dtype == torch.int64 for part in parts)
-    assert torch.cat(list(parts)).sort().values.tolist() == list(range(n))
-    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
-
-
 def assert_equal_sizes(parts, n):
     assert {len(part) for part in parts} <= {n // len(parts), -(-n // len(parts))}
-
-
-def deal(partition, labels):
-    """Return the parts, or None where the partition says by name that it cannot."""
-    try:
-        return partition(torch.tensor(labels))
-    except FederatedError as error:
-        refusal = str(error)
-    assert refusal.startswith(type(partition).__name__)
-    assert "num_clients" in refusal
-    return None
 
 
 def counts(parts, labels):
