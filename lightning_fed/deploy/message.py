@@ -232,7 +232,7 @@ def digest(value: Tensor) -> str:
 
 def check_tensors(who: str, tensors: State, like: State) -> None:
     """Refuse tensors of other names, shapes or types than those of the module or the method."""
-    for name, value in tensors.items():
+    for name, value in sorted(tensors.items()):  # safetensors reads them in any order, and the first fault is named
         if name not in like:
             known = ", ".join(map(repr, sorted(like)[:_SHOWN]))
             raise FederatedError(f"{who} has a tensor {quoted(name)}, where [{known}] are expected.")
