@@ -73,7 +73,12 @@ CASES = [
     case(CategoryEmbeddingModelConfig, r"a boolean mask does, in base_model\.py", layers="8-4", **PLAIN),
     case(GANDALFConfig, STATISTICS, gflu_stages=1),
     case(FTTransformerConfig, STATISTICS, **ATTENTION),
-    case(FTTransformerConfig, "it changes the attribute '_backbone.attention_weights_'", **ATTENTION, **PLAIN),
+    case(
+        FTTransformerConfig,
+        r"it changes the attribute '_backbone\.(attention_weights_|local_feature_importance)'",
+        **ATTENTION,
+        **PLAIN,
+    ),
 ]
 
 
