@@ -38,6 +38,7 @@ _PLAIN = (int, float, str, type(None))  # compared by value
 _DEPTH = 20  # nesting of collections, such as a configuration
 _MOST = 1_000  # values inspected in one attribute; larger collections are compared by length
 _SMALL = 2**14  # tensors up to this size are compared in full
+_ABSENT = object()  # in place of an attribute that is not there
 
 Key: TypeAlias = tuple[str, str]
 """A kind, such as "attribute" or "buffer", and a name."""
@@ -235,11 +236,14 @@ class Snapshot:
             self._held.append((key, value, _inside, dict(inner), None))
 
     def changed(self, *kinds: str) -> Key | None:
-        """Return the kind and name of an attribute that is or has something else by now, by default of any kind."""
+        """Return the kind and name of an attribute that is or has something else by now, by default of any kind.
+
+        A new attribute that is None counts as none.
+        """
         for (kind, name), part, read, was, names in self._held:
             if read is None and not part and not was:  # as the dictionaries of hooks of most modules: much faster
                 continue
-            if (not kinds or kind in kinds) and (found := _changed_names(part, read, was, names)):
+            if (not kinds or kind in kinds) and (found := _changed_names(part, read, was, names, None)):
                 return kind, name if name and name[-1] != "." else f"{name}{found[0]}"
         for key, inner, _, was, _ in self._tensors:
             if len(inner) != len(was):
@@ -308,11 +312,15 @@ def _mark_of(value: Any) -> Any:
 
 
 def _changed_names(
-    part: Any, read: Callable[[Any], Any] | None, was: Any, names: Collection[str] | None = None
+    part: Any,
+    read: Callable[[Any], Any] | None,
+    was: Any,
+    names: Collection[str] | None = None,
+    absent: object = _ABSENT,
 ) -> list[str]:
     """Return the names, or those of some, that have other objects now; [""] for a change of other than a mapping.
 
-    Numbers and strings are compared by value.
+    Numbers and strings are compared by value. ``absent`` is what an attribute that is not there is compared as.
     """
     now = part if read is None else read(part)
     if isinstance(was, (list, deque)):
@@ -323,7 +331,7 @@ def _changed_names(
     is_ordered = read is not None or list(was) == list(now)  # that of attributes does not matter
     if is_ordered and was.keys() == now.keys() and all(map(operator.is_, was.values(), now.values())):  # the fastest
         return found
-    missing, passing = object(), PASSING if read is vars else ()
+    missing, passing = (absent, PASSING) if read is vars else (_ABSENT, ())
     for name in dict.fromkeys((*was, *now)):
         is_seen = name not in passing and (names is None or name in names)
         if is_seen and not _is_one(was.get(name, missing), now.get(name, missing)):

@@ -498,7 +498,7 @@ def test_a_common_error_of_several_clients_at_once_has_its_cause(make: Any, reas
 
 
 class Harmless(Leaves):
-    """Reads all that it has, and leaves it as it is."""
+    """Reads all that it has, and leaves it as it is; an attribute that is not there until a step makes it None, too."""
 
     def __init__(self) -> None:
         super().__init__(lambda module, loss: None)
@@ -513,6 +513,7 @@ class Harmless(Leaves):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         read = self.seen + self.hits + self.layer.frozen.sum() + self.hidden[0].calls + self.ema.sum()
+        self.features = self.layer.features = None
         odd = torch.nan_to_num(self.odd).sum() + self.positions.sum() + self.adjacency.to_dense().sum()
         self.log("read", read.detach() + odd.detach())
         return F.cross_entropy(self(batch[0]), batch[1]) * (1 + 0 * read)
