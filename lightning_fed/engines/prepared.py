@@ -15,6 +15,7 @@ from lightning_fed.compat.private import call, rank_zero_warn
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, trained_parameters
+from lightning_fed.engines.changes import attribute_tensors, own_tensors, parts_of
 from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.local_schedule import LocalSchedule
@@ -64,7 +65,9 @@ class PreparedModule:
         personal, own_buffers = frozenset[str](), frozenset[str]()
         if settings.has_personal_parameters:
             personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
-        check_memory(self.module, dict(named))
+        parts = list(parts_of(self.module))
+        tensors = (*own_tensors(parts), *attribute_tensors(parts))
+        check_memory(self.module, dict(named), ((name, value) for (_, name), value in tensors))
         self.flat = FlatParameters(named, personal)  # the trained parameters
         if has_parts_of_users(self.algorithm):
             rehearse(self.algorithm, self.flat.numel)

@@ -1,7 +1,7 @@
 """Checks before the first round for modules, optimizers and data that rounds do not support."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -84,11 +84,15 @@ def check_module(trainer: pl.Trainer) -> None:
                 f"{key!r} of {name} was made within torch.inference_mode(), and PyTorch cannot train such tensors. Make"
                 " the module outside."
             )
-        if value.layout != torch.strided:
+        if value.layout != torch.strided or value.is_nested:
+            kind, remedy = (
+                ("nested", "to_padded_tensor(...)")
+                if value.is_nested
+                else ("sparse", "to_dense() on it, or register its indices and values, and make it of them in forward")
+            )
             raise FederatedError(
-                f"{name}.{key} is a sparse tensor ({value.layout}), and parameters and buffers must be dense, because"
-                " clients start from copies of them. Call to_dense() on it, or register its indices and values, and"
-                " make the sparse tensor of them in forward."
+                f"{name}.{key} is a {kind} tensor ({value.layout}), and parameters and buffers must be dense, because"
+                f" clients start from copies of them. Call {remedy}."
             )
     if (privacy := trainer.fit_loop.settings.client_privacy) is not None:
         _check_private_module(trainer, privacy)
@@ -190,12 +194,22 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
             )
 
 
-def check_memory(module: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    """Raise if a trained parameter shares memory with another parameter or a buffer: the run would part them."""
+def check_memory(module: nn.Module, trained: Mapping[str, Tensor], others: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if a trained parameter shares memory with another tensor of the module: the run would part them.
+
+    Args:
+        module: The module.
+        trained: The trained parameters by name.
+        others: All tensors of the module by name: parameters, buffers, and those in other attributes.
+    """
     devices = {value.device for value in trained.values()}
+    named = {id(value): (name, value) for name, value in (*others, *trained.items())}  # a tensor once
     places = []
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if value.device in devices and not is_lazy(value) and value.numel():
+    for name, value in named.values():
+        if f"{name}_orig" in trained:  # torch.nn.utils.spectral_norm: each pass assigns the weight again
+            continue
+        is_dense = value.layout is torch.strided and not value.is_nested
+        if value.device in devices and is_dense and not is_lazy(value) and value.numel():
             places.append((value.data_ptr(), _end_of(value), name, value))
     places.sort(key=itemgetter(0))
     for i, (_, end, name, value) in enumerate(places):
@@ -207,9 +221,9 @@ def check_memory(module: nn.Module, trained: Mapping[str, Tensor]) -> None:
                 ours, copy = (name, other) if name in trained else (other, name)
                 raise FederatedError(
                     f"{type(module).__name__} has {copy!r} in the memory of {ours!r}, which the optimizer trains, as"
-                    " after nn.Parameter(weight), weight.t() or weight.data. Trained parameters move into one vector,"
-                    " which would part the two. Use the parameter itself in both places, as in self.b.weight ="
-                    " self.a.weight or F.linear(x, self.a.weight.t()), or clone() it."
+                    " after nn.Parameter(weight), weight.t(), weight.data or weight.detach(). Trained parameters move"
+                    " into one vector, which would part the two. Use the parameter itself in both places, as in"
+                    " self.b.weight = self.a.weight or F.linear(x, self.a.weight.t()), or clone() it."
                 )
 
 

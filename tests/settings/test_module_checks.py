@@ -15,6 +15,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import Adam, FedAvg, FedSAM, MimeLite
 from lightning_fed.core.buffers import Buffers
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.changes import attribute_tensors, own_tensors, parts_of
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.server import CoordinateMedian
 from lightning_fed.settings.module_checks import (
@@ -75,11 +76,12 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             return None
 
-    manual, lazy, graph, rows = Net(), Net(), Net(), Net()
+    manual, lazy, graph, rows, ragged = Net(), Net(), Net(), Net(), Net()
     manual.automatic_optimization = False
     lazy.layer = nn.LazyLinear(2)  # type: ignore[assignment]
     graph.register_buffer("adjacency", torch.eye(3).to_sparse())
     rows.weight = nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
+    ragged.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
     check_module(fit_of(Net()))
     steps = {"gradient_clip_val": None, "accumulate_grad_batches": 1, "strategy": None}
     check_module(fit_of(manual, **steps))
@@ -91,6 +93,7 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
         (fit_of(lazy), "Net.layer.weight has no shape yet"),
         (fit_of(graph), r"Net.adjacency is a sparse tensor \(torch.sparse_coo\).* Call to_dense"),
         (fit_of(rows), r"Net.weight is a sparse tensor \(torch.sparse_csr\)"),
+        (fit_of(ragged), r"Net.ragged is a nested tensor .* Call to_padded_tensor"),
     ):
         with pytest.raises(FederatedError, match=message):
             check_module(trainer)
@@ -193,6 +196,17 @@ class InOneMemory(training.Net):
             self.teacher = nn.Parameter(weight[1], requires_grad=False)
         elif kind == "buffer":
             self.register_buffer("last", weight.detach())
+        elif kind == "attribute":
+            self.anchor = weight.detach()
+        elif kind == "in a list":
+            self.kept = {"weights": [weight.data.t()]}
+        elif kind == "hidden":
+            self.hidden = [nn.Linear(weight.shape[1], weight.shape[0])]
+            self.hidden[0].weight.data = weight.data
+        elif kind == "the same":
+            self.kept = [weight]
+        elif kind == "spectral":
+            nn.utils.spectral_norm(self.head)
         else:
             end = {"columns that overlap": 3, "columns": 2}[kind]
             self.first, self.second = nn.Parameter(columns[:, :end]), nn.Parameter(columns[:, 2:])
@@ -206,6 +220,11 @@ class InOneMemory(training.Net):
         ("buffer", ("last", "head.weight")),
         ("columns that overlap", ("second", "first")),
         ("columns", None),
+        ("attribute", ("anchor", "head.weight")),
+        ("in a list", ("kept", "head.weight")),
+        ("hidden", ("hidden.0.weight", "head.weight")),
+        ("the same", None),
+        ("spectral", None),
     ],
 )
 def test_tensors_that_share_memory_with_a_trained_parameter_are_refused(
@@ -213,17 +232,21 @@ def test_tensors_that_share_memory_with_a_trained_parameter_are_refused(
 ) -> None:
     """An optimizer alone would move both: the run's vector would part them."""
     model = InOneMemory(kind)
-    trained = {name: p for name, p in model.named_parameters() if name in ("first", "second", "head.weight")}
+    names_of_trained = ("first", "second", "head.weight", "head.weight_orig")
+    trained = {name: p for name, p in model.named_parameters() if name in names_of_trained}
+    parts = list(parts_of(model))
+    others = [(name, value) for (_, name), value in (*own_tensors(parts), *attribute_tensors(parts))]
     if names is None:
-        check_memory(model, trained)
+        check_memory(model, trained, others)
         return
     with pytest.raises(FederatedError, match="'{}' in the memory of '{}'".format(*names)):
-        check_memory(model, trained)
+        check_memory(model, trained, others)
 
 
-def test_a_fit_looks_for_shared_memory() -> None:
-    with pytest.raises(FederatedError, match="InOneMemory has 'decoder' in the memory of 'head.weight'"):
-        training.fit(InOneMemory("transposed"))
+@pytest.mark.parametrize(("kind", "name"), [("transposed", "decoder"), ("attribute", "anchor")])
+def test_a_fit_looks_for_shared_memory(kind: str, name: str) -> None:
+    with pytest.raises(FederatedError, match=f"InOneMemory has {name!r} in the memory of 'head.weight'"):
+        training.fit(InOneMemory(kind))
 
 
 @pytest.mark.parametrize("base", [None, Adam()], ids=["without", "with"])
