@@ -117,6 +117,7 @@ class TrialStep:
         """
         step, batch = self.step, (group.leaves, group.spec, group.batch_idx)
         step.is_random = True  # until known
+        self._check_memory()
         with preserved_random_state(step.flat.y.device), step.recording():
             torch.default_generator.manual_seed(_SEED)
             before, random = StepState(self.module), random_state(step.flat.y.device)
@@ -163,6 +164,18 @@ class TrialStep:
                 self._options.take_back()
             if noted is not None:
                 noted.restore()
+
+    def _check_memory(self) -> None:
+        """Raise if an attribute is a view of the parameters, as a hook may make one; each client has its own here."""
+        memory = self.step.flat.y.untyped_storage().data_ptr()
+        trained = {id(p) for p in self.step.flat.params}
+        for (_, name), value in attribute_tensors(parts_of(self.module)):
+            is_dense = value.layout is torch.strided and not value.is_nested
+            if is_dense and id(value) not in trained and value.untyped_storage().data_ptr() == memory:
+                raise self._refusal(
+                    f"its attribute {name!r} is in the memory of the parameters, and each client has its own here; keep"
+                    " a copy, by clone()"
+                )
 
     def _noted(
         self, before: StepState, first: OwnStep, group: BatchGroup, draw_again: Callable[[], None]

@@ -303,6 +303,28 @@ def test_a_step_that_gives_something_else_when_called_again_is_refused() -> None
         run("vectorized", partial(Leaves, count_elsewhere))
 
 
+class Pulled(Ordinary):
+    """Is pulled towards what it calls the weights at the start of a round, of which it keeps no copy."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1))
+        self.start = [torch.zeros_like(p) for p in self.parameters()]
+
+    def on_train_epoch_start(self) -> None:
+        self.start = [p.detach() for p in self.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        away = sum((p - start.flip(0)).pow(2).sum() for p, start in zip(self.parameters(), self.start, strict=True))
+        return F.cross_entropy(self(batch[0]), batch[1]) + 0.1 * away
+
+
+def test_a_view_of_the_parameters_that_a_hook_makes_is_refused() -> None:
+    """In a plain loop it follows a client's own weights; several clients at once have only the server's there."""
+    with pytest.raises(FederatedError, match=r"its attribute 'start' is in the memory of the parameters.* clone\(\)"):
+        run("vectorized", Pulled)
+    assert torch.equal(state_of(run("auto", Pulled))["x"], state_of(run("sequential", Pulled))["x"])
+
+
 class Notes(Ordinary):
     """Notes something in its first step, as a classifier of Hugging Face notes the kind of its labels."""
 
