@@ -113,6 +113,19 @@ def weigh_last(module: Any, loss: Tensor, batch: Any) -> Tensor:
     return 5 * loss if module.trainer.is_last_batch else loss
 
 
+def by_position(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    return loss * (1 + module.trainer.fit_loop.epoch_loop.batch_idx)
+
+
+def by_progress(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    return loss * module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def log_gradient(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    module.log("gradient", sum((p.grad.norm() for p in module.parameters() if p.grad is not None), torch.zeros(())))
+    return loss
+
+
 def log_vector(module: Any, loss: Tensor, batch: Any) -> Tensor:
     module.log("vector", torch.stack([loss, loss]))
     return loss
@@ -149,6 +162,12 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "a parameter's data": (halve_bias, "changes the parameter 'head.bias' in place"),
     "the number of batches": (by_length, "no value for trainer.num_training_batches in training_step"),
     "the last batch": (weigh_last, "no value for trainer.is_last_batch in training_step"),
+    "the position": (by_position, "no value for batch_idx, total_batch_idx and batch_progress"),
+    "the progress": (by_progress, "no value for batch_idx, total_batch_idx and batch_progress"),
+    "the last gradient": (
+        log_gradient,
+        r"another value to self.log\('gradient', ...\).*reads the gradients of the step",
+    ),
     "a logged dictionary": (log_dictionary, r"self.log\('parts', ...\) of a dict in"),
     "a logged text": (log_text, r"self.log\('text', ...\) of a str in"),
     "no loss": (lambda module, loss, batch: None, "NoneType instead of a loss"),

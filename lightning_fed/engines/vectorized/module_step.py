@@ -17,6 +17,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.devices import numbers_of
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.base import OnlySequentialError, begun_later
@@ -76,6 +77,17 @@ class OwnStreams(TorchFunctionMode):
         elif torch.initial_seed() != self._seed:
             self.found = "seeds torch's generator"
         return func(*args, **kwargs)
+
+
+class _OfOneClient:
+    """Stands for numbers that differ from client to client, and raises an error if one is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise FederatedError(
+            "engine='vectorized' has no value for batch_idx, total_batch_idx and batch_progress of trainer.fit_loop in"
+            " training_step: clients are run at once, and these differ from one to another. Use the argument batch_idx"
+            " of training_step, or engine='sequential'."
+        )
 
 
 class _Step(nn.Module):
@@ -330,14 +342,15 @@ class ModuleStep:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Collect the arguments of ``self.log`` inside, instead of passing them to Lightning."""
+        """Collect the arguments of ``self.log`` inside, instead of passing them to Lightning; refuse some readings."""
         attributes, loop = self.module.__dict__, self.trainer.fit_loop
         own, several = attributes.pop("log", None), loop.runs_several
         attributes["log"], loop.runs_several = self._log, True
+        progress, loop.epoch_loop.batch_progress = loop.epoch_loop.batch_progress, _OfOneClient()
         try:
             yield
         finally:
-            loop.runs_several = several
+            loop.epoch_loop.batch_progress, loop.runs_several = progress, several
             del attributes["log"]
             if own is not None:
                 attributes["log"] = own

@@ -238,9 +238,16 @@ class TrialStep:
         return list(grads)
 
     def _check_repeats(self, first: OwnStep, group: BatchGroup) -> None:
-        """Raise if repeating a step gives another result, since it then has hidden state."""
-        step = self.step
-        again = step.own_step(step.flat.views, group.leaves, group.spec, group.batch_idx)
+        """Raise if a step gives another result after another, since it then has hidden state or reads gradients."""
+        step, params = self.step, self.step.flat.params
+        grads = [p.grad for p in params]
+        for p in params:
+            p.grad = torch.ones_like(p)  # as a step before leaves one; clients at once leave none
+        try:
+            again = step.own_step(step.flat.views, group.leaves, group.spec, group.batch_idx)
+        finally:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
         what = None
         if not step.agrees(again.loss, first.loss):
             what = "another loss"
@@ -251,7 +258,7 @@ class TrialStep:
         if what is not None:
             raise self._refusal(
                 f"it gives {what} when it is called again on the same batch, so it keeps something between calls"
-                " (a global variable, say)"
+                " (a global variable, say), or reads the gradients of the step before"
             )
 
     def _check_state(self, before: StepState) -> None:
