@@ -26,7 +26,7 @@ from lightning_fed.engines.changes import (
     TensorCopies,
     TensorMarks,
     attribute_tensors,
-    own_classes,
+    attributes_of,
     own_tensors,
     parts_of,
     parts_of_method,
@@ -55,9 +55,7 @@ class StepState:
         self._marks = TensorMarks(module, with_trained=True)
         self._copies = TensorCopies([*own_tensors(parts), *attribute_tensors(parts)])
         self._metrics = Snapshot(own for own in parts if isinstance(own[1], METRICS))  # only to put them back
-        self._attributes = Snapshot(without_metrics(module))
-        for cls in own_classes(part for _, part in parts):
-            self._attributes.add("attribute", f"{cls.__qualname__}.", cls)
+        self._attributes = attributes_of(module)
         self._accepted: Snapshot | None = None
 
     def changed_tensor(self, kind: str) -> str | None:
@@ -70,7 +68,7 @@ class StepState:
 
         Each is the dictionary that holds it, its name, and its value, of which this puts a new copy there.
         """
-        filled = [(held, key, held[key]) for _, held, key in self._attributes.filled()]
+        filled = [(held, key, held[key]) for held, key in self._attributes.filled()]
         # Python has one object for all equal strings of one character
         some = [own for own in filled if type(own[2]) is str and len(own[2]) > 1]
         notes = [(held, key, "".join(list(note))) for held, key, note in some]
