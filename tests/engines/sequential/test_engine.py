@@ -191,9 +191,7 @@ PLACES = {name: name for name in ("flag", "rows", "words", "bank", "labels")} | 
 @pytest.mark.parametrize("where", PLACES)
 def test_an_attribute_that_a_step_reads_is_told_and_stays(where: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(Keeps, "flag", False)
-    with pytest.warns(
-        UserWarning, match=rf"training_step reads what earlier steps have left in .*'{PLACES[where]}'"
-    ):
+    with pytest.warns(UserWarning, match=rf"training_step reads what earlier steps have left in .*'{PLACES[where]}'"):
         found = run("sequential", partial(Keeps, where), max_rounds=1)
     monkeypatch.setattr(Keeps, "flag", False)
     monkeypatch.setattr(SequentialEngine, "_check_read", lambda *_: None)
