@@ -3,6 +3,7 @@
 import dis
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
@@ -67,6 +68,19 @@ class OwnStreams(TorchFunctionMode):
         super().__init__()
         self.found: str | None = None
         self._seed = torch.initial_seed()
+        self._stance: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> "OwnStreams":
+        """Begin to listen."""
+        if "torch._dynamo" in sys.modules:  # compiled networks run as they are, or this class would be compiled too
+            self._stance = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        """Listen no more."""
+        super().__exit__(*error)
+        self._stance.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of PyTorch, and look at its generator."""
