@@ -18,6 +18,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.devices import numbers_of
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
 from lightning_fed.engines.base import OnlySequentialError, begun_later
@@ -302,8 +303,12 @@ class ModuleStep:
             remedy = "Clients at once would get other numbers than one by one. Draw from torch's global generator"
             raise begun_later(self.module, streams.found, remedy)
         if not is_random and (before != random_state(device) or (looks and elsewhere != foreign_state())):
-            remedy = "Let it draw from the first round on (from torch's generator)"
-            raise begun_later(self.module, "draws random numbers", remedy)
+            raise self.draws_later()
+
+    def draws_later(self) -> FederatedError:
+        """Return the error for a step that draws random numbers, and did not in its trial."""
+        remedy = "Let it draw from the first round on (from torch's generator)"
+        return begun_later(self.module, "draws random numbers", remedy)
 
     def check_bound(self, views: Sequence[Tensor]) -> None:
         """Raise if a step of one client has assigned to a parameter's ``.data``, which is no longer its row then."""
