@@ -17,7 +17,7 @@ from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay, has_step_hooks
-from lightning_fed.engines.base import Engine, begun_later
+from lightning_fed.engines.base import Engine, OnlySequentialError, begun_later
 from lightning_fed.engines.batch_hooks import overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
     METRICS,
@@ -413,9 +413,14 @@ class ChangeTracker:
             self._check(self._attributes.changed())
 
     def _check(self, found: Key | None) -> None:
-        if found is not None:
-            what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
-            raise begun_later(self.module, what, kind=FederatedError)  # the round's first clients cannot be undone
+        if found is None:
+            return
+        self._attributes.restore()  # so that the sequential engine may begin the round again
+        is_undone = self._attributes.changed() is None and (self._tensors is None or self._tensors.changed() is None)
+        # numbers in tensors cannot be put back, and may have changed unseen
+        is_undone &= next(attribute_tensors(without_metrics(self.module)), None) is None
+        what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
+        raise begun_later(self.module, what, kind=OnlySequentialError if is_undone else FederatedError)
 
 
 def hooked_parameter(module: pl.LightningModule) -> str | None:
