@@ -40,7 +40,8 @@ _FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "torc
 _PLAIN = (int, float, str, type(None))  # compared by value
 _DEPTH = 20  # nesting of collections, such as a configuration
 _MOST = 1_000  # values inspected in one attribute; larger collections are compared by length
-_SMALL = 2**14  # tensors and arrays up to this size are compared in full
+_SMALL = 2**14  # tensors up to this size are compared in full
+_ARRAY = 2**20  # arrays up to this size are compared in full, and put back
 _ABSENT = object()  # in place of an attribute that is not there
 
 Key: TypeAlias = tuple[str, str]
@@ -238,7 +239,7 @@ class Snapshot:
         for name, value in was.items() if deep else ():
             key = kind, prefix + name
             if name in INTERNAL and isinstance(owner, nn.Module):
-                if name in ("_parameters", "_buffers"):
+                if name in ("_parameters", "_buffers") and isinstance(value, dict):  # a script's are none
                     self._tensors.append((key, value, None, value.copy(), None))
                 elif isinstance(value, (dict, set)):
                     self._held.append((key, value, None, value.copy(), None))
@@ -308,7 +309,7 @@ class Snapshot:
                     part.clear()
                     (part.extend if isinstance(part, (list, deque)) else part.update)(was)
             elif isinstance(part, np.ndarray):
-                if part.size <= _SMALL and _mark_of(part) != was:
+                if part.size <= _ARRAY and _mark_of(part) != was:
                     part[...] = np.frombuffer(was, part.dtype).reshape(part.shape)
             elif read is not _mark_of:
                 for name in _changed_names(part, read, was) if names is None else names:
@@ -340,7 +341,7 @@ def _mark_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _version_of(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return value.tobytes() if value.size <= _SMALL else value.flat[:: value.size // _MOST].tobytes()
+        return value.tobytes() if value.size <= _ARRAY else value.flat[:: value.size // _MOST].tobytes()
     if isinstance(value, _GENERATORS):
         generator = _state_of(value)
         return pickle.dumps(generator and generator[0])
