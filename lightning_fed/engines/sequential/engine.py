@@ -313,7 +313,7 @@ class SequentialEngine(Engine):
         """
         module, device = self.trainer.lightning_module, self.flat.y.device
         may_reset = any_uses_hook(self.trainer, "on_client_start", of_users=True)
-        may_reset |= self.epoch_loop._uses["on_train_batch_start"]
+        may_reset |= self.epoch_loop.uses_start_hooks
         may_try = not (may_reset or self.prepared.steps_itself or self.private is not None or self.split.size > 1)
         names = attributes.keep_changed(told) if may_try and "tensor" not in told.values() else []
         if not names or any(isinstance(value, Iterator) for *_, value in attribute_values(parts_of(module))):

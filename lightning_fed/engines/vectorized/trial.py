@@ -18,7 +18,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay, has_step_hooks
 from lightning_fed.engines.base import Engine, OnlySequentialError, begun_later
-from lightning_fed.engines.batch_hooks import overridden_hooks, plugin_step_hooks
+from lightning_fed.engines.batch_hooks import hooked_parameter, overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
     METRICS,
     Key,
@@ -373,7 +373,7 @@ class ChangeTracker:
 
     def remember(self) -> None:
         """Record all attributes."""
-        self._attributes = Snapshot(without_metrics(self.module))
+        self._attributes = attributes_of(self.module)
         for name, part in parts_of_method(self.algorithm):
             self._attributes.add("attribute", f"algorithm.{name}", part)
 
@@ -421,14 +421,6 @@ class ChangeTracker:
         is_undone &= next(attribute_tensors(without_metrics(self.module)), None) is None
         what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
         raise begun_later(self.module, what, kind=OnlySequentialError if is_undone else FederatedError)
-
-
-def hooked_parameter(module: pl.LightningModule) -> str | None:
-    """Return the name of a parameter with a gradient hook, or None."""
-    for name, p in module.named_parameters():
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            return name
-    return None
 
 
 def check_settings(engine: Engine) -> None:
