@@ -97,8 +97,8 @@ class FlatParameters:
             found = ", ".join(f"{name!r} is {dtype} on {device}" for (dtype, device), name in kinds.items())
             raise FederatedError(
                 f"Trainable parameters must share one dtype and one device, found: {found}. Convert them (a complex"
-                " one to a real one [..., 2], which torch.view_as_complex reads), or freeze the odd ones with"
-                " requires_grad_(False)."
+                " one to a real one [..., 2], which torch.view_as_complex(weight.clone()) reads), or freeze the others"
+                " with requires_grad_(False)."
             )
         self.num_shared = len(shared)
         self.layout = Layout(p.shape for p in self.params[: self.num_shared])

@@ -112,3 +112,11 @@ def time_by_rounds(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, pl.callbacks.Timer):
             callback._interval = pl.callbacks.timer.Interval.epoch
+
+
+def hooked_parameter(module: pl.LightningModule) -> str | None:
+    """Return the name of a parameter with a gradient hook, or None."""
+    for name, p in module.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            return name
+    return None

@@ -2,12 +2,14 @@
 
 import argparse
 import copy
+import logging
 import math
 import operator
 import pickle
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -31,13 +33,15 @@ INTERNAL = frozenset(vars(nn.Module()))
 METRICS = (Metric, MetricCollection)
 """Modules whose attributes evaluation resets; their updates are counted instead."""
 
-_OPAQUE = (type, nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_OPAQUE = (type, nn.Module, types.ModuleType, *_FUNCTIONS, logging.Logger)  # a logger notes which levels it writes
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "torchmetrics", "lightning_fed")
 _PLAIN = (int, float, str, type(None))  # compared by value
 _DEPTH = 20  # nesting of collections, such as a configuration
 _MOST = 1_000  # values inspected in one attribute; larger collections are compared by length
 _SMALL = 2**14  # tensors up to this size are compared in full
+_ARRAY = 2**20  # arrays up to this size are compared in full, and put back
 _ABSENT = object()  # in place of an attribute that is not there
 
 Key: TypeAlias = tuple[str, str]
@@ -111,6 +115,14 @@ def own_classes(parts: Iterable[nn.Module]) -> list[type]:
     return [cls for cls in classes if _is_own(cls)]
 
 
+def attributes_of(module: nn.Module) -> "Snapshot":
+    """Return a snapshot of the attributes of a module and its submodules, without metrics, and of their classes."""
+    found = Snapshot(without_metrics(module))
+    for cls in own_classes(part for _, part in parts_of(module)):
+        found.add("attribute", f"{cls.__qualname__}.", cls)
+    return found
+
+
 @lru_cache(1024)
 def _is_own(cls: type) -> bool:
     """Return whether a class is user-defined."""
@@ -122,6 +134,8 @@ def _is_own(cls: type) -> bool:
 
 def values_in(value: Any, left: list[int] | None = None, above: tuple[int, ...] = ()) -> Iterator[Any]:
     """Yield a value and its contents; ``above`` are the ids of what contains it."""
+    if type(value) in weakref.ProxyTypes:  # it passes for the object itself, which may be gone
+        return
     left = [_MOST] if left is None else left  # number of values that may still be inspected
     yield value
     inner = _inside(value)
@@ -139,9 +153,17 @@ def _inside(value: Any) -> Any:
         return None
     if type(value).__module__.partition(".")[0] in _FOREIGN and not isinstance(value, argparse.Namespace):
         return None
-    inner = getattr(value, "__dict__", None)
+    inner = _own_attribute(value, "__dict__", None)
     slots = _slots_in(value)
     return {**slots, **(inner or {})} if slots else inner
+
+
+def _own_attribute(value: Any, name: str, default: Any) -> Any:
+    """Return an attribute that an object has itself, not what its ``__getattr__`` would make of the name."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # of a property, say
+        return default
 
 
 @lru_cache(1024)
@@ -161,7 +183,7 @@ def _slots_of(cls: Any) -> tuple[str, ...]:
 def _slots_in(value: Any) -> dict[str, Any]:
     missing: Any = object()
     cls: Any = type(value)
-    found = {name: getattr(value, name, missing) for name in _slots_of(cls)}
+    found = {name: _own_attribute(value, name, missing) for name in _slots_of(cls)}
     return {name: own for name, own in found.items() if own is not missing}
 
 
@@ -195,8 +217,8 @@ class Snapshot:
     """What objects hold at one time: it tells what has changed since, and puts it back.
 
     It compares attributes, contents of collections and plain objects, states of generators, numbers in arrays, and how
-    often tensors were written to; of parameters and buffers, only how many a module has. Values are not copied, so the
-    numbers in arrays and tensors are not put back: see :class:`TensorCopies`.
+    often tensors were written to; of parameters and buffers, only how many a module has. Numbers in tensors are not
+    put back, see :class:`TensorCopies`, and those in arrays only if there are few.
 
     ``owners`` are modules by name.
     """
@@ -217,7 +239,7 @@ class Snapshot:
         for name, value in was.items() if deep else ():
             key = kind, prefix + name
             if name in INTERNAL and isinstance(owner, nn.Module):
-                if name in ("_parameters", "_buffers"):
+                if name in ("_parameters", "_buffers") and isinstance(value, dict):  # a script's are none
                     self._tensors.append((key, value, None, value.copy(), None))
                 elif isinstance(value, (dict, set)):
                     self._held.append((key, value, None, value.copy(), None))
@@ -229,7 +251,8 @@ class Snapshot:
 
     def _add_value(self, key: Key, value: Any) -> None:
         if isinstance(value, (list, deque, dict, set)) and len(value) <= _MOST:
-            self._held.append((key, value, None, copy.copy(value), None))
+            kind: Any = dict if isinstance(value, dict) else set if isinstance(value, set) else list
+            self._held.append((key, value, None, kind(value), None))  # a copy of its own class may need arguments
         elif (mark := _mark_of(value)) is not None:
             self._held.append((key, value, _mark_of, mark, None))
         elif not isinstance(value, (*_PLAIN, tuple, frozenset)) and (inner := _inside(value)) is not None:
@@ -241,10 +264,10 @@ class Snapshot:
         A new attribute that is None counts as none.
         """
         for (kind, name), part, read, was, names in self._held:
-            if read is None and not part and not was:  # as the dictionaries of hooks of most modules: much faster
+            if read is None and not was and not part:  # as the dictionaries of hooks of most modules: much faster
                 continue
             if (not kinds or kind in kinds) and (found := _changed_names(part, read, was, names, None)):
-                return kind, name if name and name[-1] != "." else f"{name}{found[0]}"
+                return kind, _full_name((kind, name), found[0])
         for key, inner, _, was, _ in self._tensors:
             if len(inner) != len(was):
                 return key
@@ -254,35 +277,51 @@ class Snapshot:
         """Return the kind and name of a module's parameters or buffers if some of them are other objects by now."""
         return next((key for key, *own in self._tensors if _changed_names(*own)), None)
 
-    def filled(self) -> list[tuple[str, dict[str, Any], str]]:
-        """Return what was None and is not by now: the attribute's name, and the dictionary and key that hold it."""
+    def filled(self) -> list[tuple[dict[str, Any], str]]:
+        """Return what was None and is not by now: the dictionaries and keys that hold it."""
         found = {}  # several may hold one dictionary
-        for (_, name), part, read, was, _ in self._held:
+        for _, part, read, was, _ in self._held:
             now = part if read is None else read(part)
             for key, value in now.items() if isinstance(now, dict) else ():
                 if value is not None and was.get(key, "") is None:
-                    found[id(now), key] = (name if name and name[-1] != "." else f"{name}{key}", now, key)
+                    found[id(now), key] = (now, key)
         return list(found.values())
 
-    def keep_changed(self) -> None:
-        """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state."""
-        held, self._held = self._held, []
+    def keep_changed(self, without: Collection[str] = ()) -> list[str]:
+        """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state.
+
+        Attributes that ``without`` names are forgotten too. Returns the names of the changed ones.
+        """
+        held, self._held, changed = self._held, [], dict[str, None]()
         for key, part, read, was, names in held:
-            if found := _changed_names(part, read, was, names):
-                self._held.append((key, part, read, was, found))
+            found = {own: _full_name(key, own) for own in _changed_names(part, read, was, names)}
+            if kept := [own for own, name in found.items() if name not in without]:
+                self._held.append((key, part, read, was, kept))
+                changed |= dict.fromkeys(found[own] for own in kept)
         self._tensors = [own for own in self._tensors if _changed_names(*own[1:])]
+        return list(changed)
 
     def restore(self) -> None:
         """Restore everything, or after :meth:`keep_changed` what had changed."""
         for _, part, read, was, names in (*self._held, *self._tensors):
             if read is None:
-                part.clear()
-                (part.extend if isinstance(part, (list, deque)) else part.update)(was)
+                if _changed_names(part, read, was):  # a frozen dictionary, or one with iterators, must not be rewritten
+                    part.clear()
+                    (part.extend if isinstance(part, (list, deque)) else part.update)(was)
+            elif isinstance(part, np.ndarray):
+                if part.size <= _ARRAY and _mark_of(part) != was:
+                    part[...] = np.frombuffer(was, part.dtype).reshape(part.shape)
             elif read is not _mark_of:
                 for name in _changed_names(part, read, was) if names is None else names:
                     _put_back(part, name, was)
             elif names is None and (generator := _state_of(part)) is not None:
                 generator[1](pickle.loads(was))  # noqa: S301 - pickled by _mark_of
+
+
+def _full_name(key: Key, own: str) -> str:
+    """Return the name of an attribute, given its own name and the key of what holds it."""
+    _, name = key
+    return name if name and name[-1] != "." else f"{name}{own}"
 
 
 def _put_back(owner: Any, name: str, was: Mapping[str, Any]) -> None:
@@ -301,8 +340,8 @@ def _mark_of(value: Any) -> Any:
     """Return what changes with a tensor, an array, a generator or the length of a large collection, else None."""
     if isinstance(value, Tensor):
         return _version_of(value)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.tobytes() if value.size <= _MOST else 0
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.tobytes() if value.size <= _ARRAY else value.flat[:: value.size // _MOST].tobytes()
     if isinstance(value, _GENERATORS):
         generator = _state_of(value)
         return pickle.dumps(generator and generator[0])
@@ -323,7 +362,7 @@ def _changed_names(
     Numbers and strings are compared by value. ``absent`` is what an attribute that is not there is compared as.
     """
     now = part if read is None else read(part)
-    if isinstance(was, (list, deque)):
+    if isinstance(was, list):
         return [] if len(was) == len(now) and all(map(_is_one, was, now)) else [""]
     if not isinstance(was, dict):
         return [] if was == now else [""]
@@ -389,7 +428,7 @@ class TensorCopies:
         self._held: list[tuple[Key, Tensor, Any, Tensor | None]] = [
             (key, t, numbers_in(t), t.detach().clone() if t.numel() <= most else None)
             for key, t in tensors
-            if not (is_lazy(t) or t.is_quantized or t.is_inference())
+            if not (is_lazy(t) or t.is_quantized or t.is_inference() or t.is_nested)
         ]
 
     def changed(self, *kinds: str) -> Iterator[tuple[Key, Tensor, bool]]:
@@ -421,8 +460,12 @@ def numbers_in(tensor: Tensor) -> Any:
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Return the bytes of all numbers of a tensor, or of some if it is large."""
-    flat = tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST]
-    return flat.contiguous().view(torch.uint8)
+    return _bytes_of(tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of all numbers of a tensor, also of one that is a conjugate or negative view."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> bool:
@@ -430,7 +473,7 @@ def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> b
     if numbers_in(tensor) != numbers:
         return True
     is_compared = tensor.numel() <= _SMALL or tensor.layout != torch.strided or tensor.device.type == "meta"
-    return not is_compared and copied is not None and not torch.equal(tensor.nan_to_num(), copied.nan_to_num())
+    return not is_compared and copied is not None and not torch.equal(*map(_bytes_of, (tensor.detach(), copied)))
 
 
 # ------------------------------------------------------------------ what goes from one client to the next
@@ -452,9 +495,9 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
         cls: Any = type(part)
         if isinstance(value, Tensor):
             is_computed = isinstance(value, nn.Parameter) or value.grad_fn is not None  # as by weight_norm
-            if not is_computed and not isinstance(part, METRICS):
+            if not is_computed and not isinstance(part, METRICS) and not value.is_nested:
                 note("tensor", name, value.shape, numbers_in(value))
-        elif type(value) in (int, float) and _is_own(cls):
+        elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and _is_own(cls):
             note("number", name, None, value)
         elif isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
             note("generator", name, None, pickle.dumps(state[0]))

@@ -29,11 +29,13 @@ def make_engine(
     prepared: PreparedModule,
     some: Callable[[], Iterator[WorkPlan]],
     before: str | None = None,
+    drew_before: bool | None = None,
 ) -> Engine:
     """Return an engine by name; "auto" uses the vectorized one if it can run the module, and logs the choice.
 
     ``some`` yields clients' work for the vectorized engine's trial step. The engine that "auto" chose ``before`` this
-    run resumed is used again, for identical bits.
+    run resumed is used again, for identical bits. If a step draws random numbers by now and did not in the trial then
+    (``drew_before``), the sequential one is used, as in a run that goes on.
     """
     if name == "sequential":
         return SequentialEngine(prepared)
@@ -49,6 +51,8 @@ def make_engine(
     try:
         engine = VectorizedEngine(chunk_size, prepared, partial(SequentialEngine, prepared))
         _try_out(engine, some())
+        if before == "vectorized" and drew_before is False and engine.step.is_random:
+            raise engine.step.draws_later()
     except FederatedError as error:
         if name != "auto":
             raise

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ _NOTHING_TO_CLIP = "nested_tensorlist[0].empty()"  # of PyTorch's error for clip
 _NOTHING_TO_CLIP_REMEDY = (
     ". The step has no gradient, since training_step returned None, and PyTorch cannot clip none by value. Use"
     " gradient_clip_algorithm='norm' or gradient_clip_on='corrected', which leave such a step out"
+)
+_VIEWED_AS = re.compile(r"(storage_offset\S*|stride) .*divisible by")  # of PyTorch's errors for views of another type
+_VIEWED_REMEDY = (
+    ". Parameters are parts of one vector here, which begin anywhere in it. Copy a parameter before you view it as"
+    " another type, as in torch.view_as_complex(weight.clone())"
 )
 _MEMORY_REMEDY = (
     ". The device does not hold the work of one client at a time. Use a smaller batch_size or full_batch_size, or a"
@@ -134,6 +140,8 @@ class NamesClient:
                 text += _ONE_VALUE_REMEDY
             if _NOTHING_TO_CLIP in text:
                 text += _NOTHING_TO_CLIP_REMEDY
+            if _VIEWED_AS.search(text):
+                text += _VIEWED_REMEDY
             if is_out_of_memory(error):
                 text += _MEMORY_REMEDY + self.less_memory
             elif self.what == FULL_GRADIENT and isinstance(error, _OF_SHAPES) and ONE_VALUE not in text:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from lightning_fed.callbacks.base import FederatedCallback, uses_hook
 from lightning_fed.core.devices import widened
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.engines.batch_hooks import hooked_parameter
 from lightning_fed.engines.changes import (
     Key,
-    Snapshot,
     TensorCopies,
     attribute_tensors,
+    attributes_of,
     parts_of_method,
     sample_of,
     without_metrics,
@@ -56,7 +57,7 @@ class SettingsSnapshot:
             and any(uses_hook(callback, h, FederatedCallback) for h in CLIENT_HOOKS)
         ]
         parts, groups = list(without_metrics(prepared.module)), prepared.optimizer.param_groups
-        self._snapshot = snapshot = Snapshot(parts)
+        self._snapshot = snapshot = attributes_of(prepared.module)
         for prefix, method in (("", prepared.algorithm), ("own_solve.", prepared.algorithm.own_solve)):
             for name, part in () if method is None else parts_of_method(method):
                 snapshot.add("method", prefix + name, part)
@@ -86,7 +87,9 @@ class SettingsSnapshot:
         )
 
     def changed(self) -> str | None:
-        """Return a setting that has changed by now, for messages, or None."""
+        """Return a setting that has changed by now, or a parameter with a hook, for messages; else None."""
+        if (hooked := hooked_parameter(self._prepared.module)) is not None:
+            return f"the hooks of the parameter {hooked!r}"
         written = next((key for key, *_ in self._copies.changed()), None)
         return self._named(written or self._snapshot.changed() or self._snapshot.replaced())
 

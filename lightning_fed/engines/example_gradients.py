@@ -13,12 +13,11 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import KeyedStream, Purpose, preserved_random_state
 from lightning_fed.engines.base import OnlySequentialError
-from lightning_fed.engines.batch_hooks import overridden_hooks
+from lightning_fed.engines.batch_hooks import hooked_parameter, overridden_hooks
 from lightning_fed.engines.changes import Snapshot, TensorMarks, without_metrics
 from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStreams
-from lightning_fed.engines.vectorized.trial import hooked_parameter
 from lightning_fed.server.privacy import ClientPrivacy, gaussian_noise
 
 

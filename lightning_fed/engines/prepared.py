@@ -71,10 +71,14 @@ class PreparedModule:
         self.flat = FlatParameters(named, personal)  # the trained parameters
         if has_parts_of_users(self.algorithm):
             rehearse(self.algorithm, self.flat.numel)
-        places = (name.rpartition(".") for name in self.flat.names)
-        self._places = [(self.module.get_submodule(owner)._parameters, key) for owner, _, key in places]
-        self._holders = [part._modules for part in self.module.modules() for _ in part._modules]
-        self._keys = [key for part in self.module.modules() for key in part._modules]
+        places = [name.rpartition(".") for name in self.flat.names]
+        owned = {owner: self.module.get_submodule(owner)._parameters for owner, _, _ in places}
+        # a script's parameters and parts are in no dictionary, and stay as they are
+        owned |= {owner: dict(own.items()) for owner, own in owned.items() if not isinstance(own, dict)}
+        self._places = [(owned[owner], key) for owner, _, key in places]
+        parts = [part._modules for part in self.module.modules() if isinstance(part._modules, dict)]
+        self._holders = [held for held in parts for _ in held]
+        self._keys = [key for held in parts for key in held]
         self._parts = [*map(dict.get, self._holders, self._keys)]
         held, trained = {id(p) for group in base.param_groups for p in group["params"]}, dict(named)
         self._untrained = [(n, p) for n, p in self.module.named_parameters() if id(p) in held and n not in trained]

@@ -53,6 +53,11 @@ class ClientHalf(ABC):
         return None
 
     @property
+    def draws(self) -> bool | None:
+        """Whether a step of clients at once drew random numbers in its last trial; None without such a trial."""
+        return None
+
+    @property
     def split(self) -> BatchSplit:
         """The processes that split every batch of a client."""
         return BatchSplit()

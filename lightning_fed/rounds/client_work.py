@@ -160,6 +160,12 @@ class ClientWork(ClientHalf):
         """The number of clients that run at once; None if the sequential engine runs all."""
         return min((engine.chunk_size for engine in self.engines if isinstance(engine, VectorizedEngine)), default=None)
 
+    @property
+    def draws(self) -> bool | None:
+        """Whether a step of clients at once drew random numbers in its last trial; None without the engine for it."""
+        at_once = [engine for engine in self.engines if isinstance(engine, VectorizedEngine)]
+        return any(engine.step.is_random for engine in at_once) if at_once else None
+
     def _use_chunk(self, size: int) -> None:
         for engine in self.engines:
             if isinstance(engine, VectorizedEngine):
@@ -351,11 +357,12 @@ def prepare_clients(
     clients: Sequence[ClientId] | None = None,
     before: Sequence[str] = (),
     chunk_before: int | None = None,
+    drew_before: bool | None = None,
 ) -> ClientWork:
     """Return the clients' half with an engine by name; see :func:`make_engine`.
 
-    ``clients`` are those with local data, by default all; ``before`` and ``chunk_before`` are the
-    :attr:`ClientWork.engine_names` and :attr:`ClientWork.chunk_size` before this run resumed.
+    ``clients`` are those with local data, by default all; ``before``, ``chunk_before`` and ``drew_before`` are the
+    :attr:`ClientWork.engine_names`, :attr:`ClientWork.chunk_size` and :attr:`ClientWork.draws` before this run resumed.
     """
     settings, chunk_size = prepared.settings, chunk_before or prepared.settings.chunk_size
     plans = LocalPlans(prepared.trainer, settings, population, clients, prepared.seed)
@@ -363,8 +370,8 @@ def prepare_clients(
     if type(prepared.trainer.datamodule).client_dataloader is not FederatedDataModule.client_dataloader:
         plans.check_counts()
     first, second = (*before, None, None)[:2]
-    engines = [make_engine(engine, chunk_size, prepared, plans.some, first)]
+    engines = [make_engine(engine, chunk_size, prepared, plans.some, first, drew_before)]
     if prepared.algorithm.own_solve is not None:
         other = prepared_for_inner_solve(prepared)
-        engines.append(make_engine(engine, chunk_size, other, plans.some, second))
+        engines.append(make_engine(engine, chunk_size, other, plans.some, second, drew_before))
     return ClientWork(engines, plans, settings)

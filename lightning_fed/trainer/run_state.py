@@ -56,6 +56,7 @@ class RunState:
         self._notes: dict[str, str] = {}  # on data and optimizer
         self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
+        self._drew_before: bool | None = None  # see ClientWork.draws
         self.round_start: RoundStart | None = None  # of the current round, until it is complete
         self.has_hooks = False  # whether hooks of the user may change the run, or draw, between clients' work
         self.may_draw = False  # whether the server's step has a method, aggregator or optimizer of the user
@@ -157,13 +158,13 @@ class RunState:
         logged = self.trainer.callback_metrics if self.round_start is None else self.round_start.metrics
         metrics = {name: value.detach().cpu() for name, value in logged.items()}
         client_states = self.client_states.record(self._server, self.ranks)
-        engines, chunk = self._engines_before, self._chunk_before
+        engines, chunk, draws = self._engines_before, self._chunk_before, self._drew_before
         if self.clients is not None and self.prepared is not None:
-            engines, chunk = self.clients.engine_names, self.clients.chunk_size
+            engines, chunk, draws = self.clients.engine_names, self.clients.chunk_size, self.clients.draws
         noted: dict[str, Any] = {
             "transport": self.settings.transport(),
             "work": self._notes,
-            "engine": {"asked": self.settings.engine, "taken": engines},
+            "engine": {"asked": self.settings.engine, "taken": engines, "draws": draws},
             "chunk_size": {"asked": self.settings.chunk_size, "taken": chunk},
             "steps_taken": self.steps_taken,
         }
@@ -299,8 +300,8 @@ class RunState:
         elsewhere, self._elsewhere = self._elsewhere, None
         self._own_parts = OwnParts(settings, trainer.datamodule if elsewhere is None else None)
         if elsewhere is None:
-            engines, chunk = self._engines_before, self._chunk_before
-            self.clients = work = prepare_clients(prepared, population, settings.engine, None, engines, chunk)
+            before = self._engines_before, self._chunk_before, self._drew_before
+            self.clients = work = prepare_clients(prepared, population, settings.engine, None, *before)
             if self.ranks.size > 1:
                 work.agree(self.ranks)
         else:
@@ -317,7 +318,7 @@ class RunState:
         """Take over a checkpoint's local steps, the engines that "auto" chose, and how many clients trained at once."""
         asked = self.settings.chunk_size
         with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
-            self._engines_before = []
+            self._engines_before, self._drew_before = [], saved.get("engine", {}).get("draws")
             if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
                 self._engines_before = ["sequential"] * 2 if saved.get("gave_up") else []
             elif saved["engine"]["asked"] == "auto":
@@ -408,6 +409,7 @@ class RunState:
                 self._earlier = EarlierFit.of(self.prepared, server, self._notes) if server.round > 0 else None
             if self.clients is not None:
                 self._engines_before, self._chunk_before = self.clients.engine_names, self.clients.chunk_size
+                self._drew_before = self.clients.draws
             if self.server_model is not None:
                 self.server_model.show()
             self.prepared.release()

@@ -421,3 +421,38 @@ def test_an_attribute_that_a_later_client_changes_is_refused_too(chunk_size: int
     """Next to it in its chunk, another client would train with the old value."""
     with pytest.raises(FederatedError, match="cannot continue with SetsLater.training_step.*the attribute 'extra'"):
         run("vectorized", SetsLater, partial(data, (8, 8, 24, 8)), chunk_size=chunk_size, max_rounds=1)
+
+
+class KeepsLosses(Ordinary):
+    """Collects losses from the second round on, with a flag that the next step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.seen = list[float](), {"any": False}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.current_epoch > 0:
+            loss = loss * (1.0 + self.seen["any"])
+            self.losses.append(1.0)
+            self.seen["any"] = True
+        return loss
+
+
+class WithTensor(KeepsLosses):
+    """Has a tensor that a step could change unseen, by its ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.ones(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*earlier steps have left")
+def test_auto_begins_a_round_again_whose_step_begins_to_set_attributes() -> None:
+    expected = run("sequential", KeepsLosses)
+    with pytest.warns(UserWarning, match="restarts round 1 with 'sequential'.*changes the attribute 'losses'"):
+        found = run("auto", KeepsLosses)
+    assert_agree(expected, found)
+    assert found.lightning_module.losses == expected.lightning_module.losses
+    with pytest.raises(FederatedError, match="cannot continue with WithTensor.training_step.*the attribute 'losses'"):
+        run("auto", WithTensor)

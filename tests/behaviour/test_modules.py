@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import ClientError, FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedProx, FedSAM, Mime, MimeLite, PFedMe, Scaffold, SGDm
+from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.ids import spelled
 from tests.helpers.selection import covering, few
 from tests.helpers.training import (
@@ -564,3 +565,16 @@ def test_a_time_limit_ends_a_run_after_its_round_and_is_told_once(caplog: pytest
             run.fit(seeded(), data())
         assert run.fit_loop.round == rounds
     assert caplog.text.count("Time limit reached") == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_a_network_may_be_a_script(kind: str, engine: str) -> None:
+    class Scripted(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            x = torch.zeros(2, FEATURES)
+            self.body = torch.jit.script(self.body) if kind == "script" else torch.jit.trace(self.body, x)
+
+    assert_agree(run("sequential", max_rounds=2), run(engine, Scripted, max_rounds=2))

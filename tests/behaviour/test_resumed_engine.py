@@ -224,6 +224,22 @@ def test_checkpoints_without_the_choice_are_read(gave_up: bool | None, taken: st
     assert engines_of(run(**OPTIONS, max_rounds=2, ckpt_path=path)) == [taken]
 
 
+class DrawsLater(Ordinary):
+    """Adds noise from the second round on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] + 0.1 * torch.randn_like(batch[0]) if self.current_epoch > 0 else batch[0]
+        return F.cross_entropy(self(x), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:engine='auto'")
+def test_a_step_that_draws_later_has_the_bits_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    options = {**OPTIONS, "make": DrawsLater}
+    whole, found = run(**options, max_rounds=2), resumed(tmp_path, 1, 2, options)
+    assert engines_of(whole) == engines_of(found) == ["sequential"]
+    assert same(state_of(found), state_of(whole))
+
+
 class FailsTogether(Ordinary):
     """Asks for a number, which several clients at once cannot give, on batches of one example."""
 

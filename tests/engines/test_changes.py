@@ -1,13 +1,18 @@
 """What counts as a module's state beside its trained parameters, and how it is restored."""
 
+import logging
+import weakref
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from lightning_fed.engines.changes import Snapshot
+from lightning_fed.engines.changes import Snapshot, TensorCopies, attribute_tensors, parts_of
 
 
 def test_snapshots_look_into_collections_and_plain_objects() -> None:
@@ -125,3 +130,92 @@ def test_snapshots_look_into_slots() -> None:
     object.__delattr__(module.own, "value")
     snapshot.restore()
     assert module.own == Slotted(1.0, [1.0])
+
+
+class Frozen(OrderedDict):  # type: ignore[type-arg]
+    """Cannot be written, as the configurations of diffusers."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("frozen")
+
+
+class Named(set):  # type: ignore[type-arg]
+    """Cannot be copied without its name."""
+
+    def __init__(self, name: str, items: list[int]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+def test_collections_that_cannot_be_written_or_copied_are_left_alone() -> None:
+    module = nn.Linear(2, 2)
+    module.config, module.named, module.waiting = Frozen(rate=1), Named("labels", [1, 2]), deque([1, 2])
+    position, snapshot = iter(module.waiting), taken(module)
+    snapshot.restore()
+    assert (module.config, next(position)) == ({"rate": 1}, 1)
+    module.named.add(3)
+    assert snapshot.changed() == ("attribute", "named")
+    snapshot.restore()
+    assert (module.named, module.named.name) == ({1, 2}, "labels")
+
+
+class Delegates:
+    """Answers for every name that it does not have."""
+
+    __slots__ = ("data",)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.data[name]
+
+
+class Hides:
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("hidden")
+
+
+def test_objects_that_answer_for_others_are_not_asked() -> None:
+    module = nn.Linear(2, 2)
+    node, gone = Node(), Node()
+    module.delegates, module.empty, module.hides = Delegates(), Delegates(), Hides()
+    module.delegates.data = {"value": 1}
+    module.node, module.owners = weakref.proxy(node), [weakref.proxy(module), weakref.proxy(gone)]
+    del gone
+    assert [name for name, _ in parts_of(module)] == [""]
+    snapshot = taken(module)
+    module.delegates.data["value"] = 2
+    assert snapshot.changed() == ("attribute", "delegates")
+
+
+def test_a_logger_that_notes_its_levels_has_not_changed() -> None:
+    module = nn.Linear(2, 2)
+    module.log_of_steps = logging.getLogger(f"{__name__}.{id(module)}")
+    snapshot = taken(module)
+    module.log_of_steps.debug("a step")
+    assert snapshot.changed() is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_numbers_in_views_and_of_any_type_are_compared_and_put_back() -> None:
+    module, made = nn.Linear(2, 2), torch.ones(3, dtype=torch.complex64) * 1j
+    module.conjugate, module.negative = made.conj(), made.conj().imag
+    module.low, module.mask = torch.zeros(20_000).to(torch.float8_e4m3fn), torch.zeros(20_000, dtype=torch.bool)
+    module.nested = torch.nested.nested_tensor([torch.ones(2)])
+    copies = TensorCopies(attribute_tensors([("", module)]))
+    assert list(copies.changed()) == []
+    module.mask.data[7], module.low.data[7] = True, 1.0
+    made.data[0] = 0
+    assert [name for (_, name), *_ in copies.changed()] == ["conjugate", "negative", "low", "mask"]
+    copies.restore()
+    assert (module.negative.tolist(), module.mask.sum()) == ([-1.0] * 3, 0)
+
+
+def test_few_numbers_in_an_array_are_put_back() -> None:
+    module = nn.Linear(2, 2)
+    module.bank, module.scalar, module.times = np.zeros((40, 50)), np.array(1.0), np.zeros(2, "datetime64[s]")
+    snapshot = taken(module)
+    module.bank.T[7, 3], module.scalar[...], module.times[0] = 1, 2, 7
+    assert snapshot.changed() == ("attribute", "bank")
+    snapshot.keep_changed()
+    snapshot.restore()
+    assert (module.bank.sum(), float(module.scalar), int(module.times[0].astype(int))) == (0, 1, 0)

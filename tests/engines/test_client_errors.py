@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_fed import ClientError, FederatedError
@@ -17,7 +17,7 @@ from lightning_fed.compat.private import SIGTERMException
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.engines.client_errors import ONE_VALUE, NamesClient, fault_of
 from lightning_fed.strategies.split import PeerError
-from tests.helpers.engines import Ordinary, refused
+from tests.helpers.engines import Ordinary, assert_agree, refused, run
 from tests.helpers.training import FEATURES, data, trainer
 
 
@@ -152,3 +152,25 @@ def test_a_module_for_one_size_of_batch_is_told_of_the_size_of_full_batches() ->
     with pytest.raises(ClientError, match=r"full-batch gradient in round 0: RuntimeError.*set the data module's full_"):
         trainer(algorithm=Mime()).fit(FixedSize(), data())
     trainer(algorithm=Mime(), max_rounds=1).fit(FixedSize(), data(full_batch_size=4))
+
+
+class Spectral(Ordinary):
+    """Views a parameter as complex numbers, as state space models do; 155 others come before it."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.copies = copies
+        self.filter = nn.ParameterList([torch.ones(FEATURES, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.filter[0].clone() if self.copies else self.filter[0]
+        return super().forward((torch.view_as_complex(weight) * x).real)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_parameter_that_is_viewed_as_another_type_must_be_copied() -> None:
+    with pytest.raises(ClientError, match=r"divisible by 2\. Parameters are parts of one vector here.*weight\.clone"):
+        run("auto", partial(Spectral, copies=False), max_rounds=1)
+    assert_agree(run("sequential", partial(Spectral, copies=True)), run("vectorized", partial(Spectral, copies=True)))

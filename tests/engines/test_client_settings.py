@@ -240,6 +240,47 @@ def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dic
         start(**engine)
 
 
+class Wide(Adjustable):
+    """Has settings in its class and in an array of many numbers."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.ones(200_000)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale * float(self.array[777])
+
+
+def class_attribute(trainer: Any, module: Any, value: float) -> None:
+    type(module).scale = value
+
+
+def entry(trainer: Any, module: Any, value: float) -> None:
+    module.array[777] = value
+
+
+def gradient_hook(trainer: Any, module: Any, value: float) -> None:
+    if value != 1.0:
+        module.head.weight.register_hook(lambda gradient: value * gradient)
+
+
+@pytest.mark.parametrize(("setter", "name"), [(class_attribute, "Wide.scale"), (entry, "array")])
+def test_attributes_of_classes_and_entries_of_large_arrays_are_settings(setter: Setter, name: str) -> None:
+    start = setting(setter, lambda client, _: UNALIKE[client], make=Wide, max_rounds=1)
+    with pytest.warns(UserWarning, match=f"{RESTARTS}.*attribute {name!r} of Wide"):
+        found = start(engine="auto")
+    assert same(state_of(found), state_of(start(engine="sequential")))
+    assert (Wide.scale, found.lightning_module.array[777]) == (1.0, 1.0)
+
+
+def test_clients_at_once_have_no_hooks_of_parameters_of_their_own() -> None:
+    start = setting(gradient_hook, lambda client, _: UNALIKE[client], max_rounds=1)
+    with pytest.raises(FederatedError, match="on_client_start changes the hooks of the parameter 'head.weight' for cl"):
+        start(engine="vectorized")
+
+
 @pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
 def test_what_a_value_of_all_clients_is_set_by_is_named(engine: dict[str, Any]) -> None:
     start = setting(rate, lambda _, round: 2.0, max_rounds=1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.callbacks.base import any_uses_hook
 from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
@@ -22,10 +23,12 @@ from lightning_fed.engines.batch_hooks import warn_of_gradient_hooks
 from lightning_fed.engines.changes import (
     Key,
     Snapshot,
+    TensorCopies,
+    attribute_values,
+    attributes_of,
     kept_between_clients,
+    own_tensors,
     parts_of,
-    values_in,
-    without_metrics,
 )
 from lightning_fed.engines.example_gradients import ExampleGradients
 from lightning_fed.engines.gradients import prepare_batch
@@ -105,7 +108,7 @@ class SequentialEngine(Engine):
             before = self.buffers.read() if self.split.size > 1 or self.private is not None else {}
             kept = None
             if not self._has_checked:
-                kept, attributes = self._kept(), Snapshot(without_metrics(self.trainer.lightning_module))
+                kept, attributes = self._kept(), attributes_of(self.trainer.lightning_module)
             self.epoch_loop.begin_client()
             for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
                 p.grad = None
@@ -122,8 +125,7 @@ class SequentialEngine(Engine):
             numbers = self.epoch_loop.close_client()
             if kept is not None:
                 self.prepared.check_parameters()
-                if not self._check_kept(kept):  # or the trial steps would write into these tensors once more
-                    self._check_filled(attributes, plan)
+                self._check_read(attributes, self._check_kept(kept), plan)
                 self._has_checked = True
             buffers = self._merged_buffers(before) if self.split.size > 1 else self.buffers.read()
             if self.private is not None:
@@ -302,54 +304,64 @@ class SequentialEngine(Engine):
             " one batch, or leave the client out of client_ids."
         )
 
-    def _check_filled(self, attributes: Snapshot, plan: WorkPlan) -> None:
-        """Warn if a step reads a tensor that local work has put where None was, such as a recurrent state.
+    def _check_read(self, attributes: Snapshot, told: Mapping[str, str], plan: WorkPlan) -> None:
+        """Warn if a step reads what local work has left in attributes, such as a recurrent state or a flag.
 
-        Most such attributes only note something. Two trial steps on the client's first batch tell, with what the
-        attributes hold and with None.
+        Most such attributes only note something. Trial steps on the client's first batch tell, with what the attributes
+        hold, with what they held before, and once more with the first, as a step may give another loss each time.
+        ``told`` are the attributes that another warning names.
         """
-        filled = [
-            (name, held, key)
-            for name, held, key in attributes.filled()
-            if any(isinstance(value, Tensor) and value.grad_fn is None for value in values_in(held[key]))
-        ]
-        if not filled or self.split.size > 1 or self.private is not None:
-            return
-        device, losses = self.flat.y.device, list[Tensor | None]()
-        for emptied in ([], filled):
-            before = Snapshot(parts_of(self.trainer.lightning_module))
+        module, device = self.trainer.lightning_module, self.flat.y.device
+        may_reset = any_uses_hook(self.trainer, "on_client_start", of_users=True)
+        may_reset |= self.epoch_loop.uses_start_hooks
+        may_try = not (may_reset or self.prepared.steps_itself or self.private is not None or self.split.size > 1)
+        names = attributes.keep_changed(told) if may_try and "tensor" not in told.values() else []
+        if not names or any(isinstance(value, Iterator) for *_, value in attribute_values(parts_of(module))):
+            return  # what a trial step takes from an iterator would be missing later
+        losses, copies = list[Tensor | None](), TensorCopies(own_tensors(parts_of(module)))
+        with preserved_random_state(device), self.gradients.silent() as forget:
+            now = attributes_of(module)
+
+            def undo() -> None:
+                now.restore()
+                forget()
+                self.flat.bind()
+                copies.restore()  # a step may set parameters by its first batch
+
             try:
-                for _, held, key in emptied:
-                    held[key] = None
-                batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
-                with preserved_random_state(device), self.gradients.silent():
-                    seed_global(0, device)
+                for is_before in (False, True, False):
+                    if is_before:
+                        attributes.restore()
+                    seed_global(0, device)  # the data may be drawn too
+                    batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
                     losses.append(self.gradients.forward(prepare_batch(self.trainer, batch), 0))
+                    undo()
             except Exception:
                 return
             finally:
-                before.restore()
-        with_them, without = losses
-        if with_them is None or without is None or torch.equal(with_them, without):
+                undo()
+        first, before, again = losses
+        if first is None or again is None or not torch.equal(first, again):
             return
-        module, names = type(self.trainer.lightning_module).__name__, ", ".join(repr(name) for name, _, _ in filled)
-        rank_zero_warn(
-            f"{module}.training_step reads what earlier steps have left in {names}, which was None: the next client"
-            " starts with the last one's, and a resumed run with None. Set it to None in training_step where batch_idx"
-            " is 0, or in on_client_start."
-        )
+        if before is None or not torch.equal(first, before):
+            rank_zero_warn(
+                f"{type(module).__name__}.training_step reads what earlier steps have left in"
+                f" {' or '.join(map(repr, names))}: the next client starts with the last one's, and a resumed run with"
+                " what __init__ sets. Set it anew in training_step where batch_idx is 0, or in on_client_start. Or make"
+                " it a buffer with register_buffer(), which starts from the server's for every client."
+            )
 
     def _kept(self) -> dict[Key, list[tuple[Any, Any]]]:
         """Return what goes from one client's work to the next: see :func:`kept_between_clients`."""
         counts = {("optimizer", name): [(None, value)] for name, value in self.optimizer.counts().items()}
         return {**kept_between_clients(self.trainer.lightning_module, self.trainer.callbacks), **counts}
 
-    def _check_kept(self, before: Mapping[Key, list[tuple[Any, Any]]]) -> bool:
+    def _check_kept(self, before: Mapping[Key, list[tuple[Any, Any]]]) -> dict[str, str]:
         """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
 
-        Attributes may get more tensors or numbers. Return whether a tensor in an attribute of the module has changed.
+        Attributes may get more tensors or numbers. Return the names in these warnings, with their kinds.
         """
-        module, after, has_changed = type(self.trainer.lightning_module).__name__, self._kept(), False
+        module, after, told = type(self.trainer.lightning_module).__name__, self._kept(), dict[str, str]()
         for (kind, name), now in after.items():
             was = before.get((kind, name), [])
             if kind == "optimizer" and now != was:  # which is not reset with the optimizer's state and options
@@ -359,6 +371,6 @@ class SequentialEngine(Engine):
                     " parameter group: both are reset."
                 )
             if now != was and [shape for shape, _ in now] == [shape for shape, _ in was]:
-                has_changed |= kind == "tensor"
+                told[name] = kind
                 rank_zero_warn(_KEPT[kind].format(module=module, name=name))
-        return has_changed
+        return told

@@ -254,6 +254,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._split = BatchSplit()
         self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
         self.is_in_first_step = False  # of the first client of a round
+        self.uses_start_hooks = False  # whether module or callbacks have on_train_batch_start
         self.schedule_step: int | None = None  # while a schedule by local step takes a step
         self._has_told_of_step = False
 
@@ -319,6 +320,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             or any(uses_batch_hook(callback, hook) for callback in trainer.callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
+        self.uses_start_hooks = self._uses["on_train_batch_start"]
         self._steps_itself = not module.automatic_optimization
         self.automatic_optimization.prepare()
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path

@@ -17,6 +17,7 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan, begun_later
+from lightning_fed.engines.batch_hooks import hooked_parameter
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import add_decay, prepare_batch
@@ -33,7 +34,7 @@ from lightning_fed.engines.vectorized.clients import (
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.engines.vectorized.schedule import Schedule
-from lightning_fed.engines.vectorized.trial import ChangeTracker, TrialStep, check_settings, hooked_parameter
+from lightning_fed.engines.vectorized.trial import ChangeTracker, TrialStep, check_settings
 
 
 class VectorizedEngine(Engine):

@@ -3,6 +3,7 @@
 import dis
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
@@ -68,6 +69,19 @@ class OwnStreams(TorchFunctionMode):
         super().__init__()
         self.found: str | None = None
         self._seed = torch.initial_seed()
+        self._stance: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> "OwnStreams":
+        """Begin to listen."""
+        if "torch._dynamo" in sys.modules:  # compiled networks run as they are, or this class would be compiled too
+            self._stance = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        """Listen no more."""
+        super().__exit__(*error)
+        self._stance.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of PyTorch, and look at its generator."""
@@ -300,8 +314,12 @@ class ModuleStep:
             remedy = "Clients at once would get other numbers than one by one. Draw from torch's global generator"
             raise begun_later(self.module, streams.found, remedy)
         if not is_random and (before != random_state(device) or (looks and elsewhere != foreign_state())):
-            remedy = "Let it draw from the first round on (from torch's generator)"
-            raise begun_later(self.module, "draws random numbers", remedy)
+            raise self.draws_later()
+
+    def draws_later(self) -> FederatedError:
+        """Return the error for a step that draws random numbers, and did not in its trial."""
+        remedy = "Let it draw from the first round on (from torch's generator)"
+        return begun_later(self.module, "draws random numbers", remedy)
 
     def check_bound(self, views: Sequence[Tensor]) -> None:
         """Raise if a step of one client has assigned to a parameter's ``.data``, which is no longer its row then."""

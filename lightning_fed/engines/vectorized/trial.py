@@ -17,8 +17,8 @@ from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay, has_step_hooks
-from lightning_fed.engines.base import Engine, begun_later
-from lightning_fed.engines.batch_hooks import overridden_hooks, plugin_step_hooks
+from lightning_fed.engines.base import Engine, OnlySequentialError, begun_later
+from lightning_fed.engines.batch_hooks import hooked_parameter, overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
     METRICS,
     Key,
@@ -26,7 +26,7 @@ from lightning_fed.engines.changes import (
     TensorCopies,
     TensorMarks,
     attribute_tensors,
-    own_classes,
+    attributes_of,
     own_tensors,
     parts_of,
     parts_of_method,
@@ -55,9 +55,7 @@ class StepState:
         self._marks = TensorMarks(module, with_trained=True)
         self._copies = TensorCopies([*own_tensors(parts), *attribute_tensors(parts)])
         self._metrics = Snapshot(own for own in parts if isinstance(own[1], METRICS))  # only to put them back
-        self._attributes = Snapshot(without_metrics(module))
-        for cls in own_classes(part for _, part in parts):
-            self._attributes.add("attribute", f"{cls.__qualname__}.", cls)
+        self._attributes = attributes_of(module)
         self._accepted: Snapshot | None = None
 
     def changed_tensor(self, kind: str) -> str | None:
@@ -70,7 +68,7 @@ class StepState:
 
         Each is the dictionary that holds it, its name, and its value, of which this puts a new copy there.
         """
-        filled = [(held, key, held[key]) for _, held, key in self._attributes.filled()]
+        filled = [(held, key, held[key]) for held, key in self._attributes.filled()]
         # Python has one object for all equal strings of one character
         some = [own for own in filled if type(own[2]) is str and len(own[2]) > 1]
         notes = [(held, key, "".join(list(note))) for held, key, note in some]
@@ -395,7 +393,7 @@ class ChangeTracker:
 
     def remember(self) -> None:
         """Record all attributes."""
-        self._attributes = Snapshot(without_metrics(self.module))
+        self._attributes = attributes_of(self.module)
         for name, part in parts_of_method(self.algorithm):
             self._attributes.add("attribute", f"algorithm.{name}", part)
 
@@ -435,17 +433,14 @@ class ChangeTracker:
             self._check(self._attributes.changed())
 
     def _check(self, found: Key | None) -> None:
-        if found is not None:
-            what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
-            raise begun_later(self.module, what, kind=FederatedError)  # the round's first clients cannot be undone
-
-
-def hooked_parameter(module: pl.LightningModule) -> str | None:
-    """Return the name of a parameter with a gradient hook, or None."""
-    for name, p in module.named_parameters():
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            return name
-    return None
+        if found is None:
+            return
+        self._attributes.restore()  # so that the sequential engine may begin the round again
+        is_undone = self._attributes.changed() is None and (self._tensors is None or self._tensors.changed() is None)
+        # numbers in tensors cannot be put back, and may have changed unseen
+        is_undone &= next(attribute_tensors(without_metrics(self.module)), None) is None
+        what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
+        raise begun_later(self.module, what, kind=OnlySequentialError if is_undone else FederatedError)
 
 
 def check_settings(engine: Engine) -> None:

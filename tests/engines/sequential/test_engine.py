@@ -6,13 +6,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fed import FederatedDataModule
+from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold, SGDm
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.engines.sequential.engine import SequentialEngine
@@ -139,6 +140,85 @@ def test_a_state_that_goes_from_client_to_client_is_told_once() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*earlier steps have left")
         assert_same(state_of(run("sequential", Resets)), plain)
+
+
+class Keeps(Ordinary):
+    """Reads in a step what earlier steps have left somewhere, and collects losses that no step reads."""
+
+    flag = False
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.losses, self.rows = where, [], list[Any]()
+        self.words, self.bank, self.labels = {"phase": "first"}, np.zeros(100), set[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss * (0.5 if getattr(self, f"by_{self.where}")(batch) else 1.0)
+
+    def by_flag(self, batch: Any) -> bool:
+        was, self.flag = self.flag, True
+        if not was:  # as layers do that start from the statistics of their first batch
+            self.head.bias.data.copy_(batch[0].mean())
+        return was
+
+    def by_class(self, batch: Any) -> bool:
+        was, Keeps.flag = Keeps.flag, True
+        return was
+
+    def by_rows(self, batch: Any) -> bool:
+        self.rows = [*self.rows, batch[0]][-3:]
+        return len(self.rows) > 1
+
+    def by_words(self, batch: Any) -> bool:
+        was, self.words["phase"] = self.words["phase"], "later"
+        return was == "later"
+
+    def by_bank(self, batch: Any) -> bool:
+        was, self.bank[7] = self.bank[7], 1.0
+        return bool(was)
+
+    def by_labels(self, batch: Any) -> bool:
+        was = 7 in self.labels
+        self.labels.add(7)
+        return was
+
+
+PLACES = {name: name for name in ("flag", "rows", "words", "bank", "labels")} | {"class": "Keeps.flag"}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_attribute_that_a_step_reads_is_told_and_stays(where: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Keeps, "flag", False)
+    with pytest.warns(UserWarning, match=rf"training_step reads what earlier steps have left in .*'{PLACES[where]}'"):
+        found = run("sequential", partial(Keeps, where), max_rounds=1)
+    monkeypatch.setattr(Keeps, "flag", False)
+    monkeypatch.setattr(SequentialEngine, "_check_read", lambda *_: None)
+    assert_same(state_of(found), state_of(run("sequential", partial(Keeps, where), max_rounds=1)))
+
+
+class Draws(Keeps):
+    """Takes a number from an iterator in each step."""
+
+    def __init__(self) -> None:
+        super().__init__("rows")
+        self.numbers = (0.9**k for k in range(100))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * next(self.numbers)
+
+
+class Sets(FederatedCallback):
+    def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
+        pl_module.flag = False
+
+
+@pytest.mark.filterwarnings("error:.*earlier steps have left")
+def test_no_step_is_tried_that_takes_from_an_iterator_or_finds_what_a_hook_sets() -> None:
+    module = run("sequential", Draws, max_rounds=1).lightning_module
+    assert next(module.numbers) == 0.9 ** len(module.losses)
+    run("sequential", partial(Keeps, "flag"), callbacks=[Sets()], max_rounds=1)
 
 
 class AverageOfModel(pl.Callback):

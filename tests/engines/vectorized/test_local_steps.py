@@ -223,6 +223,17 @@ def test_unused_parameters_stand_still_in_untraced_steps() -> None:
 
 
 @pytest.mark.thorough
+def test_a_compiled_network_runs_for_several_clients_at_once() -> None:
+    class Compiled(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.compile(self.body, backend="eager")
+
+    torch.compiler.reset()
+    assert_agree(run("sequential", Compiled, max_rounds=1), run("vectorized", Compiled, max_rounds=1))
+
+
+@pytest.mark.thorough
 def test_a_compiled_layer_says_why_it_is_not_traced() -> None:
     class Compiled(Ordinary):
         def __init__(self) -> None:
