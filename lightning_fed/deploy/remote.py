@@ -345,7 +345,7 @@ class RemoteWork(ClientHalf):
             report, examples = self._replied[client_id]
             for name, value in report.metrics.items():
                 flags = {"on_step": False, "on_epoch": True, "batch_size": examples}
-                results.log("training_step", name, torch.tensor(value), **flags)
+                results.log("training_step", name, torch.tensor(value, dtype=torch.float64), **flags)
 
     def savepoint(self) -> Callable[[], None]:
         """Return a function that takes back what is logged from here on."""

@@ -97,7 +97,7 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str |
     false = getattr(make.keywords.get("attack"), "changes_messages", False)
     if "compression" in make.keywords or false or sends_no_change:
         del wanted["client/drift"]
-    assert known == pytest.approx(wanted, nan_ok=True)
+    assert known == pytest.approx(wanted, rel=1e-12, nan_ok=True)
     assert (state.bytes_up, state.bytes_down) == (other.bytes_up, other.bytes_down)
 
 
