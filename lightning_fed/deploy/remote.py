@@ -15,7 +15,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.exchange import Exchange, Registration, Registrations
-from lightning_fed.deploy.facts import check_single, facts_in_reach, facts_of, optimizer_facts
+from lightning_fed.deploy.facts import check_single, facts_in_reach, facts_of, optimizer_facts, rates_of
 from lightning_fed.deploy.message import (
     MEASURE,
     MOST_STEPS,
@@ -293,6 +293,7 @@ class RemoteWork(ClientHalf):
             "fit": self._fit,
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
             "first_step": task.first_step,
+            "rates": rates_of(self.trainer),
             "plateaus": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs if c.reduce_on_plateau],
             **measure,
         }

@@ -19,7 +19,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.batches.examples import size_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import check_client_ids
-from lightning_fed.deploy.facts import check_facts, check_single, facts_of, optimizer_facts
+from lightning_fed.deploy.facts import check_facts, check_single, facts_of, optimizer_facts, rates_of
 from lightning_fed.deploy.message import (
     MEASURE,
     REGISTER,
@@ -250,7 +250,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         def work() -> Message:
             try:
                 with self._sealed():
-                    replies = clients.answer(task, states, plateaus)
+                    replies = clients.answer(task, states, plateaus, header["rates"])
                     found = [reply_to(message, reply, bound, timed=privacy is None) for reply in replies]
             except FederatedError as error:
                 clients.forget_round()
@@ -420,14 +420,21 @@ class ClientsOutsideFit:
         (plan,) = self.work.plans_of(task, [index])
         return plan.batches.num_batches(), plan.participant.steps, max(plan.epochs, default=0)
 
-    def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
+    def answer(
+        self,
+        task: Task,
+        states: ClientStates,
+        plateaus: Sequence[Mapping[str, Any]] = (),
+        rates: str | None = None,
+    ) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
 
-        Client states go to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``.
+        Client states go to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``. ``rates`` are those with
+        which the server begins the round.
         """
         clients = [index for index in task.clients if index in self._here]
         task = replace(task, server=self.prepared.optimizer.placed(task.server))
-        self._begin(task, clients, plateaus)
+        self._begin(task, clients, plateaus, rates)
         while True:
             replies = self._replies(task, clients, states)
             try:
@@ -482,11 +489,19 @@ class ClientsOutsideFit:
         with engine.losses_at(x, task.round) as loss_of:
             return {"loss": mean_loss(client_id, loss_of(batches, index), batches.size)}
 
-    def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
+    def _begin(
+        self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]], rates: str | None
+    ) -> None:
         if task.round != self._round:
             self.prepared.set_round(task.round, plateaus)
             self.prepared.begin_round(task.first_step)
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+            if rates is not None and rates != (own := rates_of(self.trainer)):
+                raise FederatedError(
+                    f"Clients of this site begin round {task.round} with the learning rates {own}, and the server says"
+                    f" {quoted(rates)}. Give both the same schedules, and set rates in hooks of the module: those of"
+                    " the server's callbacks are not called here."
+                )
             self._round, self._has_begun = task.round, False
         if task.phase != LOSS and not self._has_begun:
             self.work.begin(task.round, self.work.members(task, clients))
