@@ -306,7 +306,9 @@ class RemoteWork(ClientHalf):
                 kept = self._loop.state.clients.get(index) or {}
             held = prefixed("keep", {name: copied(value) for name, value in kept.items()})
             version, fit = versions.get(index, (0, "0" * 8))
+            known = self._sites.known[ids[index]]
             own = {"client": ids[index], "steps": task.steps.get(index), "state": version, "of": fit}
+            own |= {"size": known.size, "batches": known.batches}
             tasks[ids[index]] = Message({**header, **own}, {**shared, **held})
 
         algorithm, expected = self._settings.algorithm, Expected({}, frozenset(), False)

@@ -197,11 +197,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         check_facts(made.optimizer_facts, header["facts"], client_id)
         self._states.agree(header["run"], self._agreed)
         with self._sealed():
-            batches = made.trainer.datamodule.client_batches(client_id)
             val = self._data.client_val_dataset(client_id)
             facts = {
-                "size": batches.size,
-                "batches": batches.num_batches() if batches.size else 0,
+                **made.amounts(client_id),
                 "batch_size": self._data.batch_size,
                 "val_size": 0 if val is None else size_of(val),
                 "columns": list(self._data.describe_columns()),
@@ -228,7 +226,14 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         if self._privacy is not None:
             clients.work.use_seed(self._privacy.seed(message))
         with self._sealed():
-            planned = clients.planned_steps(client_id, header["round"])
+            planned, here = clients.planned_steps(client_id, header["round"]), clients.amounts(client_id)
+        for name, own in here.items():
+            if header.get(name) != own:
+                raise FederatedError(
+                    f"Client {client_id!r} has {name}={own} here, and the server plans with"
+                    f" {name}={quoted(header.get(name))}: its data have changed since it registered. Undo that, or"
+                    " start the server again, with which all clients register."
+                )
         check_numbers(message, planned, self._trainer)
         task, sent, base = task_in(message, index, clients.start, clients.buffers, clients.base)
         clients.use_base(base)
@@ -410,6 +415,11 @@ class ClientsOutsideFit:
         """Use other base weights of adapters, with ``lora="exact"``; none for those of the start."""
         for name, own in self.base.items():
             own.copy_(base.get(name, self._base[name]))
+
+    def amounts(self, client_id: ClientId) -> dict[str, int]:
+        """Return what a server plans the work of a client with: its numbers of examples and of batches."""
+        batches = self.trainer.datamodule.client_batches(client_id)
+        return {"size": batches.size, "batches": batches.num_batches() if batches.size else 0}
 
     def planned_steps(self, client_id: ClientId, round: int) -> int:
         """Return the local steps that the trainer plans for a client in a round."""
