@@ -122,6 +122,12 @@ def normalised() -> Normalised:
     return Normalised()
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["Scaffold ii", "FedCM"])
+def test_what_the_server_computes_itself_is_rounded_as_on_the_site(method: str, tmp_path: Path) -> None:
+    assert_same_run(partial(make_trainer, method, precision="bf16-true"), tmp_path)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "uniform weights of all clients": {"weighting": "uniform", "clients_per_round": 1.0},
     "weights by steps of partial work": {
