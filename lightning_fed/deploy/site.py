@@ -354,6 +354,7 @@ class ClientsOutsideFit:
         self._round: int | None = None  # whose hooks have been called
         self._has_begun = False  # the clients' work in it
         self._is_ready = False
+        self._unsent: set[str] = set()  # names of logged values that stay here
         try:
             self._set_up(module, datamodule)
             trainer._logger_connector.reset_results()
@@ -457,10 +458,22 @@ class ClientsOutsideFit:
             self.work.begin(task.round, self.work.members(task, clients))
         yield from chain(first, replies)
         if task.phase == TRAIN:
+            self._warn_of_unsent()
             self.work.end_training()
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_end")
             self._round = None
         self.trainer._logger_connector.reset_results()
+
+    def _warn_of_unsent(self) -> None:
+        """Log once which values that local steps have logged stay here: a reply has means alone."""
+        unsent = self.trainer.fit_loop.epoch_loop._results.without_client_mean - self._unsent
+        if unsent:
+            self._unsent |= unsent
+            _log.warning(
+                "Replies have means alone, and local steps log metric objects, sums or extremes as %s: these stay here,"
+                " and the server does not log them. Log the value of each batch, self.log(name, metric(...)).",
+                ", ".join(map(repr, sorted(unsent))),
+            )
 
     def _replies(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
         for chunk in self.work.chunks(task, clients):
