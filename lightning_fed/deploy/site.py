@@ -227,10 +227,10 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             clients.work.use_seed(self._privacy.seed(message))
         with self._sealed():
             planned, here = clients.planned_steps(client_id, header["round"]), clients.amounts(client_id)
-        for name, own in here.items():
-            if header.get(name) != own:
+        for name, number in here.items():
+            if header.get(name) != number:
                 raise FederatedError(
-                    f"Client {client_id!r} has {name}={own} here, and the server plans with"
+                    f"Client {client_id!r} has {name}={number} here, and the server plans with"
                     f" {name}={quoted(header.get(name))}: its data have changed since it registered. Undo that, or"
                     " start the server again, with which all clients register."
                 )
