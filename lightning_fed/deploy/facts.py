@@ -4,7 +4,9 @@ import hashlib
 import inspect
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from lightning_fed.deploy.message import digest, printable
 from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.engines.lora import lora_a
 from lightning_fed.engines.prepared import parameters_as_buffers, personal_names
+from lightning_fed.server.privacy import DifferentialPrivacy
 from lightning_fed.settings.settings import Settings
 
 _LIBRARIES = ("version of Lightning", "version of PyTorch")
@@ -57,13 +60,18 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
                 " simulation."
             )
     parameters = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters() if p.requires_grad]
-    work, private = settings.work(), settings.client_privacy
+    work, private, aggregator = settings.work(), settings.client_privacy, settings.aggregator
+    bound = aggregator.max_norm if isinstance(aggregator, DifferentialPrivacy) else None
+    layers = "\n".join(f"{name}: {layer}" for name, layer in module.named_children())
+    given = plain_options({str(name): value for name, value in module.hparams.items() if str(name)[:1] != "_"})
     return {
         "version of lightning_fed": __version__,
         "version of Lightning": pl.__version__,
         "version of PyTorch": torch.__version__.partition("+")[0],  # the rest names the device
         "method": type(settings.algorithm).__name__,
         "trained parameters": f"{len(parameters)} with the checksum {_checksum(parameters)}",
+        "layers": re.sub(" at 0x[0-9a-f]+", "", layers),
+        "hyperparameters": "\n".join(f"{name}={value!r}" for name, value in sorted(given.items())) or "none",
         "average of LoRA": settings.lora,
         "frozen parameters": _digest(_frozen(settings, module)),
         "buffers at the start": _digest(_buffers(settings, module)),
@@ -81,6 +89,7 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         "local_optimizer_state": "keep" if settings.keeps_solver else "reset",
         "compression": repr(settings.compression),
         "attack": work["attack"],
+        "max_norm of DifferentialPrivacy": str(bound),
         "client_privacy": str({name: getattr(private, name, None) for name in _NOISE}),
     }
 
@@ -108,12 +117,14 @@ def optimizer_facts(trainer: Any) -> dict[str, str]:
             f"{type(module).__name__} uses manual optimization and steps its schedules itself, in hooks that sites do"
             " not call: their rates in a round are not known there. Return optimizers without schedules."
         )
-    groups = []
+    groups, names = [], {parameter: name for name, parameter in module.named_parameters()}
     for optimizer, group in [(one, group) for one in trainer.optimizers for group in one.param_groups]:
         moved = {"lr": group.get("initial_lr", group.get("lr"))}  # a schedule may move these three
         moved |= {name: optimizer.defaults[name] for name in ("momentum", "betas") if name in optimizer.defaults}
         options = {name: group[name] for name in optimizer.defaults if name not in _HOW} | moved
-        groups.append(f"{type(optimizer).__name__} of {len(group['params'])} parameters with {_plain(options)}")
+        own = _checksum(names.get(parameter, "") for parameter in group["params"])
+        what = f"{len(group['params'])} parameters ({own})"
+        groups.append(f"{type(optimizer).__name__} of {what} with {_plain(options)}")
     schedules = []
     for config in trainer.lr_scheduler_configs:
         given = inspect.signature(type(config.scheduler)).parameters.keys() - {"last_epoch"}
@@ -125,23 +136,32 @@ def optimizer_facts(trainer: Any) -> dict[str, str]:
     }
 
 
+def rates_of(trainer: Any) -> str:
+    """Return the learning rates with which clients begin, now, of each group of parameters."""
+    return _plain([group.get("lr") for one in trainer.optimizers for group in one.param_groups])
+
+
 def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: object) -> None:
     """Refuse to work for a server that has other facts than the site of a client; warn of patches of libraries."""
     for name, own in sorted(mine.items()):
         other = servers.get(name)
         if own == other:
             continue
-        found = f"its {name} is {own}, the server's is {other and printable(other, 500)}"
+        lines = zip_longest(own.split("\n"), str(other).split("\n"))  # of a long one, the first line that differs
+        mine_is, servers_is = next(pair for pair in lines if pair[0] != pair[1])
+        found = f"its {name} is {str(mine_is).strip()}, the server's is {printable(str(servers_is).strip(), 500)}"
         if name in _LIBRARIES and other and own.split(".")[:2] == other.split(".")[:2]:
             _log.warning("The site of client %r: %s. The last bits of results may differ.", client, found)
             continue
         remedy = "Start both with the same model and the same trainer arguments."
         if name.startswith("version"):
             remedy = "Install the same version on both."
+        if name == "hyperparameters":
+            remedy = "Give both the same, or leave it out of save_hyperparameters(ignore=[...])."
         raise FederatedError(f"The site of client {client!r} has other settings than the server: {found}. {remedy}")
 
 
-def _plain(options: Mapping[str, Any]) -> str:
+def _plain(options: Any) -> str:
     """Return options as text: plain values as they are, and of anything else the kind."""
 
     def plain(value: Any) -> Any:

@@ -363,6 +363,7 @@ def check_numbers(message: Message, planned: int, trainer: Any) -> None:
         fields.count("local_steps", most=max([planned, *own]))
     mean = header.get("mean_examples")
     fields.check("mean_examples", mean is None or finite(mean) >= 0, "a number of examples")
+    fields.check("rates", isinstance(header.get("rates"), str), "a text")
     plateaus: Any = header.get("plateaus")
     configs = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     keys = [config.scheduler.state_dict().keys() for config in configs]

@@ -15,7 +15,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.exchange import Exchange, Registration, Registrations
-from lightning_fed.deploy.facts import check_single, facts_in_reach, facts_of, optimizer_facts
+from lightning_fed.deploy.facts import check_single, facts_in_reach, facts_of, optimizer_facts, rates_of
 from lightning_fed.deploy.message import (
     MEASURE,
     MOST_STEPS,
@@ -293,6 +293,7 @@ class RemoteWork(ClientHalf):
             "fit": self._fit,
             "mean_examples": None if task.mean_examples != task.mean_examples else task.mean_examples,
             "first_step": task.first_step,
+            "rates": rates_of(self.trainer),
             "plateaus": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs if c.reduce_on_plateau],
             **measure,
         }
@@ -305,7 +306,9 @@ class RemoteWork(ClientHalf):
                 kept = self._loop.state.clients.get(index) or {}
             held = prefixed("keep", {name: copied(value) for name, value in kept.items()})
             version, fit = versions.get(index, (0, "0" * 8))
+            known = self._sites.known[ids[index]]
             own = {"client": ids[index], "steps": task.steps.get(index), "state": version, "of": fit}
+            own |= {"size": known.size, "batches": known.batches}
             tasks[ids[index]] = Message({**header, **own}, {**shared, **held})
 
         algorithm, expected = self._settings.algorithm, Expected({}, frozenset(), False)
@@ -345,7 +348,7 @@ class RemoteWork(ClientHalf):
             report, examples = self._replied[client_id]
             for name, value in report.metrics.items():
                 flags = {"on_step": False, "on_epoch": True, "batch_size": examples}
-                results.log("training_step", name, torch.tensor(value), **flags)
+                results.log("training_step", name, torch.tensor(value, dtype=torch.float64), **flags)
 
     def savepoint(self) -> Callable[[], None]:
         """Return a function that takes back what is logged from here on."""

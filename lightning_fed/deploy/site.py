@@ -19,7 +19,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.batches.examples import size_of
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import check_client_ids
-from lightning_fed.deploy.facts import check_facts, check_single, facts_of, optimizer_facts
+from lightning_fed.deploy.facts import check_facts, check_single, facts_of, optimizer_facts, rates_of
 from lightning_fed.deploy.message import (
     MEASURE,
     REGISTER,
@@ -197,11 +197,9 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         check_facts(made.optimizer_facts, header["facts"], client_id)
         self._states.agree(header["run"], self._agreed)
         with self._sealed():
-            batches = made.trainer.datamodule.client_batches(client_id)
             val = self._data.client_val_dataset(client_id)
             facts = {
-                "size": batches.size,
-                "batches": batches.num_batches() if batches.size else 0,
+                **made.amounts(client_id),
                 "batch_size": self._data.batch_size,
                 "val_size": 0 if val is None else size_of(val),
                 "columns": list(self._data.describe_columns()),
@@ -228,7 +226,14 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         if self._privacy is not None:
             clients.work.use_seed(self._privacy.seed(message))
         with self._sealed():
-            planned = clients.planned_steps(client_id, header["round"])
+            planned, here = clients.planned_steps(client_id, header["round"]), clients.amounts(client_id)
+        for name, number in here.items():
+            if header.get(name) != number:
+                raise FederatedError(
+                    f"Client {client_id!r} has {name}={number} here, and the server plans with"
+                    f" {name}={quoted(header.get(name))}: its data have changed since it registered. Undo that, or"
+                    " start the server again, with which all clients register."
+                )
         check_numbers(message, planned, self._trainer)
         task, sent, base = task_in(message, index, clients.start, clients.buffers, clients.base)
         clients.use_base(base)
@@ -250,7 +255,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         def work() -> Message:
             try:
                 with self._sealed():
-                    replies = clients.answer(task, states, plateaus)
+                    replies = clients.answer(task, states, plateaus, header["rates"])
                     found = [reply_to(message, reply, bound, timed=privacy is None) for reply in replies]
             except FederatedError as error:
                 clients.forget_round()
@@ -349,6 +354,7 @@ class ClientsOutsideFit:
         self._round: int | None = None  # whose hooks have been called
         self._has_begun = False  # the clients' work in it
         self._is_ready = False
+        self._unsent: set[str] = set()  # names of logged values that stay here
         try:
             self._set_up(module, datamodule)
             trainer._logger_connector.reset_results()
@@ -411,6 +417,11 @@ class ClientsOutsideFit:
         for name, own in self.base.items():
             own.copy_(base.get(name, self._base[name]))
 
+    def amounts(self, client_id: ClientId) -> dict[str, int]:
+        """Return what a server plans the work of a client with: its numbers of examples and of batches."""
+        batches = self.trainer.datamodule.client_batches(client_id)
+        return {"size": batches.size, "batches": batches.num_batches() if batches.size else 0}
+
     def planned_steps(self, client_id: ClientId, round: int) -> int:
         """Return the local steps that the trainer plans for a client in a round."""
         return sum(member.steps for member in self.work.participants({client_id: 1}, round))
@@ -420,14 +431,21 @@ class ClientsOutsideFit:
         (plan,) = self.work.plans_of(task, [index])
         return plan.batches.num_batches(), plan.participant.steps, max(plan.epochs, default=0)
 
-    def answer(self, task: Task, states: ClientStates, plateaus: Sequence[Mapping[str, Any]] = ()) -> Iterator[Reply]:
+    def answer(
+        self,
+        task: Task,
+        states: ClientStates,
+        plateaus: Sequence[Mapping[str, Any]] = (),
+        rates: str | None = None,
+    ) -> Iterator[Reply]:
         """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
 
-        Client states go to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``.
+        Client states go to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``. ``rates`` are those with
+        which the server begins the round.
         """
         clients = [index for index in task.clients if index in self._here]
         task = replace(task, server=self.prepared.optimizer.placed(task.server))
-        self._begin(task, clients, plateaus)
+        self._begin(task, clients, plateaus, rates)
         while True:
             replies = self._replies(task, clients, states)
             try:
@@ -440,10 +458,22 @@ class ClientsOutsideFit:
             self.work.begin(task.round, self.work.members(task, clients))
         yield from chain(first, replies)
         if task.phase == TRAIN:
+            self._warn_of_unsent()
             self.work.end_training()
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_end")
             self._round = None
         self.trainer._logger_connector.reset_results()
+
+    def _warn_of_unsent(self) -> None:
+        """Log once which values that local steps have logged stay here: a reply has means alone."""
+        unsent = self.trainer.fit_loop.epoch_loop._results.without_client_mean - self._unsent
+        if unsent:
+            self._unsent |= unsent
+            _log.warning(
+                "Replies have means alone, and local steps log metric objects, sums or extremes as %s: these stay here,"
+                " and the server does not log them. Log the value of each batch, self.log(name, metric(...)).",
+                ", ".join(map(repr, sorted(unsent))),
+            )
 
     def _replies(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
         for chunk in self.work.chunks(task, clients):
@@ -482,11 +512,19 @@ class ClientsOutsideFit:
         with engine.losses_at(x, task.round) as loss_of:
             return {"loss": mean_loss(client_id, loss_of(batches, index), batches.size)}
 
-    def _begin(self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]]) -> None:
+    def _begin(
+        self, task: Task, clients: Sequence[int], plateaus: Sequence[Mapping[str, Any]], rates: str | None
+    ) -> None:
         if task.round != self._round:
             self.prepared.set_round(task.round, plateaus)
             self.prepared.begin_round(task.first_step)
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+            if rates is not None and rates != (own := rates_of(self.trainer)):
+                raise FederatedError(
+                    f"Clients of this site begin round {task.round} with the learning rates {own}, and the server says"
+                    f" {quoted(rates)}. Give both the same schedules, and set rates in hooks of the module: those of"
+                    " the server's callbacks are not called here."
+                )
             self._round, self._has_begun = task.round, False
         if task.phase != LOSS and not self._has_begun:
             self.work.begin(task.round, self.work.members(task, clients))

@@ -262,6 +262,11 @@ class RoundResults(SharedResults):
                 )
         return super().partial()
 
+    @property
+    def without_client_mean(self) -> set[str]:
+        """The names logged in local steps whose values are no means: metric objects, sums and extremes."""
+        return {item.meta.name for key, item in self.items() if not (item.meta.fx in _PER_ROUND or key in self._means)}
+
     def of_hooks(self) -> dict[str, float]:
         """Return the numbers logged in hooks of the round, which should be those of every process."""
         items = [item for _, item in self.valid_items() if item.is_tensor and item.meta.fx in _PER_ROUND]

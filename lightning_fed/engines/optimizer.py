@@ -488,8 +488,8 @@ class FederatedOptimizer(_Wrapper):
             return torch.zeros_like(x)
         moved = work.path if self.plan.tracks and work.path is not None else x - self.flat.y
         lr_sum = self._lr_sum()
-        if isinstance(lr_sum, float) and lr_sum != 0:
-            return moved / lr_sum
+        if isinstance(lr_sum, float) and lr_sum != 0:  # rounded as in the message, of which servers compute the same
+            return moved / torch.tensor(lr_sum, dtype=x.dtype)
         rates = torch.as_tensor(lr_sum, dtype=x.dtype, device=x.device)
         still = work.still if work.still is not None else torch.zeros_like(x)
         steps = self.spread([self._counts[g] for g in self._groups]) if self.parts else work.num_steps

@@ -10,10 +10,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
+from lightning_fed import FederatedCallback
 from lightning_fed.callbacks import ClientModels, Inexactness, LocalDrift, UpdateCosine
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite
 from lightning_fed.deploy.facts import check_facts, optimizer_facts
+from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
 from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_data, make_trainer
 from tests.helpers.selection import few
@@ -36,6 +38,25 @@ def with_optimizer(
     return module
 
 
+def with_layer(layer: torch.nn.Module) -> Net:
+    """Return the module with another third layer."""
+    module = model()
+    module.net[2] = layer
+    return module
+
+
+def with_hyperparameters(**values: Any) -> Net:
+    """Return the module with hyperparameters that it keeps, such as those of its loss."""
+    module = model()
+    module.save_hyperparameters(values)
+    return module
+
+
+PRIVATE: dict[str, Any] = {
+    "aggregator": DifferentialPrivacy(0.1, 1.0, 1e-5),
+    "sampler": BernoulliSampler(0.5),
+    "clients_per_round": None,
+}
 DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
     "method": ({"method": "FedAvg"}, model, "its method is FedAvg, the server's is Scaffold"),
     "options": ({"method": "Scaffold i"}, model, "its method options is .*'i'"),
@@ -57,7 +78,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
         lambda: with_optimizer(lr=0.2),
         'its optimizer is SGD .*"lr": 0.2, .*, the server.s is SGD .*"lr": 0.1,',
     ),
-    "optimizer": ({}, lambda: with_optimizer(torch.optim.Adam, lr=0.1), "its optimizer is Adam of 4 parameters with"),
+    "optimizer": (
+        {},
+        lambda: with_optimizer(torch.optim.Adam, lr=0.1),
+        "its optimizer is Adam of 4 parameters .* with",
+    ),
     "decay": ({}, lambda: with_optimizer(lr=0.1, weight_decay=0.0), '"weight_decay": 0.0}, the server.s is .*: 0.01'),
     "schedule": (
         {},
@@ -65,6 +90,21 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
         'its schedules is StepLR .*"gamma": 0.9, .* server.s is .*: 0.5,',
     ),
     "no schedule": ({}, lambda: with_optimizer(gamma=None), "its schedules is none, the server's is StepLR every 1"),
+    "layer": (
+        {},
+        lambda: with_layer(torch.nn.Dropout(0.3)),
+        r"its layers is \(2\): Dropout\(p=0.3.* is \(2\): Dropout\(p=0.2",
+    ),
+    "hyperparameters": (
+        {},
+        lambda: with_hyperparameters(smoothing=0.1),
+        r"its hyperparameters is smoothing=0.1, the server's is none. .* leave it out of save_hyperparameters",
+    ),
+    "bound of messages": (
+        {"method": "FedAvg", **PRIVATE},
+        model,
+        "its max_norm of DifferentialPrivacy is 0.1, the server's is None",
+    ),
     "model": ({}, lambda: torch.nn.Module.register_buffer(m := model(), "more", torch.ones(1)) or m, "buffers at"),
 }
 
@@ -144,12 +184,56 @@ def test_the_registered_facts_of_the_optimizer_are_the_same_in_every_round(name:
     config = SimpleNamespace(scheduler=scheduler, frequency=1)
     trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[config], lightning_module=model())
     first = optimizer_facts(trainer)
-    assert first["optimizer"].startswith('SGD of 2 parameters with {"dampening": 0, "lr": 0.')
+    assert first["optimizer"].startswith("SGD of 2 parameters (")
     for number in range(5):
         optimizer.step()
         scheduler.step(*([float(number)] if name == "ReduceLROnPlateau" else []))
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer_facts(trainer) == first
+
+
+def test_groups_of_other_parameters_are_other_facts() -> None:
+    module = model()
+    first, last = (list(module.net[number].parameters()) for number in (0, 3))
+
+    def facts(*parameters: Any) -> dict[str, str]:
+        groups = [{"params": own, "lr": 0.1 + number} for number, own in enumerate(parameters)]
+        made = {"optimizers": [torch.optim.SGD(groups)], "lr_scheduler_configs": [], "lightning_module": module}
+        return optimizer_facts(SimpleNamespace(**made))
+
+    assert facts(first, last) == facts(first, last) != facts(last, first)
+
+
+def with_lambda(factor: float) -> Net:
+    """Return the module with a schedule whose options nobody can read."""
+    module = model()
+
+    def configure() -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda round: factor**round)]
+
+    module.configure_optimizers = configure
+    return module
+
+
+class Slower(FederatedCallback):
+    """Halves the rate on the server from round 1 on."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        if round == 1:
+            trainer.optimizers[0].param_groups[0]["lr"] /= 2
+
+
+@pytest.mark.parametrize("difference", ["schedule", "callback"])
+def test_a_round_that_begins_with_other_rates_on_the_server_is_refused(difference: str, tmp_path: Path) -> None:
+    make = partial(make_trainer, "FedAvg", max_rounds=2)
+    wire = Wire(tmp_path, make, partial(with_lambda, 0.5))
+    is_callback = difference == "callback"
+    own = make(callbacks=[Slower()] if is_callback else [])
+    said = r"begin round 1 with the learning rates \[0.05\], and the server says '\[0.0"
+    with pytest.raises(FederatedError, match=said):
+        wire.run(with_lambda(0.5 if is_callback else 0.9), trainer=own)
+    assert own.fit_loop.round == 1
 
 
 @pytest.mark.thorough
@@ -171,8 +255,8 @@ def test_a_patch_of_a_library_is_a_warning_and_another_version_is_refused(caplog
 
 
 def test_the_server_cannot_write_to_a_sites_log_by_a_fact() -> None:
-    with pytest.raises(FederatedError, match=r"the server's is 2\\n\\x1b\[2J"):
-        check_facts({"seed": "1"}, {"seed": "2\n\x1b[2J"}, "bank")
+    with pytest.raises(FederatedError, match=r"the server's is 2\\r\\x1b\[2J\. Start"):
+        check_facts({"seed": "1"}, {"seed": "2\r\x1b[2J\nmore"}, "bank")
 
 
 def test_facts_that_differ_are_named_with_both_values() -> None:

@@ -10,14 +10,14 @@ import torch
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import RoundReport
-from lightning_fed.deploy import Message, Refusal, RemoteClients
+from lightning_fed.deploy import FederatedSite, Message, Refusal, RemoteClients
 from lightning_fed.deploy.exchange import Registration, Registrations
 from lightning_fed.server import WeightedSampler
 from tests.deploy.site_models import model
 from tests.deploy.wire import SIZES, Wire, make_trainer, parameters
 from tests.helpers.optional import needs_pyarrow
 from tests.helpers.selection import few
-from tests.helpers.training import clients
+from tests.helpers.training import classification, clients
 
 DROPS = {"on_client_error": "drop", "max_failed_share": 0.9}
 LATE = 2  # the client
@@ -47,6 +47,28 @@ def test_a_late_client_takes_part_from_the_next_round_on_as_after_a_restart(meth
     wire.comes = wire.answers
     wire.run(again, ckpt_path=tmp_path / "two.ckpt")
     assert torch.equal(parameters(module), parameters(again))
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "said"),
+    [(SIZES[LATE] + 1, 4, "size=23 here, and the server plans with size=22"), (SIZES[LATE], 3, "batches=8 here, .*=6")],
+)
+def test_a_client_whose_data_change_during_a_run_is_refused(
+    size: int, batch_size: int, said: str, tmp_path: Path
+) -> None:
+    make = partial(make_trainer, "FedAvg", clients_per_round=1.0)
+    wire = Wire(tmp_path, make)
+
+    def comes(task: Message) -> list[Message | Refusal]:
+        if task.header["round"] == 2 and LATE in wire.sites:
+            wire.kill()
+            data = FederatedDataModule(clients={LATE: classification(size, seed=LATE)}, batch_size=batch_size)
+            wire.sites[LATE] = FederatedSite(make(), model(), data, LATE, tmp_path / str(LATE))
+        return wire.answers(task)
+
+    wire.comes = comes
+    with pytest.raises(FederatedError, match=f"Client 2 has {said}: its data have changed since it registered"):
+        wire.run()
 
 
 class Ill(FederatedDataModule):

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import FederatedSite, InProcess, Message, RemoteClients
-from tests.deploy.site_models import model
+from tests.deploy.site_models import Net, model
 from tests.deploy.wire import Wire, make_data, make_trainer, parameters
 from tests.helpers.selection import few
 from tests.helpers.training import clients
@@ -38,6 +39,31 @@ def noted(wire: Wire, phase: str = "register", **fit: Any) -> dict[Any, Message]
     wire.comes = comes
     wire.run(**fit)
     return tasks
+
+
+class Worst(Net):
+    """Logs the largest loss, and a metric object, besides means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss)
+        self.log("worst", loss, reduce_fx="max")
+        self.log("of_all", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_logged_values_that_are_no_means_are_named_in_the_sites_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fitted, _ = Wire(tmp_path, partial(make_trainer, "FedAvg", max_rounds=2), Worst).run()
+    said = [record for record in caplog.records if "as 'of_all', 'worst': these stay here" in record.getMessage()]
+    assert len(said) == 4, "once on each site"
+    assert "train_loss" in fitted.callback_metrics
+    assert not {"worst", "of_all"} & fitted.callback_metrics.keys()
 
 
 def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lightning_fed.deploy.facts import facts_of, optimizer_facts
 from lightning_fed.deploy.message import check_numbers
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy
 from tests.deploy.site_models import Net, model
-from tests.deploy.wire import make_data, make_trainer, parameters
+from tests.deploy.wire import SIZES, make_data, make_trainer, parameters
 
 CLIENT, RUN, OTHER = 2, "0123456789abcdef", "fedcba9876543210"
 MAKE = partial(make_trainer, "FedAvg")
@@ -44,8 +44,10 @@ def optimizer_facts_of(module: Net) -> dict[str, str]:
 
 def task(tensors: dict[str, Any] | None = None, **header: Any) -> Message:
     at = {"format": 1, "run": RUN, "phase": "train", "round": 0, "attempt": 0, "client": CLIENT}
-    told = {"steps": STEPS, "mean_examples": None, "first_step": 0, "plateaus": [], "state": 0}
-    told |= {"of": "0" * 8, "fit": "a" * 8}
+    told: dict[str, Any] = {"size": SIZES[CLIENT], "batches": STEPS // 2}
+    told |= {"steps": STEPS, "mean_examples": None, "first_step": 0, "plateaus": [], "state": 0}
+    halved = max(0, header.get("round", 0)) // 2  # how often the schedule has halved the rate
+    told |= {"of": "0" * 8, "fit": "a" * 8, "rates": f"[{0.1 * 0.5**halved}]"}
     return Message({**at, **told, **header}, {"x": parameters(model()), **(tensors or {})})
 
 
@@ -82,6 +84,10 @@ REFUSED: dict[str, tuple[Message, str]] = {
     "a schedule that is not there": (task(plateaus=[{"best": 0.0}]), "the state of the schedules of this site's"),
     "a mean of many digits": (task(mean_examples=10**400), "mean_examples is 1000"),
     "a number of schedules": (task(plateaus=1.5), "plateaus is 1.5, and the state of the schedules of this site's"),
+    "other rates": (task(rates="[0.2]"), r"with the learning rates \[0.1\], and the server says '\[0.2\]'. Give both"),
+    "another size": (task(size=23), "has size=22 here, and the server plans with size=23: its data"),
+    "another number of batches": (task(batches=None), "has batches=6 here, and the server plans with batches=None: "),
+    "rates that are no text": (task(rates=[0.1]), "its rates is a list, and a text is expected"),
     "schedules that are none": (task(plateaus=None), "plateaus is None, and the state of the schedules of this site's"),
     "a step of a schedule that does not count the run's": (task(first_step=1), "first_step is 1, .* from 0 to 0"),
     "long fine-tuning": (measure(what="val", local_steps=2000), f"local_steps is 2000, .* from 0 to {STEPS}"),
@@ -123,7 +129,7 @@ def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedS
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 names = ("format", "run", "phase", "round", "attempt", "client", "steps", "mean_examples", "plateaus", "state", "what",
-         "first_step", "local_steps", "own", "facts", "clients")  # fmt: skip
+         "size", "batches", "rates", "first_step", "local_steps", "own", "facts", "clients")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
