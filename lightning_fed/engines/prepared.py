@@ -65,8 +65,8 @@ class PreparedModule:
         personal, own_buffers = frozenset[str](), frozenset[str]()
         if settings.has_personal_parameters:
             personal, own_buffers = personal_names(settings, self.module, dict(named), owners)
-        parts = list(parts_of(self.module))
-        tensors = (*own_tensors(parts), *attribute_tensors(parts))
+        everywhere = list(parts_of(self.module))
+        tensors = (*own_tensors(everywhere), *attribute_tensors(everywhere))
         check_memory(self.module, dict(named), ((name, value) for (_, name), value in tensors))
         self.flat = FlatParameters(named, personal)  # the trained parameters
         if has_parts_of_users(self.algorithm):

@@ -364,11 +364,12 @@ class ModuleStep:
         attributes, loop = self.module.__dict__, self.trainer.fit_loop
         own, several = attributes.pop("log", None), loop.runs_several
         attributes["log"], loop.runs_several = self._log, True
-        progress, loop.epoch_loop.batch_progress = loop.epoch_loop.batch_progress, _OfOneClient()
+        steps: Any = loop.epoch_loop
+        progress, steps.batch_progress = steps.batch_progress, _OfOneClient()
         try:
             yield
         finally:
-            loop.epoch_loop.batch_progress, loop.runs_several = progress, several
+            steps.batch_progress, loop.runs_several = progress, several
             del attributes["log"]
             if own is not None:
                 attributes["log"] = own
