@@ -17,7 +17,8 @@ class Buffers:
             since a module may assign a new tensor. Parameters that are treated as buffers are among them.
         mode: "average": clients start from the server's buffers, and the server averages real and complex buffers by
             examples, and takes others from the largest client. "server": the clients' changes of buffers are discarded.
-            "local": every client keeps its own buffers; the server's mean is for evaluation only.
+            "local": every client keeps its own buffers; the server's mean over the last cohort is for evaluation, and
+            for clients in their first round.
         personal: The names of buffers that stay on the client in any mode, and are not averaged.
 
     Attributes:

@@ -93,6 +93,21 @@ def test_local_buffers_stay_with_their_client() -> None:
     assert len(kept) == 3
 
 
+def test_the_servers_local_buffers_are_the_mean_of_the_last_round() -> None:
+    model, seen = seeded(WithBatchNorm), BuffersOf()
+    cohorts = [[2], [0, 1]]
+    fit(
+        model,
+        data(sizes=(8, 12, 4)),
+        max_rounds=2,
+        sampler=lambda seed, round: cohorts[round],
+        callbacks=seen,
+        buffers="local",
+    )
+    _, of_eight, of_twelve = seen.means
+    torch.testing.assert_close(model.body[1].running_mean, (8 * of_eight + 12 * of_twelve) / 20)
+
+
 @pytest.mark.parametrize("method", [Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
 def test_extra_gradients_move_no_buffer(method: Any) -> None:
     class Count(FederatedCallback):

@@ -483,8 +483,9 @@ class Bulyan(_PairwiseRule):
     Krum protects whole vectors. The second step also bounds what a bad client can do to a single coordinate.
 
     Note:
-        The paper leaves some cases open. With r messages left, Krum sums over :math:`\max(1, r - f - 2)` neighbors. The
-        median of an even number of values is the mean of the two middle ones.
+        The paper leaves some cases open. With r messages left, Krum sums over :math:`\max(1, r - f - 2)` neighbors. Of
+        equal scores, the client first in stored order wins. The median of an even number of values is the mean of the
+        two middle ones. Of two values that are equally far from it, the lower one counts.
 
     Args:
         num_bad: f, the largest number of bad clients in a round. A round needs :math:`n \ge 4f + 3` clients.
