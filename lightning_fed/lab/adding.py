@@ -24,9 +24,11 @@ def add_methods(experiment: Experiment, path: Path) -> Experiment:
         path: A file of labels with overrides, as an experiment has them under ``methods``.
 
     Raises:
-        FederatedError: If the file is not of that format, or a label is taken.
+        FederatedError: If the file is not of that format, names no method, or a label is taken.
     """
     new = read_labels(str(path), METHOD, read_yaml(path))
+    if not new.choices:
+        raise FederatedError(f"{path}: name at least one method, such as Mine: {{trainer.algorithm: my_package.Mine}}.")
     old = experiment.axes[METHOD]
     for label in new.choices:
         if label in old.choices:

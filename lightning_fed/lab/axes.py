@@ -11,25 +11,30 @@ from lightning_fed.lab.yaml_files import check_keys, unknown
 
 _PARTS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 _RUNNERS = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir")
+_TAKEN = ("seed", "metric", "tuned", "chosen")  # in the names of cells, in figures, and as columns of files
 
 
 def read_axis(where: str, name: str, found: Any) -> Axis:
     """Return an axis: labels with overrides, or a key with values, or several keys in step with lists of values.
 
     Raises:
-        FederatedError: If it has another form.
+        FederatedError: If it has another form, or a name that results use for something else.
     """
     if isinstance(found, Mapping) and "key" in found:
         choices = _values(where, check_keys(where, found, ("key", "values"), ("key", "values")))
         for label in choices:
             check_label(where, label)
-        return Axis(name, choices)
-    if not isinstance(found, Mapping) or not found:
+        axis = Axis(name, choices)
+    elif not isinstance(found, Mapping) or not found:
         raise FederatedError(
             f"{where} must be labels with overrides, such as {{small: {{trainer.max_rounds: 5}}}}, or a key with"
             f" values, such as {{key: trainer.max_rounds, values: [5, 10]}}; found {found!r}."
         )
-    return read_labels(where, name, found)
+    else:
+        axis = read_labels(where, name, found)
+    if name in _TAKEN:
+        raise FederatedError(f"{where}: figures or files of results use the name {name!r}. Give the axis another one.")
+    return axis
 
 
 def read_labels(where: str, name: str, found: Mapping[Any, Any]) -> Axis:
@@ -117,8 +122,10 @@ def check_overrides(where: str, found: Any) -> Config:
 def _values(where: str, axis: Mapping[str, Any]) -> dict[Label, Mapping[str, Any]]:
     key, values = axis["key"], axis["values"]
     if not isinstance(values, list) or not values:
-        raise FederatedError(f"{where}: values must be a list, found {values!r}.")
+        raise FederatedError(f"{where}: values must be a list of at least one value, found {values!r}.")
     if isinstance(key, list):
+        if len(set(map(str, key))) < len(key):
+            raise FederatedError(f"{where}: a key comes twice in {key!r}.")
         if any(not isinstance(value, list) or len(value) != len(key) for value in values):
             raise FederatedError(f"{where}: each of the values must be a list of {len(key)}, one for each key.")
         rows = {", ".join(map(str, value)): dict(zip(map(str, key), value, strict=True)) for value in values}

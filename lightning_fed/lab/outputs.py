@@ -39,7 +39,7 @@ def _read_figure(where: str, name: str, found: Any, labels: Labels, metrics: Map
             raise unknown(f"{where}.{part}", "axis", entry[part], allowed)
     if kind is None and lines not in labels:
         raise unknown(f"{where}.lines", "axis", lines, labels)
-    wanted = as_list(entry.get("y", next(iter(metrics))))
+    wanted = _several(f"{where}.y", entry.get("y", next(iter(metrics))))
     y: Any = tuple(parse_quantity(f"{where}.y", text, metrics) for text in wanted) if x in labels else ()
     for metric in wanted if x not in labels else ():
         if metric not in metrics:
@@ -97,12 +97,16 @@ def read_tables(where: str, found: Any, labels: Labels, metrics: Mapping[str, Me
         checked = check_keys(part, entry, ("rows", "columns", "value", "at", "paper"), ("value",))
         rows = tuple(as_list(checked.get("rows", METHOD)))
         columns = checked.get("columns")
-        for axis in (*rows, *([columns] if columns is not None else ())):
-            if axis not in labels:
-                raise unknown(part, "axis", axis, labels)
-        values = tuple(parse_quantity(f"{part}.value", text, metrics) for text in as_list(checked["value"]))
-        at = read_selection(f"{part}.at", checked.get("at"), labels)
         axes = (*rows, *([columns] if columns is not None else ()))
+        for axis in axes:
+            if axis not in tuple(labels):
+                raise unknown(part, "axis", axis, labels)
+        if len(set(axes)) < len(axes):
+            raise FederatedError(f"{part}: rows and columns must be different axes; found {list(axes)}.")
+        values = tuple(
+            parse_quantity(f"{part}.value", text, metrics) for text in _several(f"{part}.value", checked["value"])
+        )
+        at = read_selection(f"{part}.at", checked.get("at"), labels)
         paper = dict(_read_paper(f"{part}.paper", checked.get("paper"), [(axis, labels[axis]) for axis in axes]))
         tables.append(Table(_name(where, name), rows, columns, values, at, paper))
     return tuple(tables)
@@ -132,6 +136,12 @@ def _items(where: str, found: Any) -> list[tuple[Any, Any]]:
     if not isinstance(found or {}, Mapping):
         raise FederatedError(f"{where} must be a mapping of names, found {found!r}.")
     return list((found or {}).items())
+
+
+def _several(where: str, found: Any) -> list[Any]:
+    if not (wanted := as_list(found)):
+        raise FederatedError(f"{where} must name at least one; found {found!r}.")
+    return wanted
 
 
 def _name(where: str, name: Any) -> str:

@@ -129,6 +129,8 @@ class PublishedCells:
             configs = _read_configurations(folder / f"{name}_configurations.json.gz")
             data = _read_sums(folder / f"{name}_data.sha256")
             self._records = _read_cells(folder / f"{name}_cells.csv", curves, configs, data)
+        except gzip.BadGzipFile as error:
+            raise FederatedError(f"The published cells of {name} in {folder} are damaged: {error}.") from error
         except OSError as error:
             raise FederatedError(
                 f"Nothing of {name} is published in {folder}: {error.strerror or error}. Name the folder of"
@@ -205,13 +207,16 @@ def _read_cells(
     path: Path, curves: Mapping[str, Series], configs: Mapping[str, Config], data: Mapping[str, str]
 ) -> dict[str, Record]:
     """Return the record of each cell by its settings."""
-    records = {}
+    records, without = {}, dict.fromkeys(curves)
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             about = [row.pop(name) for name in _ABOUT]
             number, _, settings, status, cause, seconds, cpu = about
             if status not in ("finished", "diverged"):
                 raise ValueError(f"the status {status!r} of cell {number}")
+            if status == "finished" and number not in curves:
+                raise ValueError(f"cell {number} is finished and has no curves")
+            without.pop(number, None)
             known: Any = status
             records[settings] = Record(
                 config=configs.get(settings, {}),
@@ -224,4 +229,6 @@ def _read_cells(
                 folder=path.parent,
                 data=data,
             )
+    if without:
+        raise ValueError(f"{path.name} lacks cell {next(iter(without))}, which has curves")
     return records

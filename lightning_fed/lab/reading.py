@@ -13,7 +13,7 @@ from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.quantities import Metric, parse_quantity
 from lightning_fed.lab.reading_claims import ClaimReader, read_departures
 from lightning_fed.lab.selections import read_selection, read_skip
-from lightning_fed.lab.yaml_files import check_keys, read_text, read_yaml, unknown
+from lightning_fed.lab.yaml_files import as_list, check_keys, read_text, read_yaml, unknown
 
 PAPERS = Path(__file__).parent / "papers"
 """The experiments that come with the package."""
@@ -114,8 +114,10 @@ def read_metrics(where: str, found: Any, cases: bool = False) -> dict[str, Metri
     Raises:
         FederatedError: If there are none, or one has no mode.
     """
+    if not isinstance(found, Mapping) or not found:
+        raise FederatedError(f"{where}: name at least one metric, such as val_acc: {{mode: max}}; found {found!r}.")
     metrics = {}
-    for name, entry in check_keys(where, found, list(found) if isinstance(found, Mapping) else ()).items():
+    for name, entry in found.items():
         place = f"{where}.{name}"
         keys = ("mode", "label", "percent", *(["cases"] if cases else []))
         checked = check_keys(place, entry, keys, ("mode",))
@@ -124,8 +126,6 @@ def read_metrics(where: str, found: Any, cases: bool = False) -> dict[str, Metri
         check_flags(place, percent=checked.get("percent", False))
         label = str(checked.get("label", name))
         metrics[str(name)] = Metric(str(name), checked["mode"], label, 100.0 if checked.get("percent") else 1.0)
-    if not metrics:
-        raise FederatedError(f"{where}: name at least one metric, such as val_acc: {{mode: max}}.")
     return metrics
 
 
@@ -216,7 +216,10 @@ def _read_lists(where: str, found: Any) -> dict[str, list[Any]]:
 
 
 def _check_tuned(where: str, experiment: Experiment) -> None:
-    """Refuse values for something that is not tuned, tuning without a rule, and a rule without anything tuned."""
+    """Refuse values for something that is not tuned, tuning without a rule, and a rule without anything tuned.
+
+    Also refuse tuned values that would take the place of an axis, since they go on top of its labels.
+    """
     parts = {"": experiment.axes, **{f"scales.{scale.name}.": scale.axes for scale in experiment.scales.values()}}
     own = {
         f"{where}: {part}{axis.name}.{label}.tune": tuned
@@ -239,6 +242,14 @@ def _check_tuned(where: str, experiment: Experiment) -> None:
         raise FederatedError(
             f"{where}: tune.by chooses among values, and nothing is tuned. Add tune.grid, or leave tune out."
         )
+    for name, entry in grid.items():
+        for key in map(str, as_list(entry["key"])):
+            for axis in experiment.axes.values():
+                if all(key in overrides for overrides in axis.choices.values()):
+                    raise FederatedError(
+                        f"{where}: tune.grid.{name} would replace {key}, which every label of the axis {axis.name}"
+                        " sets. Either tune it, or make it an axis."
+                    )
 
 
 def _mapping(where: str, found: Mapping[str, Any], name: str) -> Mapping[str, Any]:

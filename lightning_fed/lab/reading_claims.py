@@ -1,8 +1,10 @@
 """What an experiment claims, and what it does otherwise than its paper, read from its file."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from lightning_fed.core.arguments import finite
@@ -125,10 +127,10 @@ class ClaimReader:
         if found is None:
             return None
         selection = read_selection(where, found, self.labels)
-        if len(selection) != 1 or len(labels := next(iter(selection.values()))) != 2:
+        if len(selection) != 1 or len(labels := next(iter(selection.values()))) != 2 or labels[0] == labels[1]:
             raise FederatedError(
                 f"{where} must name an axis and two of its labels, such as {{method: [Mime, FedAvg]}}, for the value at"
-                f" the first minus that at the second; found {found!r}."
+                f" the first minus that at the second, which is another one; found {found!r}."
             )
         return Difference(next(iter(selection)), *labels)
 
@@ -170,7 +172,12 @@ def _read_terms(
             f"{where}: claim must be labels and numbers with <, <=, >, >= or ~ between them, each with spaces around"
             f" it, such as '{' < '.join(labels[:2])}'; found {text!r}."
         )
-    return tuple(_read_term(where, part, labels) for part in parts[::2]), tuple(parts[1::2])
+    terms = tuple(_read_term(where, part, labels) for part in parts[::2])
+    for (_, left), (_, right) in pairwise(terms):
+        if left == right:
+            both = "two numbers" if left is None else f"{left} with itself"
+            raise FederatedError(f"{where}: claim compares {both}, which says nothing about the runs; found {text!r}.")
+    return terms, tuple(parts[1::2])
 
 
 def _read_term(where: str, text: str, labels: tuple[Label, ...]) -> tuple[float, Label | None]:
@@ -181,7 +188,9 @@ def _read_term(where: str, text: str, labels: tuple[Label, ...]) -> tuple[float,
     try:
         number = float(factor)
     except ValueError:
-        raise unknown(f"{where}.claim", "label", text, labels) from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise unknown(f"{where}.claim", "label", text, labels)
     if not times:
         return number, None
     if label.strip() not in labels:

@@ -21,7 +21,7 @@ from lightning_fed.lab.published import PublishedCells, publish
 from lightning_fed.lab.reading import find_experiment, read_experiment
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
-from lightning_fed.lab.store import Store
+from lightning_fed.lab.store import Store, writing_to
 from lightning_fed.lab.tables import write_choices
 from lightning_fed.lab.verdict import write_claims
 from lightning_fed.lab.workers import make_workers
@@ -58,12 +58,14 @@ def reproduce(args: Sequence[str]) -> None:
         finished = None if options.published is None else PublishedCells(grid, published)
         with Store(out) as store:
             results = run_grid(grid, store, make_workers(options.jobs), options.data_root, finished)
-            publish(results, out)
-            write_choices(out / f"{experiment.name}_choices.csv", results)
-            if finished is None:
-                draw_paths_of(results, out)
+            with writing_to(out):
+                publish(results, out)
+                write_choices(out / f"{experiment.name}_choices.csv", results)
+                if finished is None:
+                    draw_paths_of(results, out)
         published = out
-    text = write_page(grid, published, out, options.figures, options.tex)
+    with writing_to(out):
+        text = write_page(grid, published, out, options.figures, options.tex)
     print(f"{text}\nwritten to {out}")
 
 

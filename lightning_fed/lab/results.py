@@ -166,7 +166,8 @@ class Results:
             diverged = all(c.estimate.is_diverged for c in self.candidates(point))
             if diverged:
                 return Estimate(quantity, (quantity.worst,) * self.grid.seeds, is_diverged=True)
-            return Estimate(quantity, missing="every tuned value failed or diverged")
+            why = next(c.estimate.missing for c in self.candidates(point) if c.estimate.missing)
+            return Estimate(quantity, missing=f"no tuned value has a result: {why}")
         return self._estimate(cells, quantity)
 
     def _candidate(self, point: Point, tuned: Tuned, by: Quantity) -> Candidate:

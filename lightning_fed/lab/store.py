@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -11,6 +12,21 @@ from filelock import FileLock, Timeout
 
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.records import Record, read_record
+
+
+@contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Name the folder whose disk is full, or that takes no files, where results are written.
+
+    Raises:
+        FederatedError: In place of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FederatedError(
+            f"The results cannot be written to {out}: {error.strerror or error}. Make room, or give another --out."
+        ) from error
 
 
 class Store:

@@ -28,7 +28,7 @@ from lightning_fed.lab.reproducing import draw_figures
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.run_grid import run_grid
 from lightning_fed.lab.selections import read_skip
-from lightning_fed.lab.store import Store
+from lightning_fed.lab.store import Store, writing_to
 from lightning_fed.lab.tables import markdown, rows_of, write_series
 from lightning_fed.lab.workers import make_workers
 from lightning_fed.lab.yaml_files import check_keys, read_yaml, unknown
@@ -62,10 +62,11 @@ def sweep(args: Sequence[str]) -> None:
     out = Path(options.out or "swept")
     with Store(out) as store:
         results = run_grid(grid, store, make_workers(options.jobs), options.data_root)
-        text = _page(results, by, command_line("sweep", args), out)
-        (out / "sweep.md").write_text(text, encoding="utf-8")
-        write_series(out / "sweep_rounds.csv", results)
-        _log_hyper_parameters(results, out / "tensorboard")
+        with writing_to(out):
+            text = _page(results, by, command_line("sweep", args), out)
+            (out / "sweep.md").write_text(text, encoding="utf-8")
+            write_series(out / "sweep_rounds.csv", results)
+            _log_hyper_parameters(results, out / "tensorboard")
     print(f"{text}\nwritten to {out}; compare the cells with `tensorboard --logdir {out / 'tensorboard'}`")
 
 

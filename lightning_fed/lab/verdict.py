@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.claims import Judgement, judge, overall
 from lightning_fed.lab.experiment import Claim
 from lightning_fed.lab.numbers import aligned, format_number, p_text
@@ -189,11 +190,18 @@ def write_claims(path: Path, results: Results) -> None:
 
 
 def read_claims(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table of claims, none if there is no such file."""
+    """Return the rows of a table of claims, none if there is no such file.
+
+    Raises:
+        FederatedError: If the file is no such table.
+    """
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = csv.DictReader(file)
+        if tuple(rows.fieldnames or ()) != _COLUMNS:
+            raise FederatedError(f"{path} is no table of claims. Move it away, or give another --out.")
+        return list(rows)
 
 
 def _rows(results: Results) -> Iterator[dict[str, str]]:

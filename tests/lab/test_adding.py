@@ -92,6 +92,7 @@ def test_a_taken_name_and_what_is_no_method_are_refused(write: Write, tmp_path: 
         ({"FedAvg": {}}, "tiny has a method 'FedAvg'"),
         ({"Mine": {"algorithm": "x"}}, "there is no key 'algorithm'"),
         ({"Mine": 3}, "must be a mapping"),
+        ({}, "name at least one method, such as Mine"),
     ):
         with pytest.raises(ValueError, match=message):
             add_methods(experiment, mine(tmp_path, methods))

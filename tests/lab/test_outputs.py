@@ -17,6 +17,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tables": {"t": {"value": "final", "rows": "G"}}}, "no axis 'G'"),
     ({"tables": {"t": {"value": "final", "paper": {"FedAv": 1}}}}, "no label of method 'FedAv'"),
     ({"tables": {"t": {"value": "final", "paper": {"FedAvg": "1"}}}}, "the paper's number must be a finite number"),
+    ({"figures": {"f": {"y": []}}}, r"figures.f.y must name at least one; found \[\]"),
+    ({"tables": {"t": {"value": []}}}, r"tables.t.value must name at least one; found \[\]"),
+    ({"tables": {"t": {"value": "final", "rows": ["method", "method"]}}}, "rows and columns must be different axes"),
+    ({"tables": {"t": {"value": "final", "columns": "method"}}}, "rows and columns must be different axes"),
     ({"figures": {"f": {"marks": [{"at": {"method": "FedAvg"}}]}}}, r"marks\[1\] lacks y"),
 ]
 

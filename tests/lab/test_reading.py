@@ -47,6 +47,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"scales": {"full": {"also_by": "best"}}}, "scales.full.also_by: the file has no tune.by"),
     ({"tune": TUNE, "scales": {"full": {"also_by": "bests"}}}, "scales.full.also_by.*is not a quantity"),
     ({"tune": TUNE, "methods": {"A": {"tune": {"mu": [1]}}}}, "no tuned value 'mu'"),
+    ({"tune": TUNE, "axes": {"size": LR}}, "tune.grid.lr would replace model.init_args.lr, .* of the axis size sets"),
+    ({"metrics": ["val_acc"]}, "at least one metric, .*; found"),
     ({"seeds": 0}, "seeds must be an integer of at least 1"),
     ({"metrics": {}}, "at least one metric"),
     ({"metrics": {"val_acc": {"mode": "high"}}}, "mode must be max or min"),

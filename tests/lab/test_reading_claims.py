@@ -18,6 +18,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"claims": [{**CLAIM, "claim": "SCAFFOLD FedAvg"}]}, "labels and numbers with"),
     ({"claims": [{**CLAIM, "claim": "2 * FedAvgg < FedAvg"}]}, "no label 'FedAvgg'"),
     ({"claims": [{**CLAIM, "claim": "__import__('os') < 1"}]}, "no label"),
+    ({"claims": [{**CLAIM, "claim": "nan < FedAvg"}]}, "no label 'nan'"),
+    ({"claims": [{**CLAIM, "claim": "2 < 3"}]}, "compares two numbers, which says nothing"),
+    ({"claims": [{**CLAIM, "claim": "SCAFFOLD < FedAvg < FedAvg"}]}, "compares FedAvg with itself"),
     ({"claims": [{**CLAIM, "quantity": "rounds to x"}]}, "is not a quantity"),
     ({"claims": [{**CLAIM, "compare": "G"}]}, "no axis 'G'"),
     ({"claims": [{**CLAIM, "at": {"method": "FedAvg"}}]}, "method is compared, .* Name it once"),
@@ -31,6 +34,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"claims": [{**CLAIM, "controls": [CLAIM]}]}, r"controls\[1\]: there is no key 'source'"),
     ({"claims": [{**CLAIM, "difference": {"method": ["FedAvg", "SCAFFOLD"]}}]}, "method is compared, .* once"),
     ({"claims": [{**CLAIM, "difference": {"method": ["FedAvg"]}}]}, "an axis and two of its labels"),
+    (
+        {"axes": {"K": {"key": "trainer.x", "values": [1]}}, "claims": [{**CLAIM, "difference": {"K": [1, 1]}}]},
+        "which is another one",
+    ),
     ({"departures": [{"what": "rounds"}]}, r"departures\[1\] lacks paper, here, why"),
     ({"departures": "rounds"}, "departures must be a list"),
 ]

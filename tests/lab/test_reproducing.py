@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from lightning_fed.cli.main import main
+from lightning_fed.lab.grid import Grid
+from lightning_fed.lab.published import PublishedCells
+from lightning_fed.lab.reading import read_experiment
+from lightning_fed.lab.results import Results
 from lightning_fed.lab.verdict import read_claims
 from tests.helpers.lab import Write
 from tests.helpers.optional import needs_matplotlib
@@ -105,8 +109,43 @@ def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
     with pytest.raises(SystemExit, match="Nothing of tiny is published in .*nowhere"):
         main([*args, str(tmp_path / "again"), "--published", str(tmp_path / "nowhere")])
     (tmp_path / "out" / "tiny_rounds.csv.gz").write_bytes(b"no gzip")
-    with pytest.raises(SystemExit, match="Nothing of tiny is published|is damaged"):
+    with pytest.raises(SystemExit, match="The published cells of tiny .* are damaged: Not a gzipped file"):
         main(again)
+
+
+@pytest.mark.thorough
+@needs_matplotlib
+def test_results_that_do_not_fit_together_or_cannot_be_written_are_named(write: Write, tmp_path: Path) -> None:
+    path = write(tune={"by": "final", "grid": {"lr": {"key": "model.init_args.lr", "values": [0.1, 0.2]}}})
+    published, out = tmp_path / "published", tmp_path / "out"
+    published.mkdir()
+    args = ["reproduce", str(path), "--published", str(published), "--out", str(out)]
+    head = "cell,name,settings,status,cause,seconds,cpu_seconds\n"
+    rounds = gzip.compress(b"cell,round,val_distance\n0,1,0.5\n")
+    for cells, curves, message in (
+        (head, rounds, "are damaged: tiny_cells.csv lacks cell 0, which has curves"),
+        (f"{head}1,a,00,finished,,1,1\n", rounds, "are damaged: cell 1 is finished and has no curves"),
+    ):
+        (published / "tiny_cells.csv").write_text(cells)
+        (published / "tiny_rounds.csv.gz").write_bytes(curves)
+        with pytest.raises(SystemExit, match=message):
+            main(args)
+    (published / "tiny_cells.csv").write_text(f"{head}0,a,00,finished,,1,1\n")
+    out.mkdir()
+    (out / "claims.csv").write_text("hello\nworld\n")
+    with pytest.raises(SystemExit, match=r"claims.csv is no table of claims\. Move it away"):
+        main(args)
+    (out / "claims.csv").unlink()
+    main(args)  # with other settings than the published ones
+    grid = Grid(read_experiment(path))
+    results = Results(grid, PublishedCells(grid, published))
+    assert results.by is not None
+    estimate = results.estimate(grid.points[0], results.by)
+    assert estimate.missing.startswith("no tuned value has a result: method FedAvg, lr 0.1, seed 0 was not run")
+    (out / "tiny.md").unlink()
+    (out / "tiny.md").mkdir()
+    with pytest.raises(SystemExit, match="The results cannot be written to .*out: Is a directory. Make room"):
+        main(args)
 
 
 @pytest.mark.parametrize(
