@@ -107,6 +107,8 @@ class Parser(LightningArgumentParser):
                 yaml.compose(path.read_text(encoding="utf-8"), UniqueKeyLoader)
             except RepeatedKeyError as error:
                 self.error(f"{path}, line {error.line}: the key {error.key!r} comes twice. Remove one.")
+            except UnicodeDecodeError as error:
+                self.error(f"{path} is not UTF-8, as its byte {error.start} shows ({error.reason}). Save it as UTF-8.")
             except (OSError, ValueError, yaml.YAMLError, RecursionError):
                 continue  # refused below
         return super().parse_args(_replacing(words), *rest, **options)

@@ -97,6 +97,13 @@ def test_a_key_that_comes_twice_in_a_file_is_refused(
     assert f"twice.yaml, line {line}: the key 'trainer' comes twice." in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_in_utf_8_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("latin.yaml").write_bytes("trainer: {max_rounds: 3}  # Größe".encode("latin-1"))
+    with pytest.raises(SystemExit):
+        fit("--config", "latin.yaml")
+    assert "latin.yaml is not UTF-8, as its byte 30 shows" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_yaml_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("torn.yaml").write_text("trainer:\n  max_rounds: 3\n algorithm: FedAvg\n")
     words = ["fit", "--config", QUICKSTART, "--config", "torn.yaml"]

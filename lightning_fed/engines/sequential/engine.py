@@ -31,7 +31,7 @@ from lightning_fed.engines.changes import (
     parts_of,
 )
 from lightning_fed.engines.example_gradients import ExampleGradients
-from lightning_fed.engines.gradients import prepare_batch
+from lightning_fed.engines.gradients import buffer_owners, prepare_batch
 from lightning_fed.engines.local_schedule import LocalOptions, stepped_schedule
 from lightning_fed.engines.optimizer import LocalWork, solver_entries
 from lightning_fed.engines.prepared import PreparedModule
@@ -54,6 +54,11 @@ _KEPT = {
         "{module} changes a number in its attribute {name!r} while a client trains. It goes from one client to the"
         " next, and is not in checkpoints. If a step reads it, make it a buffer with register_buffer(), which starts"
         " from the server's for every client."
+    ),
+    "buffer": (
+        "{module} registers the buffer {name!r} while a client trains. It goes from one client to the next, is not"
+        " averaged, and a resumed run does not know it. Register it in __init__, or with persistent=False if every step"
+        " makes it again."
     ),
     "generator": (
         "{module} draws from the generator in its attribute {name!r} while a client trains. The run does not seed it:"
@@ -373,4 +378,9 @@ class SequentialEngine(Engine):
             if now != was and [shape for shape, _ in now] == [shape for shape, _ in was]:
                 told[name] = kind
                 rank_zero_warn(_KEPT[kind].format(module=module, name=name))
+        owners = buffer_owners(self.trainer.lightning_module)
+        for name in sorted(owners.keys() - self.buffers.owners.keys()):
+            owner, key = owners[name]
+            if key not in owner._non_persistent_buffers_set:
+                rank_zero_warn(_KEPT["buffer"].format(module=module, name=name))
         return told

@@ -269,6 +269,28 @@ def test_numbers_that_no_client_starts_from_are_told_once() -> None:
     assert [str(one.message).split("'")[1] for one in told if "a number" in str(one.message)] == ["seen", "mean"]
 
 
+class Registers(Ordinary):
+    """Registers a buffer in its first step."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.persistent = persistent
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not hasattr(self, "center"):
+            self.register_buffer("center", batch[0].mean(), persistent=self.persistent)
+        return F.cross_entropy(self(batch[0] - self.center), batch[1])
+
+
+def test_a_buffer_that_a_step_registers_is_told_unless_checkpoints_leave_it_out() -> None:
+    with pytest.warns(UserWarning, match="Registers registers the buffer 'center' while a client trains") as told:
+        run("sequential", partial(Registers, True))
+    assert sum("registers the buffer" in str(warning.message) for warning in told) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*registers the buffer")
+        run("sequential", partial(Registers, False))
+
+
 class OwnGenerator(Ordinary):
     """Draws from a generator of its own, and has another that it only keeps."""
 
