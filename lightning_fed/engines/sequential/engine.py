@@ -378,9 +378,7 @@ class SequentialEngine(Engine):
             if now != was and [shape for shape, _ in now] == [shape for shape, _ in was]:
                 told[name] = kind
                 rank_zero_warn(_KEPT[kind].format(module=module, name=name))
-        owners = buffer_owners(self.trainer.lightning_module)
-        for name in sorted(owners.keys() - self.buffers.owners.keys()):
-            owner, key = owners[name]
-            if key not in owner._non_persistent_buffers_set:
-                rank_zero_warn(_KEPT["buffer"].format(module=module, name=name))
+        new = buffer_owners(self.trainer.lightning_module).keys() - self.buffers.owners.keys()
+        for name in sorted(new & self.trainer.lightning_module.state_dict().keys()) if new else ():
+            rank_zero_warn(_KEPT["buffer"].format(module=module, name=name))
         return told
