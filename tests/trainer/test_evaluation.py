@@ -203,6 +203,7 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[s
     return found_in_two(THOROUGH, tmp_path_factory.mktemp("others"))
 
 
+@pytest.mark.thorough  # eight seconds of two processes
 @pytest.mark.parametrize("name", few(CASES, FEW))
 def test_two_processes_find_what_one_finds(name: str, request: pytest.FixtureRequest) -> None:
     together = request.getfixturevalue("together" if name in FEW else "of_others")
