@@ -147,8 +147,8 @@ def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: obj
         other = servers.get(name)
         if own == other:
             continue
-        lines = zip_longest(own.split("\n"), str(other).split("\n"))  # of a long one, the first line that differs
-        mine_is, servers_is = next(pair for pair in lines if pair[0] != pair[1])
+        pairs = zip_longest(own.split("\n"), str(other).split("\n"))  # of a long one, the first line that differs
+        mine_is, servers_is = next((pair for pair in pairs if pair[0] != pair[1]), (own, "not given"))
         found = f"its {name} is {str(mine_is).strip()}, the server's is {printable(str(servers_is).strip(), 500)}"
         if name in _LIBRARIES and other and own.split(".")[:2] == other.split(".")[:2]:
             _log.warning("The site of client %r: %s. The last bits of results may differ.", client, found)

@@ -265,3 +265,8 @@ def test_facts_that_differ_are_named_with_both_values() -> None:
         check_facts({"a": "1", "b": "2"}, {"a": "1", "b": "4"}, 3)
     with pytest.raises(FederatedError, match="its c is 5, the server's is None"):
         check_facts({"a": "1", "c": "5"}, {"a": "1"}, 3)
+
+
+def test_a_fact_that_a_server_does_not_give_is_named() -> None:
+    with pytest.raises(FederatedError, match="its max_norm is None, the server's is not given"):
+        check_facts({"max_norm": "None"}, {}, 3)

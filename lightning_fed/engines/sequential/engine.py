@@ -341,7 +341,7 @@ class SequentialEngine(Engine):
                     batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
                     losses.append(self.gradients.forward(prepare_batch(self.trainer, batch), 0))
                     undo()
-            except Exception:
+            except Exception:  # with the attributes of before, say: a step that fails shows nothing
                 return
             finally:
                 undo()
