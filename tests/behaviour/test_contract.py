@@ -407,6 +407,7 @@ def test_reaches_the_joint_optimum_under_partial_participation(name: str) -> Non
     assert distance(METHODS[name], clients_per_round=2, local_steps=4, max_rounds=90) < 1e-10
 
 
+@pytest.mark.thorough
 @where(lambda method: method.reaches == "full", ["Mime SGD"])
 def test_reaches_the_joint_optimum_under_full_participation(name: str) -> None:
     assert distance(METHODS[name], SIZES[:3], 0.15, batch_size=12, local_steps=3, max_rounds=80) < 1e-10

@@ -34,7 +34,6 @@ from lightning_fed.server import (
 )
 from lightning_fed.server.client_states.disk_store import read_version
 from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when, struck_together
-from tests.helpers.selection import few
 from tests.helpers.training import QUIET, rounds_in, same
 
 ROUNDS, BLOWS = 8, len(KINDS)  # each within a round and a half, so that the run has not ended before the last one
@@ -147,7 +146,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", few(RUNS, ["link"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     options = RUNS[name]
     digits()  # before the processes part

@@ -209,6 +209,7 @@ class Notes(FederatedCallback):
         pl_module.prior = 0.1 * client_report.client_id
 
 
+@pytest.mark.thorough
 def test_a_note_between_clients_is_for_the_next_client() -> None:
     with pytest.raises(FederatedError, match="on_client_end changes the attribute 'prior' of Prior after client"):
         run("vectorized", Prior, EVEN, callbacks=[Notes()])

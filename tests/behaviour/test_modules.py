@@ -582,6 +582,7 @@ def test_a_time_limit_ends_a_run_after_its_round_and_is_told_once(caplog: pytest
     assert caplog.text.count("Time limit reached") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("kind", ["script", "trace"])

@@ -71,7 +71,7 @@ METHODS: dict[str, Algorithm] = {
 }
 
 
-@pytest.mark.parametrize("dropout", [0.3, 0.0])
+@pytest.mark.parametrize("dropout", few([0.3, 0.0], [0.3]))
 @pytest.mark.parametrize("method", few(METHODS, ["states"]))
 @pytest.mark.parametrize("engine", few(["vectorized", "auto"], ["vectorized"]))
 def test_half_as_many_run_from_the_same_x_and_streams(engine: str, method: str, dropout: float) -> None:
@@ -91,12 +91,14 @@ def test_half_as_many_run_from_the_same_x_and_streams(engine: str, method: str, 
         assert not same(state_of(found), state_of(start(chunk_size=4, **options)))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 def test_the_traces_of_fewer_clients_are_still_used() -> None:
     found = start(dropout=0.0, callbacks=[Shrinks(1)])
     assert len(found.fit_loop.clients.engine.step.traces) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 def test_memory_that_runs_out_in_a_trace_is_no_reason_to_give_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Trace.__call__
@@ -137,6 +139,7 @@ def test_a_cohort_smaller_than_a_chunk_is_halved() -> None:
     assert shrinks.restarts == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 def test_sums_of_fewer_clients_take_less_too(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = ServerRound.receive
@@ -159,7 +162,10 @@ def test_auto_leaves_for_the_sequential_engine_if_one_client_is_too_many() -> No
 
 
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-@pytest.mark.parametrize(("engine", "fits"), [("vectorized", 0), ("auto", NEVER), ("sequential", NEVER)])
+@pytest.mark.parametrize(
+    ("engine", "fits"),
+    few([pytest.param(*c, id=c[0]) for c in (("vectorized", 0), ("auto", NEVER), ("sequential", NEVER))], ["auto"]),
+)
 @pytest.mark.filterwarnings("ignore:engine='auto' restarts round 0")
 def test_a_client_that_does_not_fit_stops_the_run_by_name_though_clients_may_be_dropped(engine: str, fits: int) -> None:
     options: dict[str, Any] = {} if engine != "sequential" else {"chunk_size": None}
@@ -170,7 +176,8 @@ def test_a_client_that_does_not_fit_stops_the_run_by_name_though_clients_may_be_
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
-@pytest.mark.parametrize("engine", few(["vectorized", "auto"], ["auto"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["vectorized", "auto"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_one_client_at_a_time_if_a_trial_step_of_two_does_not_fit(
     engine: str, chunk_size: int | None, recwarn: pytest.WarningsRecorder
@@ -184,6 +191,7 @@ def test_one_client_at_a_time_if_a_trial_step_of_two_does_not_fit(
     assert same(state_of(found), state_of(start(chunk_size=1)))
 
 
+@pytest.mark.thorough
 def test_a_trial_step_of_one_that_does_not_fit_stops_the_run_or_makes_auto_take_the_other_engine() -> None:
     FITS["clients"] = 0
     with pytest.raises(
@@ -238,6 +246,7 @@ def test_checkpoints_without_it_are_read(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- several processes
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 def test_processes_shrink_together(tmp_path: Path) -> None:
     one, other = in_processes(shrunk_in_two, tmp_path)
@@ -255,6 +264,7 @@ def shrunk_in_two() -> Any:
     return found.fit_loop.state.x
 
 
+@pytest.mark.thorough
 def test_an_error_of_one_process_ends_all(tmp_path: Path) -> None:
     outcomes = in_processes(out_of_memory_in_one, tmp_path)
     assert "Process 1 failed: Client" in outcomes[0].error

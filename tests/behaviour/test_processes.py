@@ -234,9 +234,8 @@ FEW = (  # of each kind one: what it keeps, reads and sends, and whose gradients
     "FedAvg", "Scaffold ii", "MimeMVR eq15",
 )  # fmt: skip
 FEW_CASES = [
-    *("logs", "one client a round, at once", "BatchNorm", "integer buffers of equally large clients"),
-    *("a gradient cohort of its own", "moved", "moved, at once", "moved, with local optimizers and residuals"),
-    *("moved, of which one fails", "dropout", "dropout, looking ahead"),
+    *("logs", "BatchNorm", "a gradient cohort of its own", "moved", "moved, at once"),
+    *("moved, with local optimizers and residuals", "moved, of which one fails", "dropout"),
 ]
 FEW_SINGLES = [name for name in SINGLES if "Scaffold" in name]
 FEW_RESUMED = ("Scaffold",)

@@ -257,6 +257,7 @@ def test_ids_that_change_in_place_are_found() -> None:
         run.fit(model, source)
 
 
+@pytest.mark.thorough
 def test_processes_refuse_together_where_one_of_them_keeps_no_state(tmp_path: Path) -> None:
     def work() -> str:
         two = {"strategy": "clients", "devices": 2}

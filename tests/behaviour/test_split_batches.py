@@ -212,8 +212,8 @@ UNLIKE: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "dropping": partial(run, module=Dropping, sampler=only_the_largest, clients_per_round=None),
     "scaled": partial(run, module=Half, plugins=Scaled()),
 }
-FEW = ("Scaffold", "Mime with weight decay", "hooked and clipped", "augmented")
-"""Of each kind one: whose gradients are summed and when, a loss of the population, and draws that parts share."""
+FEW = ("Scaffold", "Mime with weight decay")
+"""Of each kind one: whose gradients are summed and when, and a loss of the population."""
 
 
 class OneFails(Exact):

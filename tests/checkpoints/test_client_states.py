@@ -263,6 +263,7 @@ def test_a_checkpoint_that_was_only_loaded_can_be_saved_again(tmp_path: Path) ->
     assert same(fit(load=tmp_path / "deep" / "b.ckpt", max_rounds=4), alone)
 
 
+@pytest.mark.thorough
 def test_a_copied_checkpoint_keeps_its_states_while_an_older_store_is_cleared_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +281,7 @@ def test_a_copied_checkpoint_keeps_its_states_while_an_older_store_is_cleared_aw
     assert same(fit(load=tmp_path / "b.ckpt", max_rounds=4), fit("memory", max_rounds=4))
 
 
+@pytest.mark.thorough
 def test_a_round_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=6)
     keeps = keeping(tmp_path)

@@ -35,6 +35,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.thorough
 def test_bash_completes_commands_options_classes_and_files(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
     bash = shutil.which("bash")

@@ -11,6 +11,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_the_split_is_drawn_and_its_numbers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "--config", QUICKSTART, "--out", "split.png"])

@@ -33,6 +33,7 @@ def test_a_new_project_trains_and_its_test_passes(
     tested["test_a_few_rounds_learn_something"](tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lightning", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_new_project_imports_lightning_from_the_package_in_use(
     lightning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

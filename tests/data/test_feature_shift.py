@@ -79,6 +79,7 @@ def test_a_client_is_a_function_of_the_seed_and_of_itself(shift):
             assert all(torch.equal(a, b) for a, b in zip(dataset.tensors, kept[client].tensors, strict=True))
 
 
+@pytest.mark.thorough
 @given(shift=shifts)
 def test_examples_read_one_by_one_are_those_of_the_tensors(shift):
     tensors, listed, nested = cut(shift), cut(shift, Listed()), cut(shift, Subset(IMAGES, range(24)))

@@ -83,6 +83,7 @@ def test_the_words_of_an_absent_client_are_waited_for(tmp_path: Path) -> None:
     assert trainer.fit_loop.run_state.sites["words"] == AGREED
 
 
+@pytest.mark.thorough
 def test_sites_number_the_words_of_all_alike_whatever_the_order_and_after_ends_of_sites_and_server(
     tmp_path: Path,
 ) -> None:

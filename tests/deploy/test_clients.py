@@ -204,6 +204,7 @@ class Crowded(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.thorough
 def test_clients_that_do_not_fit_at_once_start_again_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(fits: int, chunk_size: int) -> list[Reply]:
         given, here = run_of("Scaffold", "vectorized", chunk_size=chunk_size), [0, 1, 2, 3]

@@ -27,6 +27,7 @@ def private(**options: Any) -> FederatedTrainer:
     return make_trainer("FedProx", aggregator=privacy, **drawn, **options)
 
 
+@pytest.mark.thorough
 def test_sites_clip_and_say_no_more_and_the_server_adds_the_noise(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(private, max_rounds=2))
 
@@ -71,6 +72,7 @@ def validated() -> Validated:
     return Validated()
 
 
+@pytest.mark.thorough
 def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> None:
     def make() -> FederatedTrainer:
         measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2), TrainingLoss()]

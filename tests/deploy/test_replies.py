@@ -179,6 +179,7 @@ def test_nobody_moves_without_a_step(phases: list[Phase]) -> None:
     assert phase.read(phase.reply).changes.any()
 
 
+@pytest.mark.thorough
 def test_a_loss_over_no_examples_is_refused(phases: list[Phase]) -> None:
     phase = next(phase for phase in phases if phase.reply.header["phase"] == "loss")
     assert phase.read(phase.reply).loss_examples > 0

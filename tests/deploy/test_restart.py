@@ -80,6 +80,7 @@ def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_oth
         trainer.fit(module, make_data())
 
 
+@pytest.mark.thorough
 def test_a_run_goes_back_to_simulation_unless_sites_keep_states(tmp_path: Path) -> None:
     for method in ("FedAvg", "Scaffold ii"):
         wire = Wire(tmp_path / method, partial(make_trainer, method, max_rounds=2))

@@ -154,7 +154,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-THOROUGH = ("by utility", "by update norms", "quantised and clipped", "labels flipped")
+THOROUGH = (
+    *("by utility", "by update norms", "quantised and clipped", "labels flipped", "sparse with feedback"),
+    *("robust, over accumulated local steps", "uniform weights of all clients"),
+)
 FEW_OPTIONS = [name for name in OPTIONS if name not in THOROUGH]
 
 

@@ -320,7 +320,8 @@ class Zero(Plain):
         self.net = torch.nn.Linear(FEATURES, CLASSES, bias=False)
 
 
-@pytest.mark.parametrize("method", ["FedAvg", pytest.param("Scaffold ii", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold ii"])
 def test_killed_sites_and_servers_leave_no_trace(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits = count(1)  # the run's name is part of a task, a fit's is not
     monkeypatch.setattr(secrets, "token_hex", lambda size: "0123456789abcdef" if size == 8 else f"{next(fits):08x}")

@@ -64,6 +64,7 @@ def _listens(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
+@pytest.mark.thorough
 @needs_linux
 def test_a_sites_process_stays_until_it_is_killed_or_its_parent_ends(site: Callable[..., SiteProcess]) -> None:
     first = site()

@@ -465,7 +465,8 @@ def megabytes(text: str) -> list[float]:
     return [float(number) * units[unit] for number, unit in re.findall(r"([\d.]+) (B|kB|MB)", text)]
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("rounds", [1, 50])
 def test_the_quickstart_shows_what_a_run_prints(
     rounds: int,
     tmp_path: Path,

@@ -170,6 +170,7 @@ class Spectral(Ordinary):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.thorough
 def test_a_parameter_that_is_viewed_as_another_type_must_be_copied() -> None:
     with pytest.raises(ClientError, match=r"divisible by 2\. Parameters are parts of one vector here.*weight\.clone"):
         run("auto", partial(Spectral, copies=False), max_rounds=1)

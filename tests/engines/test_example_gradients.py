@@ -151,6 +151,7 @@ def test_noise_has_the_stated_size_and_differs_by_step_round_and_client() -> Non
 # ------------------------------------------------------------------ in a run
 
 
+@pytest.mark.thorough
 def test_nothing_without_noise_is_logged_and_the_privacy_is() -> None:
     t = run("auto", client_privacy=ON, **QUICK)
     assert t.fit_loop.run_state.clients.engine_names == ["sequential"]
@@ -276,6 +277,7 @@ def test_clipped_gradients_are_added_without_matrix_products_which_may_be_less_p
     assert not [name for name in called if "mm" in name or "mv" in name]
 
 
+@pytest.mark.thorough
 def test_a_large_delta_is_named() -> None:
     with pytest.warns(UserWarning, match="delta=0.1, which is not below 1/n"):
         fit(client_privacy=ClientPrivacy(1.0, 1.0, delta=0.1), max_rounds=1)

@@ -64,10 +64,7 @@ DEFAULT = covering(
         *(partial(_sets_one_client, chunk=chunk) for chunk in (None, 1)),
         *(partial(_logs_sizes, is_wide=is_wide) for is_wide in (False, True)),
         *(partial(_assigns_buffer, kind=kind) for kind in ("int", "float", "inner")),
-        *(
-            partial(_is_plain, method=method)
-            for method in ("FedAvg", "FedProx", "Scaffold", "FedCM", "Mime", "MimeLite")
-        ),
+        *(partial(_is_plain, method=method) for method in ("FedAvg", "FedProx", "Scaffold", "FedCM", "Mime")),
         lambda c: c.resume_after > 0 and c.local_state == "keep" and _is_alike(c) and c.network != "sparse",
         lambda c: c.processes == 2 and c.asynchronous == "none" and c.network != "sparse",
     ],

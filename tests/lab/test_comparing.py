@@ -23,6 +23,7 @@ def logged(name: str, logger: Any, method: Any) -> str:
     return name
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     runs = [logged("plain", TensorBoardLogger, FedAvg()), logged("mime", CSVLogger, Mime(base=SGDm()))]
@@ -39,6 +40,7 @@ def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[s
     assert "| mime | 4 |" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_run_that_begins_again_in_a_folder_does_not_end_as_the_one_before() -> None:
     for rounds in (4, 2):
         time.sleep(1 - time.time() % 1)  # TensorBoard reads its files of one second in the order of names: 10 before 9

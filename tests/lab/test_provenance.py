@@ -39,6 +39,7 @@ def test_the_files_that_are_read_in_a_folder_are_those_of_which_there_are_checks
     }
 
 
+@pytest.mark.thorough
 def test_every_cell_has_the_checksums_of_its_data_read_by_it_or_before(write: Write, tmp_path: Path) -> None:
     table = "\n".join(",".join(str((i * j) % 7) for j in range(1, 10)) for i in range(40))
     (tmp_path / "concrete").mkdir()

@@ -19,6 +19,7 @@ LR = {"key": "model.init_args.lr", "values": [0.1, 1e200]}  # the second overflo
 TUNE = {"by": "final", "grid": {"lr": LR}}
 
 
+@pytest.mark.thorough
 @needs_matplotlib
 def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}

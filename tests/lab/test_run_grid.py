@@ -98,6 +98,7 @@ def test_values_are_chosen_on_few_seeds_and_the_others_run_with_the_choice(write
     assert [dict(cell.tuned) for cell in results.cells(point)] == [dict(results.chosen(point) or ())] * 2
 
 
+@pytest.mark.thorough
 def test_a_failure_is_named_leaves_the_others_alone_and_is_tried_again(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

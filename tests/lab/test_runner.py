@@ -61,6 +61,7 @@ def test_what_is_wrong_is_said_before_the_first_cell(
     assert not list((tmp_path / "out" / "cells").iterdir())
 
 
+@pytest.mark.thorough
 def test_cells_that_differ_in_numbers_alone_are_tried_once(write: Write, tmp_path: Path) -> None:
     axes = {"lr": {"key": "model.init_args.lr", "values": [0.1, 0.2]}}
     grid = Grid(read_experiment(write(axes=axes)))

@@ -20,6 +20,7 @@ def test_one_command_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.thorough
 def test_what_a_killed_cell_left_is_cleared_away_and_a_damaged_one_is_named(write: Write, tmp_path: Path) -> None:
     results, _ = run(write(), tmp_path / "out")
     cells = tmp_path / "out" / "cells"

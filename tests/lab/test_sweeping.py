@@ -14,7 +14,6 @@ from lightning_fed.lab.reading import read_experiment
 from lightning_fed.lab.sweeping import _not_logged, ranked
 from tests.helpers.lab import results_of
 from tests.helpers.optional import needs_matplotlib
-from tests.helpers.selection import few
 from tests.lab.conftest import TINY
 
 AXES = {
@@ -96,8 +95,9 @@ def test_a_mistake_is_named_before_the_first_cell(grid: dict[str, Any], message:
     assert not cells()
 
 
+@pytest.mark.thorough
 @needs_matplotlib
-@pytest.mark.parametrize("key", few(["trianer", "ckpt_path"], ["ckpt_path"]))
+@pytest.mark.parametrize("key", ["trianer", "ckpt_path"])
 def test_a_key_that_cells_do_not_have_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OUTPUTS, key, {"max_rounds": 3})
     with pytest.raises(SystemExit, match=f"top.yaml: there is no key for the cells of a sweep '{key}'"):

@@ -171,6 +171,7 @@ def test_fedbuff(hp: dict[str, Any], kind: str, variant: Variant, tmp_path: Path
     compare(case, translate(case), variant)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "engine"), covering([(FedProx, {"mu": 0.6}), (FedCM, {"alpha": 0.3})], ["sequential", "vectorized"])
 )

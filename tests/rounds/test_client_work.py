@@ -17,7 +17,6 @@ from lightning_fed.rounds.client_work import ClientWork, gradients_together
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply, Task
 from lightning_fed.server.client_states.state import ClientStates
 from tests.helpers.engines import Ordinary, full_batches, run
-from tests.helpers.selection import few
 
 ROUND = 5
 SIZES = (12, 8, 20, 4, 16, 8)
@@ -173,7 +172,8 @@ def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
     assert asked(ask) == [None, None, None], "no other engine is left"
 
 
-@pytest.mark.parametrize("engine", few(["auto", "vectorized", "sequential"], ["auto"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["auto", "vectorized", "sequential"])
 def test_after_memory_has_run_out_half_as_many_clients_run_and_after_one_another_engine(engine: str) -> None:
     held = list[Any]()
 

@@ -91,7 +91,8 @@ def assert_same_bits(those: Sequence[dict[str, Any]], others: Sequence[dict[str,
             assert one[name]["trained"] == other[name]["trained"], name
 
 
-@pytest.mark.parametrize("count", few([2, 3, 4], [3]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_processes_end_with_the_same_bits_with_and_without_shared_memory(count: int, tmp_path: Path) -> None:
     names = ["states that move, of a larger model"] if count == 3 else list(RUNS)
 

@@ -51,6 +51,7 @@ def test_peers_report_a_process_as_missing_once_it_ends(tmp_path: Path) -> None:
     assert [outcome.value for outcome in met(work, tmp_path)] == [([], [1]), [], None]
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_because_of_another_is_not_named_as_missing(tmp_path: Path) -> None:
     exists = tmp_path / "waits"
 
@@ -70,6 +71,7 @@ def test_a_process_that_ends_because_of_another_is_not_named_as_missing(tmp_path
         assert re.search(rf"FederatedError: Process {rank} on \S+ has lost process 2 \(pid \d+\) on", outcome.error)
 
 
+@pytest.mark.thorough
 def test_an_exchange_that_fails_with_all_processes_alive_raises_its_own_error(tmp_path: Path) -> None:
     def work(peers: Peers, rank: int) -> Any:
         if rank == 0:
@@ -81,6 +83,7 @@ def test_an_exchange_that_fails_with_all_processes_alive_raises_its_own_error(tm
     assert first.error == "RuntimeError: of another kind"
 
 
+@pytest.mark.thorough
 def test_a_process_that_cannot_be_reached_is_named_at_the_start(tmp_path: Path) -> None:
     def run() -> Any:
         rank = int(os.environ["RANK"])

@@ -56,6 +56,7 @@ def test_sums_are_added_up_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert torch.equal(found, of(0, *case) + of(1, *case) + of(2, *case)), case
 
 
+@pytest.mark.thorough
 def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
@@ -70,6 +71,7 @@ def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
     assert [outcome.value for outcome in shared(work, tmp_path, 3)] == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_a_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 2**16)
     length = 3 * shared_memory.PIECE + 5  # however much it is
@@ -109,6 +111,7 @@ def test_a_process_that_ends_is_missed_by_name(tmp_path: Path) -> None:
     assert f"FederatedError: Process 1 (pid {gone.value}) has ended while process 0 waited" in waiting.error
 
 
+@pytest.mark.thorough
 def test_the_last_message_of_a_process_that_ends_arrives(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
@@ -121,6 +124,7 @@ def test_the_last_message_of_a_process_that_ends_arrives(tmp_path: Path) -> None
     assert [outcome.value for outcome in shared(work, tmp_path)] == [[[0, 1, 2], [7, 8, 9]]] * 2
 
 
+@pytest.mark.thorough
 def test_waiting_ends_after_the_timeout(tmp_path: Path) -> None:
     has_ended = tmp_path / "ended"
 

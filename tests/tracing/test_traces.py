@@ -193,7 +193,8 @@ def test_a_run_whose_step_was_traced_again_resumes_with_the_same_bits(tmp_path: 
     assert torch.equal(whole.fit_loop.state.x, resumed.fit_loop.state.x)
 
 
-@pytest.mark.parametrize("chunk_size", few([1, 64], [64]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk_size", [1, 64])
 def test_a_trace_that_fails_at_work_is_given_up_loudly(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Trace, parameter: torch.Tensor, *_: Any, **__: Any) -> None:
         parameter.add_(1.0)
@@ -290,6 +291,7 @@ def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int
     assert_agree(run("sequential", Normed, algorithm=Scaffold()), traced)
 
 
+@pytest.mark.thorough
 def test_without_what_traces_are_made_with_steps_run_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = run("vectorized")
     monkeypatch.setattr(traces, "_MISSING", "cannot import name 'tracing'")

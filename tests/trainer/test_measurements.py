@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, FedPer
 from lightning_fed.core.errors import ClientError
-from tests.helpers.selection import few
 from tests.helpers.training import Net, clients, parameters, seeded, trainer
 
 SIZES = (12, 8, 9, 5)
@@ -126,7 +125,8 @@ def test_a_clients_own_model_has_its_own_parameters() -> None:
         assert torch.equal(head, kept[client]["personal.parameters"])
 
 
-@pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["vectorized"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_measurements_leave_no_trace_in_the_run(engine: str) -> None:
     plain, watched = (fitted(callback, engine=engine) for callback in (None, Measures(all_rounds=True)))
     assert torch.equal(plain.fit_loop.state.x, watched.fit_loop.state.x)

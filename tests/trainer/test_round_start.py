@@ -128,6 +128,7 @@ class Follows(Net):
         self.teacher.weight.data.lerp_(self.head.weight.data, 0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["saved", "left"])
 def test_a_teacher_that_a_hook_moves_is_moved_once_in_a_round_that_was_cut_off(how: str, tmp_path: Path) -> None:
     expected, strike = seeded(Follows), Strikes(tmp_path / "saved.ckpt" if how == "saved" else RuntimeError())

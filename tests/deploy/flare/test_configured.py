@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
+@pytest.mark.thorough
 def test_the_job_of_a_configuration_is_what_flare_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_simulator_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.
         configured.run("deploy nvflare", tmp_path, [[0]])
 
 
+@pytest.mark.thorough
 @needs_linux
 def test_no_process_outlives_the_simulators_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of the simulator are leaders of their own sessions."""

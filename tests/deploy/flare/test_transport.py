@@ -52,6 +52,7 @@ def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> 
     assert torch.isfinite(parameters(flare.run(**drops))).all()
 
 
+@pytest.mark.thorough
 def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare) -> None:
     flare.spoils = lambda site, result: None if site == "site-2" else result
     with pytest.raises(FederatedError, match=r"'register': 1\..*Client 1: no reply arrived for 1 s"):
@@ -70,6 +71,7 @@ def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare)
     assert ("site-2", "train", [1]) in flare.asked[-3:], "it takes part again"
 
 
+@pytest.mark.thorough
 def test_a_silent_site_is_waited_for_only_where_the_round_needs_it(
     flare: Flare, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,6 +31,7 @@ def test_a_run_through_lost_messages_and_crashes_has_the_bits_of_the_simulation(
     assert torch.equal(parameters(module), expected())
 
 
+@pytest.mark.thorough
 def test_a_node_that_comes_back_under_another_id_has_its_clients_once_the_old_one_is_gone(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,6 +86,7 @@ def public_key(file: Path) -> bytes:
     return public_key_to_bytes(key)
 
 
+@pytest.mark.thorough
 def test_a_message_that_flower_cannot_read_is_logged_and_asked_for_again(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_message_that_flower_cannot_read_is_logged_and_asked_for_again(
     assert torch.equal(parameters(module), expected())
 
 
+@pytest.mark.thorough
 def test_an_owned_client_is_asked_of_the_node_with_its_key_alone(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,6 +132,7 @@ def test_owners_must_be_clients_with_public_keys(tmp_path: Path) -> None:
             FlowerTransport(None, ["bank"], 1.0, 1.0, {"bank": file})  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes.nodes[101] = {**nodes.nodes[101], "client-id": "no\nbody"}
     nodes.nodes[102] = {}

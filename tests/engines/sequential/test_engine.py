@@ -66,6 +66,7 @@ class PulledToBuffer(Pulled):
             old.copy_(0.9 * old + 0.1 * self.head.get_parameter(name).data)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm())], ids=repr)
 def test_a_teacher_may_be_treated_as_buffers(method: Any) -> None:
     options = {"algorithm": method, "max_rounds": 2}

@@ -15,7 +15,7 @@ from lightning_fed.algorithms import FedDane, Mime, MimeMVR, SGDm
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
 from tests.helpers.engines import Ordinary, assert_agree, run
-from tests.helpers.selection import covering, few
+from tests.helpers.selection import covering
 from tests.helpers.training import CLASSES, FEATURES, clients, data
 
 SIZES = (14, 7, 11, 6, 10, 8)  # of batches of 4 the last ones have 2, 3 or 4 examples
@@ -182,17 +182,15 @@ class Clamped(Ordinary):
         return F.cross_entropy(out, batch[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "make", "chunk_size"),
-    few(
-        [
-            pytest.param(method, make, n, id=f"{type(method).__name__}-{make.__name__}-{n}")
-            for method in (Mime(base=SGDm()), MimeMVR(0.5), FedDane(0.1))
-            for make in (OfTheFirst, Clamped)
-            for n in (None, 1)
-        ],
-        ["Mime-Clamped-1", "FedDane-OfTheFirst-None"],
-    ),
+    [
+        pytest.param(method, make, n, id=f"{type(method).__name__}-{make.__name__}-{n}")
+        for method in (Mime(base=SGDm()), MimeMVR(0.5), FedDane(0.1))
+        for make in (OfTheFirst, Clamped)
+        for n in (None, 1)
+    ],
 )
 def test_a_gradient_that_is_not_the_losss_is_the_modules(method: Any, make: Any, chunk_size: int | None) -> None:
     options: dict[str, Any] = {"algorithm": method, "datamodule": FULL_STEPS}
@@ -232,6 +230,7 @@ def first_is_nan() -> FederatedDataModule:
     return FederatedDataModule(parts, batch_size=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*is not finite")
 def test_a_client_of_nan_is_dropped_also_if_its_gradient_is_the_first_one() -> None:
     both(datamodule=first_is_nan, clients_per_round=1.0, max_rounds=1, on_client_error="drop")

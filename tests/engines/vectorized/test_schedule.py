@@ -25,7 +25,7 @@ from lightning_fed.tracing import traces
 from lightning_fed.tracing.traces import Traces
 from tests.behaviour.test_contract import METHODS
 from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
-from tests.helpers.selection import covering, few
+from tests.helpers.selection import covering
 from tests.helpers.training import CLASSES, classification, same
 
 SIZES = (13, 8, 21, 3, 16, 9, 34)  # in batches of four: none full, a smaller last one, none smaller
@@ -59,12 +59,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    few(
-        [pytest.param(name, sizes, id=f"{name}-{sizes[0]}") for name in LOCAL for sizes in (SIZES, WHOLE)],
-        ["CMime SGDm-12"],
-    ),
+    [pytest.param(name, sizes, id=f"{name}-{sizes[0]}") for name in LOCAL for sizes in (SIZES, WHOLE)],
 )
 def test_every_method_agrees_with_the_sequential_engine(name: str, sizes: Any, taken: list[Any]) -> None:
     method, datamodule = METHODS[name], partial(cut, sizes)
@@ -301,6 +299,7 @@ def test_padded_texts_agree_and_are_traced_where_lengths_recur(
     assert least <= len(other.fit_loop.clients.engine.step.traces) <= most
 
 
+@pytest.mark.thorough
 def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_MOST", 2)
     monkeypatch.setattr(RecurringShapes, "note", lambda self, groups: True)

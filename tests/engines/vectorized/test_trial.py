@@ -352,6 +352,7 @@ def by_number(module: Any, labels: Tensor, kind: Any) -> Any:
     return kind or ("some" if labels.float().mean() > 0.5 else "few")
 
 
+@pytest.mark.thorough
 def test_what_only_the_first_step_notes_of_the_kind_of_data_may_stay() -> None:
     runs = [run(engine, partial(Notes, by_type), max_rounds=1) for engine in ("sequential", "vectorized")]
     assert [r.lightning_module.config.kind for r in runs] == ["classes"] * 2
@@ -541,6 +542,7 @@ class Harmless(Leaves):
         return F.cross_entropy(self(batch[0]), batch[1]) * (1 + 0 * read)
 
 
+@pytest.mark.thorough
 def test_what_is_only_read_costs_neither_engine_nor_traces() -> None:
     one, other = (run(engine, Harmless, max_rounds=2) for engine in ("sequential", "vectorized"))
     assert len(other.fit_loop.clients.engine.step.traces) > 0
@@ -548,6 +550,7 @@ def test_what_is_only_read_costs_neither_engine_nor_traces() -> None:
     assert float(other.callback_metrics["read"]) == pytest.approx(float(one.callback_metrics["read"]))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:Local steps run untraced", "error:Error detected in")
 def test_a_search_for_anomalies_warns_of_no_error_that_is_not_there() -> None:
     one, other = (run(engine, detect_anomaly=True, max_rounds=2) for engine in ("sequential", "vectorized"))

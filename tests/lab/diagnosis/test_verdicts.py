@@ -54,9 +54,10 @@ def test_imbalanced_classes_are_named() -> None:
     assert not {"clients drift", "the classes are imbalanced among the clients"} & causes(report).keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "evidence"),
-    [("mine.Uphill", "certain"), pytest.param("mine.Unknown", "likely", marks=pytest.mark.thorough)],
+    [("mine.Uphill", "certain"), ("mine.Unknown", "likely")],
 )
 def test_a_reversed_sign_is_a_fault(method: str, evidence: str) -> None:
     report = diagnose(trainer__algorithm={"class_path": method})
