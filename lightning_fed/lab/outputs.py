@@ -13,7 +13,9 @@ from lightning_fed.lab.yaml_files import as_list, check_keys, unknown
 
 Labels: TypeAlias = Mapping[str, tuple[Label, ...]]
 
-_FIGURE = ("kind", "y", "x", "lines", "rows", "columns", "band", "log", "xlim", "ylim", "at", "rounds", "marks")
+_ANY = ("kind", "rows", "columns", "xlim", "ylim", "at")
+_LINES = (*_ANY, "y", "x", "lines", "band", "log", "marks")
+_PATHS = (*_ANY, "rounds")
 
 
 def read_figures(where: str, found: Any, labels: Labels, metrics: Mapping[str, Metric]) -> tuple[Figure, ...]:
@@ -26,10 +28,11 @@ def read_figures(where: str, found: Any, labels: Labels, metrics: Mapping[str, M
 
 
 def _read_figure(where: str, name: str, found: Any, labels: Labels, metrics: Mapping[str, Metric]) -> Figure:
-    entry = check_keys(where, found, _FIGURE)
-    kind, x = entry.get("kind"), entry.get("x", "rounds")
+    kind = found.get("kind") if isinstance(found, Mapping) else None
     if kind not in (None, "paths"):
         raise FederatedError(f"{where}: kind can only be paths; found {kind!r}.")
+    entry = check_keys(f"{where} (kind: paths)", found, _PATHS) if kind else check_keys(where, found, _LINES)
+    x = entry.get("x", "rounds")
     if x not in COSTS and x not in labels:
         raise unknown(where, "x", x, (*COSTS, *labels))
     lines = "" if kind else entry.get("lines", METHOD)

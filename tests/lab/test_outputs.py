@@ -22,6 +22,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tables": {"t": {"value": "final", "rows": ["method", "method"]}}}, "rows and columns must be different axes"),
     ({"tables": {"t": {"value": "final", "columns": "method"}}}, "rows and columns must be different axes"),
     ({"figures": {"f": {"marks": [{"at": {"method": "FedAvg"}}]}}}, r"marks\[1\] lacks y"),
+    ({"figures": {"f": {"kind": "paths", "log": "y"}}}, r"figures.f \(kind: paths\): there is no key 'log'"),
+    ({"figures": {"f": {"rounds": 2}}}, "figures.f: there is no key 'rounds'"),
+    ({"figures": {"f": {"kind": "lines"}}}, "figures.f: kind can only be paths; found 'lines'"),
 ]
 
 
