@@ -42,9 +42,10 @@ class RoundLogger(FederatedCallback):
     With differential privacy, whose guarantee is about the models, only ``server/update_norm`` and ``privacy/epsilon``
     are written: the others depend on the clients' work, and so does its time.
 
-    TensorBoard also shows a histogram of the training losses of the cohort's clients, ``client/losses``, after each
-    twentieth of the rounds, and the settings of the run next to the hyper-parameters of the module. A new run starts
-    with the text ``method`` and, if the partition used labels and no privacy is at stake, with :class:`SplitPicture`.
+    Every logger gets the settings of the run next to the hyper-parameters of the module. TensorBoard also shows a
+    histogram of the training losses of the cohort's clients, ``client/losses``, after each twentieth of the rounds. A
+    new run starts with the text ``method`` and, if the partition used labels and no privacy is at stake, with
+    :class:`SplitPicture`.
 
     The values can be monitored by ``ModelCheckpoint`` and ``EarlyStopping`` under the same names.
     """
@@ -54,11 +55,18 @@ class RoundLogger(FederatedCallback):
         warn_of_misspelt(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the settings in TensorBoard, which reads only the first hyper-parameters of a log: all go in here."""
-        for board in boards(trainer) if trainer.loggers and trainer.enable_autolog_hparams else ():
-            given = [one.hparams_initial for one in (pl_module, trainer.datamodule) if one and one._log_hyperparams]
-            named = {name: value for part in given for name, value in part.items() if name[:1] != "_"}
-            board.log_hyperparams(named | _settings(trainer))  # without the command line's notes on how to load
+        """Log the settings of the run. Lightning logs the hyper-parameters of the module and the data after this."""
+        if not trainer.loggers or not trainer.enable_autolog_hparams:
+            return
+        given = [one.hparams_initial for one in (pl_module, trainer.datamodule) if one and one._log_hyperparams]
+        # without the command line's notes on how to load
+        named = {name: value for part in given for name, value in part.items() if name[:1] != "_"}
+        settings = _settings(trainer)
+        for logger in trainer.loggers:
+            if isinstance(logger, pl.loggers.TensorBoardLogger):  # it reads only the first hyper-parameters of a log
+                logger.log_hyperparams(named | settings)
+            else:  # MLflow refuses a name that comes with another value
+                logger.log_hyperparams({name: value for name, value in settings.items() if name not in named})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Introduce a new run in TensorBoard; of one that is there already, remove the rounds that now run again."""

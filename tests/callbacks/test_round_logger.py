@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -15,7 +16,7 @@ from lightning_fed.callbacks import SplitPicture
 from lightning_fed.data import Dirichlet, FederatedDataModule, Iid, Partition
 from lightning_fed.server import BernoulliSampler, DifferentialPrivacy, FedAdam, FedBuff, TrimmedMean
 from tests.helpers.optional import needs_matplotlib
-from tests.helpers.training import classification, clients, fit, seeded, trainer
+from tests.helpers.training import Net, classification, clients, fit, seeded, trainer
 
 
 def column(logger: CSVLogger, name: str) -> dict[int, float]:
@@ -103,6 +104,23 @@ def test_settings_show_the_parts_of_a_run_that_are_not_the_defaults(
     logger = TensorBoardLogger(tmp_path, name="", version="")
     fit(algorithm=FedAvg(), logger=logger, max_rounds=1, **options)
     assert {name: value for name, value in logger.hparams.items() if name in parts} == shown
+
+
+class WithSeed(Net):
+    """A module whose hyper-parameters have the name of a setting of the run."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_other_loggers_get_the_settings_too_and_a_hyper_parameter_of_the_module_keeps_its_value(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(WithSeed(), logger=logger, max_rounds=1, algorithm=FedProx(mu=0.1))
+    found = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert found["algorithm"].startswith("FedProx(mu=0.1")
+    assert found["seed"] == 7
+    assert {"clients_per_round", "local_epochs", "engine", "partition"} <= set(found)
 
 
 def events_of(logger: TensorBoardLogger) -> EventAccumulator:
