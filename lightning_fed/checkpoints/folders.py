@@ -75,7 +75,7 @@ def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]])
     folder was moved, the run continues with the files in their new location.
     """
     resumed = local_path(trainer.ckpt_path)
-    places = [*folders(trainer, whole=False), *(file.parent for file in _rescued(trainer))]
+    places = [*folders(trainer, whole=False), *(file.parent for file in _exception_checkpoints(trainer))]
     is_there = resumed is not None and resumed.parent.resolve() in [place.resolve() for place in places]
     for callback in _saving_callbacks(trainer, whole=False):
         state = states.get(callback.state_key, {})
@@ -133,7 +133,7 @@ def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     if not found and _numbers_versions(trainer):
         numbered = [folder for folder in found_folders if folder.match("version_*/checkpoints")]
         found = by_age(*(other for folder in numbered for other in folder.parent.parent.glob("version_*/checkpoints")))
-    found += [file for file in _rescued(trainer) if file.is_file()]
+    found += [file for file in _exception_checkpoints(trainer) if file.is_file()]
     for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns):
         if not whole or damage_of(file) is not None or resumable(file):
             return str(file)
@@ -149,7 +149,7 @@ def folders(trainer: pl.Trainer, whole: bool) -> list[Path]:
     return [path for path in paths if path is not None]
 
 
-def _rescued(trainer: pl.Trainer) -> list[Path]:
+def _exception_checkpoints(trainer: pl.Trainer) -> list[Path]:
     """Return the local files of OnExceptionCheckpoints."""
     files = [local_path(c.ckpt_path) for c in trainer.callbacks if isinstance(c, pl.callbacks.OnExceptionCheckpoint)]
     return [file for file in files if file is not None]

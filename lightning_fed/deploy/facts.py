@@ -82,7 +82,7 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
         "local_epochs": work["local_epochs"],
         "local_steps": work["local_steps"],
         "limit_train_batches": str(trainer.limit_train_batches),
-        **facts_in_reach(trainer),
+        **changeable_facts(trainer),
         "precision": str(trainer.precision),
         "treatment of buffers": settings.buffers,
         "local_schedule": str(settings.local_schedule),
@@ -94,7 +94,7 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
     }
 
 
-def facts_in_reach(trainer: Any) -> dict[str, str]:
+def changeable_facts(trainer: Any) -> dict[str, str]:
     """Return those facts that a callback can change between rounds, of which sites are not told."""
     algorithm, corrected = trainer.fit_loop.settings.algorithm, trainer.fit_loop.corrected_clip
     clip, by = corrected or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)

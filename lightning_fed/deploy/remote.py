@@ -15,7 +15,7 @@ from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import check_client_ids
 from lightning_fed.deploy.exchange import Exchange, Registration, Registrations
-from lightning_fed.deploy.facts import check_single, facts_in_reach, facts_of, optimizer_facts, rates_of
+from lightning_fed.deploy.facts import changeable_facts, check_single, facts_of, optimizer_facts, rates_of
 from lightning_fed.deploy.message import (
     MEASURE,
     MOST_STEPS,
@@ -195,7 +195,7 @@ class RemoteWork(ClientHalf):
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
         self._loop, self._settings = trainer.fit_loop, trainer.fit_loop.settings
-        self._facts = facts_in_reach(trainer)  # as the sites have them
+        self._facts = changeable_facts(trainer)  # as the sites have them
         self._fit = secrets.token_hex(4)  # sites keep states by it: another server may continue the same run
         self._attempt = -1  # how often the round was begun before
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
@@ -241,7 +241,7 @@ class RemoteWork(ClientHalf):
         return steps
 
     def _refuse_changes(self, round: int) -> None:
-        for name, now in facts_in_reach(self.trainer).items():
+        for name, now in changeable_facts(self.trainer).items():
             if now != self._facts[name]:
                 raise FederatedError(
                     f"A callback has changed {name} from {self._facts[name]} to {now} by round {round}, and sites keep"

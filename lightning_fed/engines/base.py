@@ -31,7 +31,7 @@ class OnlySequentialError(FederatedError):
     """The vectorized engine cannot run these clients, but the sequential engine can."""
 
 
-def begun_later(
+def changed_since_trial(
     module: object, what: str, remedy: str = "Change that", kind: type[FederatedError] = OnlySequentialError
 ) -> FederatedError:
     """Return the error for a step that has begun to do what the vectorized engine cannot take."""

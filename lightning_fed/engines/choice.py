@@ -52,7 +52,7 @@ def make_engine(
         engine = VectorizedEngine(chunk_size, prepared, partial(SequentialEngine, prepared))
         _try_out(engine, some())
         if before == "vectorized" and drew_before is False and engine.step.is_random:
-            raise engine.step.draws_later()
+            raise engine.step.new_draws_error()
     except FederatedError as error:
         if name != "auto":
             raise
@@ -91,12 +91,12 @@ def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
                 raise
             failure = failure or error
     if failure is not None:
-        if isinstance(failure.__cause__, _MISSING) and _sets_later(engine):
+        if isinstance(failure.__cause__, _MISSING) and _may_set_later(engine):
             raise ClientError(f"{failure}{_REMEDY}", failure.culprit) from failure.__cause__
         raise failure
 
 
-def _sets_later(engine: Engine) -> bool:
+def _may_set_later(engine: Engine) -> bool:
     """Return whether hooks that a trial step comes before may set what it reads."""
     of_module = any(is_overridden(hook, engine.prepared.module, pl.LightningModule) for hook in _LATER)
     return of_module or any_uses_hook(engine.trainer, "on_round_start", "on_client_start", of_users=True)

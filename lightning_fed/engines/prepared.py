@@ -23,7 +23,7 @@ from lightning_fed.engines.lora import lora_a, lora_pairs
 from lightning_fed.engines.optimizer import FederatedOptimizer
 from lightning_fed.server.aggregation.lora import ExactLora
 from lightning_fed.server.server import steps_not_counted
-from lightning_fed.settings.method_checks import check_method, has_parts_of_users, rehearse
+from lightning_fed.settings.method_checks import check_method, has_parts_of_users, try_hooks
 from lightning_fed.settings.module_checks import check_buffers, check_memory, check_optimization, check_schedules
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
@@ -70,7 +70,7 @@ class PreparedModule:
         check_memory(self.module, dict(named), ((name, value) for (_, name), value in tensors))
         self.flat = FlatParameters(named, personal)  # the trained parameters
         if has_parts_of_users(self.algorithm):
-            rehearse(self.algorithm, self.flat.numel)
+            try_hooks(self.algorithm, self.flat.numel)
         places = [name.rpartition(".") for name in self.flat.names]
         owned = {owner: self.module.get_submodule(owner)._parameters for owner, _, _ in places}
         # a script's parameters and parts are in no dictionary, and stay as they are

@@ -56,11 +56,11 @@ def aligned(values: Sequence[float], spread: float, is_percent: bool = False, di
     return [f"{value / scale:.{decimals}f}{end}" for value in values]
 
 
-def p_text(p: float | None) -> str:
+def format_p(p: float | None) -> str:
     """Return a p value with two significant digits.
 
     Example:
-        >>> p_text(0.01234), p_text(3e-7), p_text(None)
+        >>> format_p(0.01234), format_p(3e-7), format_p(None)
         ('0.012', '<0.0001', '-')
     """
     if p is None:

@@ -87,7 +87,7 @@ def thinned(
     kept: dict[str, dict[int, float]] = {}
     for name in metrics:
         own = sorted(series.get(name, {}))
-        rounds = {n for quantity in quantities if name in quantity.tags for n in quantity.rests_on(series)}
+        rounds = {n for quantity in quantities if name in quantity.tags for n in quantity.rounds_needed(series)}
         if is_drawn:
             shown = range(min(len(own), _DRAWN))
             rounds |= {own[i * (len(own) - 1) // max(len(shown) - 1, 1)] for i in shown}

@@ -196,7 +196,7 @@ class Quantity:
         window = {"final": 1, "last": int(self.number), "mean": len(values)}[self.kind]
         return add_up(values[-window:]) / len(values[-window:])
 
-    def rests_on(self, series: Series) -> set[int]:
+    def rounds_needed(self, series: Series) -> set[int]:
         """Return the rounds whose values alone give :meth:`of`, the last one always among them."""
         curve = self.metric.of(series)
         rounds = sorted(curve)

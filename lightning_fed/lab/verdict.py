@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.lab.claims import Judgement, judge, overall
 from lightning_fed.lab.experiment import Claim
-from lightning_fed.lab.numbers import aligned, format_number, p_text
+from lightning_fed.lab.numbers import aligned, format_number, format_p
 from lightning_fed.lab.paired import Comparison, Verdict
 from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown
@@ -57,7 +57,7 @@ def claim_table(results: Results, judged: Sequence[Sequence[Judgement]], details
             _each(_difference(c, claim.quantity.is_percent) for c in place.comparisons),
             *([_each(_error(c, claim.quantity.is_percent) for c in place.comparisons)] if is_random else []),
             *([_each(_share(c.binomial) for c in place.comparisons)] if has_binomial else []),
-            *([_each(map(p_text, place.corrected))] if is_random else []),
+            *([_each(map(format_p, place.corrected))] if is_random else []),
         ]
         asks = f"{claim.says} `{claim.text}` in {_of(claim)}"
         link = f"[{number}]({details}#claim-{number})"
@@ -71,10 +71,10 @@ def _decisive(found: Sequence[Judgement]) -> Judgement:
     places = [judgement for judgement in found if judgement.verdict == verdict]
     sign = -1 if verdict == "does not hold" else 1
 
-    def sureness(judgement: Judgement) -> float:
+    def certainty(judgement: Judgement) -> float:
         return sign * max((p for p in judgement.corrected if p is not None), default=0.0)
 
-    return max(places, key=sureness)
+    return max(places, key=certainty)
 
 
 def _verdict_with_count(found: Sequence[Judgement]) -> str:
@@ -118,9 +118,9 @@ def _table_of_points(claim: Claim, found: Sequence[Judgement], results: Results)
         if binomial:
             cells += [_each(_share(c.binomial) for c in judgement.comparisons)]
         if is_random:
-            cells += [_each(p_text(c.p) for c in judgement.comparisons)]
+            cells += [_each(format_p(c.p) for c in judgement.comparisons)]
         if is_random and corrects:
-            cells += [_each(map(p_text, judgement.corrected))]
+            cells += [_each(map(format_p, judgement.corrected))]
         rows.append([judgement.where or "-", judgement.numbers, *cells, _mark(judgement.verdict)])
     heads = ["difference ± standard error" if is_random else "difference"]
     heads += ["95 % interval"] * is_random + ["binomial error"] * binomial

@@ -60,7 +60,7 @@ class Faults:
             self.check(self.asked)
             self.check(self._asked_for_gradients)
 
-    def have_hit(self, members: Iterable[Participant]) -> bool:
+    def affect(self, members: Iterable[Participant]) -> bool:
         """Return whether one of these clients failed."""
         return any(member.client_id in self.causes for member in members)
 

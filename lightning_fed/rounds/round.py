@@ -58,7 +58,7 @@ class Rounds:
         ranks, faults = self.ranks, self._faults
         measure = losses_of  # sites are asked all at once
         if self.work.measure_on_sites is None:
-            measure = partial(self._losses_here, losses_of)
+            measure = partial(self._local_losses, losses_of)
         with self.work.split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
             if ranks.size > 1 or self.work.split.size > 1:
                 self._check_drawn(list(clients))
@@ -83,7 +83,7 @@ class Rounds:
             self._faults.add(error)
             return False
 
-    def _losses_here(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> Mapping[ClientId, float]:
+    def _local_losses(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> Mapping[ClientId, float]:
         """Return losses of clients, one after the other, so that an error has its client."""
         found = dict[ClientId, float]()
         for client_id in clients:

@@ -162,7 +162,7 @@ class ServerRound:
         for point in self.algorithm.full_grad_at if phase == GRADIENTS else ():
             faults.add_outliers(totals.norms_at(point), f"a full-batch gradient at {point}", self.server.x)
         faults.check_asked()
-        if faults.causes and faults.have_hit([*self.members.values(), *self.gradient_members.values()]):
+        if faults.causes and faults.affect([*self.members.values(), *self.gradient_members.values()]):
             return False
         if phase == LOSS:
             self._cohort.loss = totals.mean_loss()
@@ -179,7 +179,7 @@ class ServerRound:
         """Close the last phase; updates and gradients that are too large have already been added."""
         faults, found, algorithm = self.faults, self._totals.reports, self.algorithm
         faults.check_asked()
-        if self._totals.is_invalid or (faults.causes and faults.have_hit(self.gradient_members.values())):
+        if self._totals.is_invalid or (faults.causes and faults.affect(self.gradient_members.values())):
             return False
         self._reports = reports = {p.client_id: found[index] for index, p in self.members.items() if index in found}
         self._done = [i for i, report in reports.items() if report.steps > 0 or not algorithm.local_work]

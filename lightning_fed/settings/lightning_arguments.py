@@ -81,12 +81,12 @@ def refusals_of_lightning() -> Iterator[None]:
         raise
     except (MisconfigurationException, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise FederatedError(
-            _unlike_a_script(str(error))
+            _notebook_advice(str(error))
             or f"FederatedTrainer: Lightning's Trainer refuses its arguments. {_strategy_meant(str(error))}{error}"
         ) from error
 
 
-def _unlike_a_script(refusal: str) -> str:
+def _notebook_advice(refusal: str) -> str:
     """Return the message if a notebook uses a strategy that starts the script once per process."""
     found = re.search(r"strategy='?([\w.]+).*is not compatible with an interactive", refusal)
     if found is None:

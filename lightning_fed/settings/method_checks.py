@@ -64,7 +64,7 @@ def has_parts_of_users(algorithm: Algorithm) -> bool:
     return not {"builtins", "lightning_fed"}.issuperset(modules)
 
 
-def rehearse(algorithm: Algorithm, size: int = _FEW) -> None:
+def try_hooks(algorithm: Algorithm, size: int = _FEW) -> None:
     """Raise for hooks that return something else than they must, change their inputs, or are not elementwise.
 
     Hooks that the run does not seed must not draw from global generators either.
@@ -78,12 +78,12 @@ def rehearse(algorithm: Algorithm, size: int = _FEW) -> None:
         return
     with preserved_random_state(), torch.no_grad():
         try:
-            _Rehearsal(tried, size if 1 < size <= _MOST else _FEW).play()
+            _TrialRound(tried, size if 1 < size <= _MOST else _FEW).play()
         except _CannotTryError:
             return
 
 
-class _Rehearsal:
+class _TrialRound:
     """One round of a method, with one client."""
 
     def __init__(self, algorithm: Algorithm, size: int) -> None:
@@ -106,7 +106,7 @@ class _Rehearsal:
         cohort = Cohort(2, 4, 0, gradients, torch.tensor(1.0) if algorithm.population_loss else None)
         server = self._state("begin_round", self._call("begin_round", x, dict(server), cohort))
         if algorithm.own_solve is not None:
-            _Rehearsal(algorithm.own_solve, len(x)).work(server, client, gradients)
+            _TrialRound(algorithm.own_solve, len(x)).work(server, client, gradients)
         messages = self.work(server, client, gradients)
         if unsent := algorithm.reduces.keys() - messages.keys():
             raise FederatedError(

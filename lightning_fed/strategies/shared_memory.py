@@ -50,7 +50,7 @@ class SharedMemory:
 
         Returns None on several machines, or if the system does not support it.
         """
-        own = _offer()
+        own = _memory_files()
         offers: list[tuple[str, int, list[int]]] = [("", 0, [])] * size
         dist.all_gather_object(offers, (_machine(), os.getpid(), own))
         found = None
@@ -164,7 +164,7 @@ def add_together(parts: Sequence[Tensor], total: Tensor) -> None:
         total.add_(part)
 
 
-def _offer() -> list[int]:
+def _memory_files() -> list[int]:
     """Return two new files in memory, or an empty list if not supported."""
     try:
         files = [os.memfd_create(f"lightning_fed_{half}") for half in range(2)]

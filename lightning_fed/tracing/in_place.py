@@ -57,7 +57,7 @@ def split_graph(module: fx.GraphModule, moves: int, constants: int, names: tuple
     with graph.inserting_before(output):
         output.args = (_Update(graph, factor, moved).emit(sums, rest),)
     erase_unused(graph)
-    needed = _stood_in_for(graph, fixed, factor)
+    needed = _replace_with_inputs(graph, fixed, factor)
     once.output([*(_added(once, each.fixed, copies) for each in sums), *(copies[node] for node in needed)])
     once.eliminate_dead_code()
     erase_unused(graph)
@@ -66,7 +66,7 @@ def split_graph(module: fx.GraphModule, moves: int, constants: int, names: tuple
     return SplitGraph(module, once, graph, moves, names)
 
 
-def _stood_in_for(graph: fx.Graph, fixed: dict[fx.Node, None], factor: fx.Node) -> list[fx.Node]:
+def _replace_with_inputs(graph: fx.Graph, fixed: dict[fx.Node, None], factor: fx.Node) -> list[fx.Node]:
     """Replace constant values with inputs before the factor; return the replaced nodes."""
     needed = [node for node in fixed if any(user not in fixed for user in node.users)]
     with graph.inserting_before(factor):

@@ -93,7 +93,7 @@ class FederatedLoop(_FitLoop):
         self._of_hooks: dict[str, float] = {}  # what this process has logged in hooks of the last round
         self._differing: set[str] = set()  # names of such values that processes do not agree on
         self._names: set[str] = set()  # of values of rounds that are written
-        self._outranked: set[str] = set()  # of values that sites have reported under names of the server's
+        self._reserved_names: set[str] = set()  # of values that sites have reported under names of the server's
         self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
         self._stop = Stop.NO  # what any process was asked for in this round
         self._has_checked_batches = False  # in this fit
@@ -304,7 +304,7 @@ class FederatedLoop(_FitLoop):
         trainer.validating = True
         epoch_loop.val_loop.run()
         if self.run_state.sites:
-            self._outrank_sites()
+            self._drop_reserved_names()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = None
 
@@ -333,11 +333,11 @@ class FederatedLoop(_FitLoop):
         self.is_closing, run.round_start = True, None  # from here on, a checkpoint is of this round
         self.max_batches = 1  # no longer those of the last client
         if run.has_hooks:
-            run.server_model.forget_kept()
+            run.server_model.stop_keeping()
         if self.settings.is_private or self.settings.client_privacy is not None:
             results.forget_clients()
         if run.sites:
-            self._outrank_sites()
+            self._drop_reserved_names()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
         if run.may_draw:  # in every process alike
@@ -495,17 +495,17 @@ class FederatedLoop(_FitLoop):
         if new := values.keys() - self._names:
             self._names |= new
             if self.run_state.sites:
-                self._outrank_sites()
+                self._drop_reserved_names()
             self._warn_of_clashes(new)
         connector = self.trainer._logger_connector
         connector._callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
 
-    def _outrank_sites(self) -> None:
+    def _drop_reserved_names(self) -> None:
         """Leave out what sites report under the name of a value of the server's: a single one could set that value."""
         for name in self.epoch_loop._results.forget_clients(self._names | self.epoch_loop.val_loop._results.names):
-            if name not in self._outranked:
-                self._outranked.add(name)
+            if name not in self._reserved_names:
+                self._reserved_names.add(name)
                 rank_zero_warn(
                     f"Clients log {name!r}, which is the name of a value of the server. The server's counts, and theirs"
                     " are left out. Choose another name in training_step."

@@ -139,29 +139,29 @@ class ServerModel:
             )
         self.change_digest = None
 
-    def keep_from_here(self) -> None:
-        """Take over what hooks have changed so far, and keep what they change from here until :meth:`forget_kept`."""
+    def start_keeping(self) -> None:
+        """Take over what hooks have changed so far, and keep what they change from here until :meth:`stop_keeping`."""
         self.sync_hook_changes()
         self._keeps, self._kept = True, None
         self._untrained = Untrained(self._prepared) if self.keeps_untrained else None
 
-    def forget_kept(self) -> None:
+    def stop_keeping(self) -> None:
         """Keep no more what hooks change."""
         self._keeps, self._kept, self._untrained = False, None, None
 
     def undo_hook_changes(self) -> None:
-        """Undo what hooks have changed since :meth:`keep_from_here`; the module does not show it until :meth:`show`."""
+        """Undo what hooks have changed since :meth:`start_keeping`; the module does not show it until :meth:`show`."""
         self.sync_hook_changes()
         if self._kept is not None:
             self._set(self._kept)
         if self._untrained is not None:
             self._untrained.put_back()
         self._loaded = None
-        self.forget_kept()
+        self.stop_keeping()
 
     @contextmanager
     def without_hook_changes(self) -> Iterator[None]:
-        """Undo what hooks have changed since :meth:`keep_from_here` inside."""
+        """Undo what hooks have changed since :meth:`start_keeping` inside."""
         self.sync_hook_changes()
         kept, loaded = self._kept, self._loaded
         with nullcontext() if self._untrained is None else self._untrained.put_back_inside():
@@ -234,7 +234,7 @@ class RoundStart:
         self._options: list[dict[str, Any]] = []  # of each parameter group
         if server_model is None:
             return
-        server_model.keep_from_here()
+        server_model.start_keeping()
         groups = [group for optimizer in trainer.optimizers for group in optimizer.state_dict()["param_groups"]]
         self._options = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups]
         for callback in trainer.callbacks:

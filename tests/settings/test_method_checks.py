@@ -26,7 +26,7 @@ from lightning_fed.algorithms import (
     SGDm,
 )
 from lightning_fed.core.rounds import Update
-from lightning_fed.settings.method_checks import check_method, has_parts_of_users, rehearse
+from lightning_fed.settings.method_checks import check_method, has_parts_of_users, try_hooks
 from tests.helpers.training import fit
 
 
@@ -128,7 +128,7 @@ def test_what_may_be_right_passes() -> None:
             algorithm = cls(0.3)
         before = torch.get_rng_state()
         check_method(algorithm)
-        rehearse(algorithm)
+        try_hooks(algorithm)
         assert torch.equal(before, torch.get_rng_state())
     assert FedAvg in methods
 
@@ -252,13 +252,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_hook_that_gives_something_else_is_refused_by_name(case: str) -> None:
     members, message = REFUSED[case]
     with pytest.raises(FederatedError, match=message):
-        rehearse(method(**members), 31)
+        try_hooks(method(**members), 31)
 
 
 def test_an_inner_solve_is_rehearsed_as_well() -> None:
     inner = method(finish=lambda self, y, run: Update({}, {"j": y}))
     with pytest.raises(FederatedError, match=r"finish\(\) must keep the names and shapes of init_client, 'k' \[P\]"):
-        rehearse(method(**CLIENT, own_solve=inner))
+        try_hooks(method(**CLIENT, own_solve=inner))
 
 
 def test_a_rehearsal_leaves_no_trace() -> None:
@@ -271,15 +271,15 @@ def test_a_rehearsal_leaves_no_trace() -> None:
             return mean["delta"], server
 
     notes = Notes()
-    rehearse(notes)
+    try_hooks(notes)
     assert notes.seen == []
 
 
 def test_hooks_that_need_a_round_or_the_model_pass() -> None:
-    rehearse(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}))
-    rehearse(method(begin_round=lambda self, x, server, cohort: cohort.advance_solver({}, x, x)))
+    try_hooks(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}))
+    try_hooks(method(begin_round=lambda self, x, server, cohort: cohort.advance_solver({}, x, x)))
     with pytest.raises(FederatedError, match="finish"):
-        rehearse(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}, finish=lambda self, y, run: None), 35)
+        try_hooks(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}, finish=lambda self, y, run: None), 35)
 
 
 def test_a_method_may_keep_x_and_write_into_the_dict_of_its_state() -> None:

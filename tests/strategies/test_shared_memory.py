@@ -154,7 +154,7 @@ def test_too_little_shared_memory_is_an_error_that_names_the_size(tmp_path: Path
 
 
 def test_processes_that_cannot_share_memory_do_not(tmp_path: Path) -> None:
-    faults = {"_machine": lambda: "another", "_offer": list}
+    faults = {"_machine": lambda: "another", "_memory_files": list}
 
     def run() -> Any:
         rank = int(os.environ["RANK"])

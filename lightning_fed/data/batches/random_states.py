@@ -108,7 +108,7 @@ class WorkerSeeds:
             self.then(worker_id)
 
 
-def _holds_none(kind: type) -> bool:
+def _has_no_random_states(kind: type) -> bool:
     """Return whether objects of a class hold no random states, such as arrays and framework objects."""
     if issubclass(kind, _LEAVES):
         return True
@@ -125,7 +125,7 @@ def _holds_none(kind: type) -> bool:
     return heads[0] in ("torch", "numpy") or heads[0] in sys.stdlib_module_names
 
 
-_is_leaf: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(_holds_none)
+_is_leaf: Callable[[type], bool] = functools.lru_cache(maxsize=4096)(_has_no_random_states)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

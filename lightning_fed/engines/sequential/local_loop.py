@@ -256,7 +256,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.is_in_first_step = False  # of the first client of a round
         self.uses_start_hooks = False  # whether module or callbacks have on_train_batch_start
         self.schedule_step: int | None = None  # while a schedule by local step takes a step
-        self._has_told_of_step = False
+        self._has_warned_of_step = False
 
     def teardown(self) -> None:
         """End a fit."""
@@ -271,16 +271,16 @@ class ClientEpochLoop(_TrainingEpochLoop):
         """
         if self.schedule_step is not None:
             return self.schedule_step
-        if not self._has_told_of_step:
-            self._tell_of_step()
+        if not self._has_warned_of_step:
+            self._warn_of_global_step()
         return int(self.trainer.fit_loop.round)
 
-    def _tell_of_step(self) -> None:
+    def _warn_of_global_step(self) -> None:
         """Warn if a client's step reads the number of rounds, which does not change from one step to the next."""
         module, several = self.trainer.lightning_module, self.trainer.fit_loop.runs_several
         hook = "training_step" if several else getattr(module, "_current_fx_name", None)
         if hook in ("training_step", "optimizer_step"):
-            self._has_told_of_step = True
+            self._has_warned_of_step = True
             rank_zero_warn(
                 f"{type(module).__name__}.{hook} reads global_step, which is the number of completed rounds: it is the"
                 " same in all steps of a client, and a warm-up or an annealing by it advances once a round. Return a"
@@ -325,7 +325,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.automatic_optimization.prepare()
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
-        self._has_told_of_step = False
+        self._has_warned_of_step = False
         self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:

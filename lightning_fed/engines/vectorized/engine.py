@@ -16,7 +16,14 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
-from lightning_fed.engines.base import ChunkResult, Engine, OnlySequentialError, RoundInputs, WorkPlan, begun_later
+from lightning_fed.engines.base import (
+    ChunkResult,
+    Engine,
+    OnlySequentialError,
+    RoundInputs,
+    WorkPlan,
+    changed_since_trial,
+)
 from lightning_fed.engines.batch_hooks import hooked_parameter
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.device_data import is_rows
@@ -194,7 +201,7 @@ class VectorizedEngine(Engine):
                 raise stepped_schedule(self.trainer.lightning_module, stepped)
             if option is not None:  # of the optimizer that clients share here
                 what = f"changes {option!r} of the local optimizer"
-                raise begun_later(self.trainer.lightning_module, what)
+                raise changed_since_trial(self.trainer.lightning_module, what)
             delta, send, keep = work.finish()
         seconds = (time.perf_counter() - started) / len(plans)
         loss, metrics = means.of_clients()

@@ -115,7 +115,7 @@ class LocalStep:
         Before the second gradient, ``draw_again`` restores the random states of the first.
         """
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
-        if (stays := self._stays()) is not None:  # clipping must not see what does not move
+        if (stays := self._fixed_positions()) is not None:  # clipping must not see what does not move
             found = [None if i in stays else g for i, g in enumerate(found)]
         g = self._completed(found, given.y, self._own_clip)
         if not self._reads:
@@ -147,11 +147,11 @@ class LocalStep:
 
     def _moving(self, directions: list[Tensor]) -> list[Tensor]:
         """Return directions, with zeros for parameters that must stay fixed."""
-        for i in self._stays() or ():
+        for i in self._fixed_positions() or ():
             directions[i] = torch.zeros_like(directions[i])
         return directions
 
-    def _stays(self) -> range | None:
+    def _fixed_positions(self) -> range | None:
         """Return the positions of parameters that must stay fixed, or None."""
         trains, flat = self.algorithm.trains, self.module.flat
         if trains == "all":
@@ -172,7 +172,7 @@ class LocalStep:
         def take(given: StepInput) -> StepOutput:
             return self(gradient, given, group.spec, group.batch_idx, draw_again)
 
-        with torch.no_grad(), module.drawing_as_tried(several=not clients.is_one):
+        with torch.no_grad(), module.same_draws_as_trial(several=not clients.is_one):
             taken: StepOutput = clients.each(take, (dims,))(given)
         if clients.is_one and not point and not self.looks_ahead:  # or the last gradient was at another point
             module.check_bound(clients.views)

@@ -241,7 +241,7 @@ class LocalSteps:
             return self._call(bound, clients, group)
         before = clients.y.clone()
         point = before if clients.is_one else before[0]
-        with module.drawing_as_tried(several=False):
+        with module.same_draws_as_trial(several=False):
             if self.step.is_gradient:
                 views = self.work.layout.views(point)
                 own: Sequence[Tensor | None]

@@ -21,7 +21,7 @@ from lightning_fed.core.devices import numbers_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters
 from lightning_fed.core.seeds import foreign_state, preserved_random_state, random_state
-from lightning_fed.engines.base import OnlySequentialError, begun_later
+from lightning_fed.engines.base import OnlySequentialError, changed_since_trial
 from lightning_fed.engines.gradients import check_loss
 from lightning_fed.engines.logged import MEANS
 from lightning_fed.engines.vectorized.batches import unflatten
@@ -297,7 +297,7 @@ class ModuleStep:
         )
 
     @contextmanager
-    def drawing_as_tried(self, several: bool) -> Iterator[None]:
+    def same_draws_as_trial(self, several: bool) -> Iterator[None]:
         """Raise if a step draws random numbers, or of ``several`` clients from own streams, but did not in its trial.
 
         PyTorch's generator is looked at every time; those of Python and NumPy, and own streams, once per round.
@@ -312,14 +312,14 @@ class ModuleStep:
             yield
         if streams is not None and streams.found is not None:
             remedy = "Clients at once would get other numbers than one by one. Draw from torch's global generator"
-            raise begun_later(self.module, streams.found, remedy)
+            raise changed_since_trial(self.module, streams.found, remedy)
         if not is_random and (before != random_state(device) or (looks and elsewhere != foreign_state())):
-            raise self.draws_later()
+            raise self.new_draws_error()
 
-    def draws_later(self) -> FederatedError:
+    def new_draws_error(self) -> FederatedError:
         """Return the error for a step that draws random numbers, and did not in its trial."""
         remedy = "Let it draw from the first round on (from torch's generator)"
-        return begun_later(self.module, "draws random numbers", remedy)
+        return changed_since_trial(self.module, "draws random numbers", remedy)
 
     def check_bound(self, views: Sequence[Tensor]) -> None:
         """Raise if a step of one client has assigned to a parameter's ``.data``, which is no longer its row then."""
@@ -327,7 +327,7 @@ class ModuleStep:
             if p.data_ptr() != view.data_ptr():
                 what = f"assigns to .data of the parameter {name!r}"
                 remedy = "Write to the parameter instead: with torch.no_grad(), parameter.copy_(value)"
-                raise begun_later(self.module, what, remedy)
+                raise changed_since_trial(self.module, what, remedy)
 
     # ------------------------------------------------------------------ logging
 

@@ -17,7 +17,7 @@ from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
 from lightning_fed.core.torch_optimizers import coupled_decay, has_step_hooks
-from lightning_fed.engines.base import Engine, OnlySequentialError, begun_later
+from lightning_fed.engines.base import Engine, OnlySequentialError, changed_since_trial
 from lightning_fed.engines.batch_hooks import hooked_parameter, overridden_hooks, plugin_step_hooks
 from lightning_fed.engines.changes import (
     METRICS,
@@ -440,7 +440,7 @@ class ChangeTracker:
         # numbers in tensors cannot be put back, and may have changed unseen
         is_undone &= next(attribute_tensors(without_metrics(self.module)), None) is None
         what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
-        raise begun_later(self.module, what, kind=OnlySequentialError if is_undone else FederatedError)
+        raise changed_since_trial(self.module, what, kind=OnlySequentialError if is_undone else FederatedError)
 
 
 def check_settings(engine: Engine) -> None:

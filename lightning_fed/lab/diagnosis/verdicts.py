@@ -83,10 +83,10 @@ def verdicts(findings: Findings) -> list[Verdict]:
         *_noise(findings),
         *_imbalance(findings),
     ]
-    here, best = _here_and_best(findings)
+    here, best = _current_and_best(findings)
     better = (
-        f" Of the step sizes tried, {best.rate:.3g} did a little better: the loss {_course(best)} there, and"
-        f" {_course(here)} at the configured {here.rate:.3g}."
+        f" Of the step sizes tried, {best.rate:.3g} did a little better: the loss {_trend(best)} there, and"
+        f" {_trend(here)} at the configured {here.rate:.3g}."
         if best.change < here.change
         else ""
     )
@@ -113,12 +113,12 @@ def _faults(f: Findings) -> Iterator[Verdict]:
         )
     if f.measured.gradient == 0:
         yield Verdict("certain", cause, "The gradient of the training loss is 0: no parameter trains.")
-    here, _ = _here_and_best(f)
+    here, _ = _current_and_best(f)
     if math.isfinite(here.losses[-1]) and here.losses[-1] < min(0.0, here.losses[0]):
         yield Verdict(
             "possible",
             cause,
-            f"The training loss {_course(here)}, which is below 0. A cross-entropy or a squared error cannot; look for"
+            f"The training loss {_trend(here)}, which is below 0. A cross-entropy or a squared error cannot; look for"
             " a reversed sign in the loss. The logarithm of a density can.",
         )
     smallest = f.trials[0]
@@ -133,9 +133,9 @@ def _faults(f: Findings) -> Iterator[Verdict]:
 
 
 def _step_size(f: Findings) -> Iterator[Verdict]:
-    here, best = _here_and_best(f)
+    here, best = _current_and_best(f)
     rounds = plural(len(best.losses) - 1, "round")
-    does = f"at {here.rate:.3g} the loss {_course(here)}, at {best.rate:.3g} it {_course(best)} ({rounds})"
+    does = f"at {here.rate:.3g} the loss {_trend(here)}, at {best.rate:.3g} it {_trend(best)} ({rounds})"
     if best.change >= 0 and f.measured.is_plain and f.trials[0].rate > f.theory.ceiling:
         yield Verdict(
             "likely",
@@ -148,7 +148,7 @@ def _step_size(f: Findings) -> Iterator[Verdict]:
             "possible",
             "no step size helps",
             f"The loss does not fall at any of the five step sizes: at the smallest, {f.trials[0].rate:.3g}, it"
-            f" {_course(f.trials[0])}. Possible reasons: the model has converged, noise hides the progress, the step"
+            f" {_trend(f.trials[0])}. Possible reasons: the model has converged, noise hides the progress, the step"
             " size is more than ten times too large, or there is a fault.",
         )
     elif here.change >= 0:
@@ -167,12 +167,12 @@ def _step_size(f: Findings) -> Iterator[Verdict]:
         yield Verdict("possible", f"the step size is rather {size}", f"{does[0].upper()}{does[1:]}.{note}")
 
 
-def _here_and_best(f: Findings) -> tuple[Trial, Trial]:
+def _current_and_best(f: Findings) -> tuple[Trial, Trial]:
     """Return the trial at the configured step size, and the one in which the loss fell most."""
     return next(trial for trial in f.trials if trial.factor == 1), min(f.trials, key=lambda trial: trial.change)
 
 
-def _course(trial: Trial) -> str:
+def _trend(trial: Trial) -> str:
     if math.isinf(trial.change):
         return "diverges"
     return f"goes from {trial.losses[0]:.4g} to {trial.losses[-1]:.4g}"
@@ -181,7 +181,7 @@ def _course(trial: Trial) -> str:
 def _drift(f: Findings) -> Iterator[Verdict]:
     m, t = f.measured, f.theory
     missed = m.drift / m.progress if m.progress else math.nan
-    here, _ = _here_and_best(f)
+    here, _ = _current_and_best(f)
     if corrects_drift(f.algorithm) or not missed > _DRIFTING:
         return
     overshoots = m.rate > 2 * t.ceiling  # on f alone, too, so that the way there says less
