@@ -127,7 +127,7 @@ def main() -> None:
             print(f"{name}, engine={engine!r}: trained and resumed")
     assert Hooked.batches > 0
     lazy = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "package" / "test_lazy_imports.py"))
-    lazy["test_nothing_is_imported_before_it_is_needed_and_the_package_is_ready_when_pytorch_comes"]()
+    lazy["test_imports_are_lazy_and_package_is_ready_after_pytorch"]()
 
 
 if __name__ == "__main__":
