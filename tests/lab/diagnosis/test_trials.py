@@ -73,4 +73,4 @@ def test_server_only_method_is_tried_at_its_own_rates() -> None:
 def test_observing_callbacks_are_skipped_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     watchers = [{"class_path": "ModelCheckpoint"}, {"class_path": "EarlyStopping", "init_args": {"monitor": "val_acc"}}]
     diagnose(trainer__callbacks=watchers, trainer__check_val_every_n_epoch=1)
-    assert "left out, since they only watch or stop a run: ModelCheckpoint, EarlyStopping" in capsys.readouterr().out
+    assert "left out, since they only monitor or stop a run: ModelCheckpoint, EarlyStopping" in capsys.readouterr().out
