@@ -17,7 +17,7 @@ from lightning_fed.data.batches.examples import inner_indices, rows_in, size_of
 from lightning_fed.data.batches.random_states import RandomStates, WorkerSeeds
 from lightning_fed.data.batches.settings import Batches, BatchSettings
 
-_AHEAD = 2**22  # bytes of the batches that are looked up together on an accelerator
+_AHEAD = 2**22  # bytes of batches to look up at once on an accelerator
 
 
 class ClientBatches(ABC):
@@ -39,13 +39,13 @@ class ClientBatches(ABC):
     def num_examples(self, num_batches: int) -> int:
         """Return the number of examples in the first ``num_batches`` batches of a local epoch.
 
-        By default, all batches count as equally large.
+        The default assumes batches of equal size.
         """
         return round(self.size * min(1.0, num_batches / max(1, self.num_batches())))
 
     @abstractmethod
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of one local epoch, augmented and transformed, each with the number of examples in it.
+        """Yield the augmented and transformed batches of one local epoch, each with its number of examples.
 
         Args:
             generator: The only source of order and augmentation. A second epoch from the same generator has a different
@@ -58,7 +58,7 @@ class ClientBatches(ABC):
         """Yield every example once, in stored order and in batches of ``full_batch_size``.
 
         Args:
-            generator: The source of augmentation and of the seeds of the loader's workers.
+            generator: The source of augmentation and of the worker seeds.
         """
 
     def unaugmented(self, generator: torch.Generator) -> Batches:
@@ -66,7 +66,7 @@ class ClientBatches(ABC):
         return self.full(generator)
 
     def one(self, generator: torch.Generator) -> Batches:
-        """Yield a batch of one example, as at the end of a local epoch; nothing for custom loaders.
+        """Yield a batch of one example, as may end a local epoch; custom loaders yield nothing.
 
         Args:
             generator: The source of augmentation.
@@ -74,7 +74,7 @@ class ClientBatches(ABC):
         return iter(())
 
     def check_counts(self) -> None:  # noqa: B027
-        """Raise before training if the examples in a batch cannot be counted; only custom loaders need it."""
+        """Raise before training if the examples in a batch cannot be counted; only custom loaders need this check."""
 
     def for_own_solve(self) -> "ClientBatches":
         """Return the batches for the inner solve of methods that have one."""
@@ -82,7 +82,7 @@ class ClientBatches(ABC):
 
 
 class _IndexedBatches(ClientBatches):
-    """Batches cut from an order of the examples 0, ..., n_i - 1."""
+    """Batches sliced from an ordering of the examples 0, ..., n_i - 1."""
 
     def __init__(self, size: int, settings: BatchSettings) -> None:
         self.size = size
@@ -118,9 +118,9 @@ class _IndexedBatches(ClientBatches):
         """Yield batches of the stored examples at these positions, none of them empty."""
 
     def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
-        # Drawn even if unused: it advances the generator, and so the seeds of the next epoch's workers.
+        # Draw even if unused: this advances the generator, which also seeds the next epoch's workers.
         order = torch.randperm(self.size, generator=generator)
-        if self.size == 1 and self.settings.augment is None:  # nothing was drawn
+        if self.size == 1 and self.settings.augment is None:  # randperm(1) draws nothing, so advance the generator here
             torch.randint(2, (), generator=generator)
         if not (shuffle and self.settings.shuffle):
             order = torch.arange(self.size)
@@ -135,9 +135,9 @@ class _IndexedBatches(ClientBatches):
 class TensorBatches(_IndexedBatches):
     """Batches indexed directly from tensors: the fast path, a few microseconds per batch.
 
-    They equal those of :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is
-    ignored. Tensors on an accelerator stay there, and one kernel looks up the rows of several batches. ``indices`` are
-    the client's examples [n_i], int64, or None for all.
+    The batches match :class:`LoaderBatches` in content, type (a list of tensors) and order. ``num_workers`` is ignored.
+    Tensors on an accelerator stay there, and one kernel looks up the rows of several batches. ``indices`` are the
+    client's examples [n_i], int64, or None for all.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], indices: Tensor | None, settings: BatchSettings) -> None:
@@ -148,7 +148,7 @@ class TensorBatches(_IndexedBatches):
 
     @staticmethod
     def of(dataset: Dataset[Any], settings: BatchSettings) -> "TensorBatches | None":
-        """Return the batches of a ``TensorDataset`` or of (nested) subsets of one, or None for any other data set."""
+        """Return the batches of a ``TensorDataset`` or its (nested) subsets, or None for any other data set."""
         if settings.collate_fn is not None:
             return None
         indices: Any = None
@@ -173,7 +173,7 @@ class TensorBatches(_IndexedBatches):
         return self.settings.augment is None and self.settings.transform is None
 
     def epoch_rows(self, generator: torch.Generator, shuffle: bool = True) -> Tensor:
-        """Return the rows of the tensors that :meth:`epoch` visits, in order; for plain batches."""
+        """Return the tensor rows that :meth:`epoch` visits, in order; only valid for plain batches."""
         order = self._order(generator, shuffle)
         return order if self.indices is None else self.indices.index_select(0, order)
 
@@ -188,7 +188,7 @@ class TensorBatches(_IndexedBatches):
     def _load(self, order: Tensor, batch_size: int, generator: torch.Generator) -> Batches:
         order = order if self.indices is None else self.indices[order]
         order = order.to(self.tensors[0].device)
-        several = 1  # on a CPU, whose cache should still hold a batch when it is trained on
+        several = 1  # on a CPU: the cache should still hold a batch when training reads it
         if order.device.type != "cpu":
             bytes_of_one = sum([batch_size * tensor[:1].nbytes for tensor in self.tensors])
             several = max(1, _AHEAD // max(1, bytes_of_one))
@@ -234,7 +234,7 @@ class LoaderBatches(_IndexedBatches):
         seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0
         loaded = iter(self._loader(chunks, generator))
         for batch_idx, chunk in enumerate(chunks):
-            if seeds_here:  # for every batch, since clients that share a data set may alternate
+            if seeds_here:  # seed every batch: clients that share a data set may alternate
                 states.seed(seed, batch_idx)
             try:
                 batch = next(loaded)
@@ -254,7 +254,7 @@ class LoaderBatches(_IndexedBatches):
             collate_fn=settings.collate_fn,
             num_workers=num_workers,
             pin_memory=settings.pin_memory and can_pin(),
-            generator=_copy_of(generator),  # workers' seeds are drawn from it
+            generator=_copy_of(generator),  # the loader draws the worker seeds from it
             worker_init_fn=WorkerSeeds(settings.collate_fn, settings.worker_init_fn) if num_workers else None,
             **(settings.loader_options if num_workers else {}),
         )
@@ -292,13 +292,13 @@ def _chunks(order: Tensor, batch_size: int) -> tuple[Tensor, ...]:
 
 
 def _reads_like(dataset: Dataset[Any], kind: type[Dataset[Any]]) -> bool:
-    """Return whether a subclass reads its examples with the methods of its base class."""
+    """Return whether a data set reads its examples with the methods of the class ``kind``."""
     names = ("__getitem__", "__getitems__", "__len__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
 
 
 class _OtherBatches(ClientBatches):
-    """Batches made of those of another object, unchanged where a subclass does not say otherwise."""
+    """Base of wrappers around a client's batches; by default, the batches pass through unchanged."""
 
     def __init__(self, batches: ClientBatches) -> None:
         self.batches, self.size = batches, batches.size
@@ -370,10 +370,10 @@ class RepeatedBatches(_OtherBatches):
 
 
 class PoissonBatches(_OtherBatches):
-    """A client's examples in batches by Poisson sampling, as many per epoch as without.
+    """A client's batches from Poisson sampling; an epoch has the same number of batches as without it.
 
-    Empty batches are yielded as None. The draws cannot be predicted without the run's seed. Those of other rounds and
-    clients are independent also where a generator of batches, which has 32 bits of seed, is the same.
+    Empty batches are yielded as None. The draws are unpredictable without the run's seed. Different rounds and clients
+    draw independently, even if the generators of their batches are equal: these have only 32 bits of seed.
     """
 
     batches: TensorBatches | LoaderBatches
@@ -399,22 +399,22 @@ class PoissonBatches(_OtherBatches):
             yield next(some) if len(rows) else (None, 0)
 
     def _draws(self, bits: KeyedStream) -> Iterator[Tensor]:
-        """Yield the positions of the examples in each batch, ascending."""
+        """Yield the ascending positions of each batch's examples."""
         count = self.num_batches()
         for _ in range(count):
             yield torch.nonzero(bits.uniform(self.size) < 1.0 / count).flatten()
 
 
-_DEPTH = 4  # nesting of objects that are not plain collections
+_DEPTH = 4  # maximum nesting of objects that are not plain collections
 
 
 def own_copy(batch: Any, depth: int = _DEPTH) -> Any:
-    """Return a copy of a batch with its own collections, tensors and arrays.
+    """Copy a batch with its collections, tensors and arrays.
 
-    Other objects are copied with their attributes, by their ``clone`` if they have it, as graphs of PyG and DGL do.
-    What cannot be copied, such as an open file, is shared.
+    Other objects are copied with their attributes, or with their ``clone`` method if they have one, as PyG and DGL
+    graphs do. Objects that cannot be copied, such as open files, are shared.
     """
-    if type(batch) is list and {*map(type, batch)} == {Tensor}:  # much faster
+    if type(batch) is list and {*map(type, batch)} == {Tensor}:  # fast path
         return [tensor.clone() for tensor in batch]
     return pytree.tree_map(lambda value: _copied(value, depth), batch)
 
@@ -428,7 +428,7 @@ def _copied(value: Any, depth: int) -> Any:
         found = copy.copy(value)
     except TypeError:
         return value
-    if found is value:  # a number or a text
+    if found is value:  # immutable, such as a number or a string
         return value
     if isinstance(found, MutableMapping):
         for key in found:

@@ -16,11 +16,11 @@ from lightning_fed.core.errors import FederatedError
 BatchSizeOf: TypeAlias = Callable[[Any], int]
 """A function from a batch to the number of examples in it."""
 
-_NONE = -1  # the length of a tensor without dimensions, which holds no examples
+_NONE = -1  # marks a 0-dim tensor, which holds no examples
 
 
 def has_index_lists(loader: Any) -> bool:
-    """Return whether a loader makes each batch from one list of indices, whose length counts the examples."""
+    """Return whether a loader builds each batch from one list of indices, with one index per example."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -51,7 +51,7 @@ def sampled_length(loader: Any, batch_idx: int) -> int | None:
 class RecordedBatches:
     """A batch sampler that records the length of every list of indices it yields.
 
-    A loader with workers draws lists ahead of its batches, in the same order.
+    A loader with workers draws the lists ahead of its batches, but in the same order.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -100,11 +100,11 @@ def count_examples(batch: Any, batch_size_of: BatchSizeOf | None = None) -> int:
 
 
 def possible_counts(batch: Any) -> list[int]:
-    """Return the possible numbers of examples in a batch, the usual convention first.
+    """Return the possible numbers of examples in a batch, starting with the usual convention.
 
-    By convention, the parts of a batch are columns: the first dimension of a tensor is the examples, and a list of
-    values of one kind has one entry per example. Otherwise, a list within a batch may hold columns, and a batch that is
-    a list of values of one kind may be a list of examples.
+    By convention, the parts of a batch are columns: a tensor's first dimension indexes the examples, and a list of
+    values of one kind has one entry per example. Alternatively, a nested list may hold columns, and a batch that is a
+    list of values of one kind may be a list of examples.
     """
     shallow, deep = (set(_lengths(batch, True, deep)) for deep in (False, True))
     is_list = isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields")
@@ -115,7 +115,7 @@ def possible_counts(batch: Any) -> list[int]:
 
 
 def _lengths(part: Any, is_outermost: bool, deep: bool) -> Iterator[int]:
-    """Yield the number of examples in each part of a batch; ``deep`` reads lists within a batch as columns."""
+    """Yield the number of examples in each part of a batch; ``deep`` reads nested lists as columns."""
     graphs = getattr(part, "num_graphs", None)
     columns: Iterable[Any] | None = None
     if isinstance(part, Mapping):
@@ -142,13 +142,13 @@ def _lengths(part: Any, is_outermost: bool, deep: bool) -> Iterator[int]:
 
 
 def _are_alike(items: Sequence[Any]) -> bool:
-    """Return whether items may be examples of one kind: tensors of equal dimension, or values of one class."""
+    """Return whether items may be examples of one kind: tensors of equal ``ndim``, or values of one class."""
     kinds = {(type(item), item.ndim if isinstance(item, Tensor) else 0) for item in items}
     return len(kinds) == 1
 
 
 def _shape_of(part: Any, depth: int = 0) -> str:
-    """Describe a batch in a few words, for messages."""
+    """Describe a batch briefly, for messages."""
     if isinstance(part, Tensor):
         return f"a tensor {list(part.shape)}"
     named: Any = None

@@ -21,14 +21,14 @@ from lightning_fed.data.batches.settings import Batches, BatchSettings, options_
 
 
 class CustomBatches(ClientBatches):
-    """Batches of a user-defined loader; ``make`` returns one for a local epoch, given a generator.
+    """Batches from a user-defined loader; ``make`` builds the loader of one local epoch from a generator.
 
-    A full pass reads the loader's data set in stored order if the loader is a ``DataLoader`` over all of a map-style
-    data set; any other loader is iterated and must yield every example once.
+    A full pass reads the loader's data set in stored order if the loader is a ``DataLoader`` over a whole map-style
+    data set. Any other loader is iterated and must yield every example once.
 
     A ``DataLoader``'s batch sampler counts the examples in a batch. For other loaders, ``batch_size_of`` counts them,
-    or else :func:`lightning_fed.data.batches.counting.count_examples`. ``size`` is the client's number of examples, if
-    the loader does not give it.
+    or else :func:`lightning_fed.data.batches.counting.count_examples`. ``size`` is the client's number of examples;
+    None reads it from the loader.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CustomBatches(ClientBatches):
             raise self._error("has no len()", "Give it a __len__, its number of batches") from error
 
     def num_examples(self, num_batches: int) -> int:
-        """Return the number of examples in the first batches; ``drop_last`` omits some examples."""
+        """Return the number of examples in the first batches, without the examples that ``drop_last`` skips."""
         loader = self._measured
         if not has_index_lists(loader):
             return super().num_examples(num_batches)
@@ -64,9 +64,9 @@ class CustomBatches(ClientBatches):
         return super().num_examples(num_batches)
 
     def epoch(self, generator: torch.Generator, shuffle: bool = True) -> Batches:
-        """Yield the batches of a new loader, with the shuffling that it defines.
+        """Yield the batches of a new loader, with its own shuffling.
 
-        Without ``shuffle``, a ``DataLoader`` over a whole data set yields the stored order; another loader keeps its
+        Without ``shuffle``, a ``DataLoader`` over a whole data set yields the stored order. Any other loader keeps its
         order, with a warning.
         """
         loader: Any = self._measured
@@ -101,7 +101,7 @@ class CustomBatches(ClientBatches):
             try:
                 batch = next(iter(self._make(torch.Generator())), None)
             except Exception:
-                return  # reported with the client's name when the client trains
+                return  # training reports the error with the client's name
         if batch is None:
             return
         try:
@@ -138,7 +138,7 @@ class CustomBatches(ClientBatches):
         return LoaderBatches(loader.dataset, settings)
 
     def _for_full_pass(self) -> LoaderBatches | None:
-        """Return :meth:`_stored` for a full pass; warn if the loader does not give every example once either."""
+        """Return :meth:`_stored` for a full pass; warn if that is None and the loader repeats or skips examples."""
         loader, stored = self._measured, self._stored()
         if stored is None and isinstance(loader, DataLoader) and repeats_or_skips(loader):
             warnings.warn(
@@ -196,7 +196,7 @@ class CustomBatches(ClientBatches):
             yield batch, count_examples(batch, self.settings.batch_size_of) if examples is None else examples
 
     def _to_the_end(self, batches: Batches) -> Batches:
-        """Yield the batches, and warn if they end before the length that local steps are planned by."""
+        """Yield the batches; warn if there are fewer than :meth:`num_batches`, the basis of the planned local steps."""
         given = 0
         for batch, examples in batches:
             given += 1
@@ -232,7 +232,7 @@ class CustomBatches(ClientBatches):
 
 
 def _recording(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[Any], RecordedBatches | None]:
-    """Return a copy of a loader that seeds its workers (by ``seed``, if it has no generator) and notes its batches."""
+    """Copy a loader, to seed its workers (with ``seed`` if it has no generator) and to record its batches."""
     copied, noted = copy.copy(loader), None
     copied._iterator = None
     inside: dict[str, Any] = copied.__dict__  # DataLoader forbids setting these attributes
@@ -256,7 +256,7 @@ def _recording(loader: DataLoader[Any], seed: int | None) -> tuple[DataLoader[An
 
 
 def _reads_all(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader reads every example of a map-style data set once, like PyTorch's default."""
+    """Return whether a loader reads every example of a map-style data set once, as PyTorch's default loader does."""
     kind, examples = type(loader), loader.dataset
     is_plain = kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
     if not is_plain or type(loader.batch_sampler) is not BatchSampler or isinstance(examples, IterableDataset):

@@ -30,7 +30,7 @@ class _SeededLoader(DataLoader[Any]):
 
 
 class EvaluationLoader(_SeededLoader):
-    """A loader of every example once, in stored order; a process may load only some of its batches."""
+    """A loader that yields every example once, in stored order; a process may load only some of its batches."""
 
     def part(self, first: int, step: int, stop: int) -> DataLoader[Any]:
         """Return a loader of this loader's batches ``first``, ``first + step``, ... before ``stop``.
@@ -68,7 +68,7 @@ def check_evaluation(owner: str, name: str, data: Any) -> None:
 
 
 def are_several(data: Any) -> bool:
-    """Return whether data to evaluate are a list of data sets or loaders, and not one list of examples."""
+    """Return whether evaluation data are a list of data sets or loaders, rather than one list of examples."""
     return isinstance(data, list | tuple) and any(isinstance(part, _KINDS) for part in data)
 
 
@@ -86,7 +86,7 @@ def check_client_val(owner: str, client_val: Mapping[ClientId, Any]) -> None:
 
 
 def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoader[Any]:
-    """Return a loader of every example once, in stored order, transformed but never augmented.
+    """Return a loader that yields every example once, in stored order, transformed but never augmented.
 
     A ``TensorDataset``, or a ``Subset`` of one, is indexed a batch at a time, which yields the same batches much
     faster. The loader's ``dataset.source`` is then the given data set.
@@ -94,7 +94,7 @@ def evaluation_loader(dataset: Dataset[Any], settings: BatchSettings) -> DataLoa
     check_positions(dataset, "A data set to evaluate")
     direct = TensorBatches.of(dataset, settings) if hasattr(dataset, "__len__") else None
     if direct is not None:
-        # By keyword: Lightning records the arguments of a loader, and builds another one from them to predict.
+        # Pass keywords: Lightning records a loader's arguments and rebuilds the loader from them to predict.
         rows = _Rows(dataset, direct)
         return EvaluationLoader(rows, batch_size=settings.batch_size, collate_fn=settings.transform or Chain([]))
     collate_fn = settings.collate_fn or _Collate(dataset)
@@ -121,12 +121,12 @@ def transformed_loader(loader: DataLoader[Any], transform: BatchTransform) -> Da
         )
     transformed = copy.copy(loader)
     transformed.collate_fn = Chain([loader.collate_fn, transform])
-    transformed._iterator = None  # persistent workers keep the function that they started with
+    transformed._iterator = None  # persistent workers would keep the old function
     return transformed
 
 
 class _Rows(Dataset[Any]):
-    """The examples of tensors, indexed a batch at a time."""
+    """A data set of tensor rows, indexed a batch at a time."""
 
     def __init__(self, source: Dataset[Any], batches: TensorBatches) -> None:
         self.source = source

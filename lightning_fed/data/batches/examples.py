@@ -60,7 +60,7 @@ def targets_of(datasets: Sequence[Dataset[Any]]) -> list[Tensor]:
 
 
 def has_labels_at_hand(dataset: Any) -> bool:
-    """Return whether reading labels takes only tensors or an attribute, and neither examples nor properties."""
+    """Return whether the labels are in tensors or an attribute, so that no example or property is read."""
     while isinstance(dataset, Subset) and not _attributes(dataset):
         dataset = dataset.dataset
     return type(dataset) is TensorDataset or bool(_attributes(dataset))
@@ -79,7 +79,7 @@ def class_counts(parts: Sequence[Tensor]) -> tuple[list[int], Tensor]:
 
 
 def label_distance(counts: Tensor) -> float:
-    """Return the mean total variation distance, by examples, of clients' label distributions to that of all.
+    """Return the mean total variation distance, weighted by examples, of clients' label distributions to the overall.
 
     ``counts`` are :func:`class_counts` [N, C].
     """
@@ -89,7 +89,7 @@ def label_distance(counts: Tensor) -> float:
 
 
 def inner_indices(subset: Subset[Any], indices: Any) -> Any:
-    """Return the positions of a subset's examples (all if ``indices`` is None) in the data set it selects from."""
+    """Map indices into a subset (None for all) to indices into the data set that it selects from."""
     chosen = subset.indices
     if indices is None:
         return chosen
@@ -119,7 +119,7 @@ def size_of(dataset: Any) -> int:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Return whether examples have a count and positions; texts, mappings and classes are not data sets."""
+    """Return whether a data set has a length and can be indexed; strings, mappings and classes do not count."""
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return sized and not isinstance(dataset, IterableDataset | str | bytes | Mapping | type)
 
@@ -147,7 +147,7 @@ def check_map_style(dataset: Any, owner: str) -> None:
 
 
 def check_positions(dataset: Any, owner: str) -> None:
-    """Raise if the indices of a subset are not positions, such as a mask, which would mean the positions 0 and 1."""
+    """Raise if a subset's indices are not positions, such as a mask, which would select the examples 0 and 1."""
     while isinstance(dataset, Subset):
         if not _are_positions(dataset.indices):
             raise FederatedError(
@@ -158,7 +158,7 @@ def check_positions(dataset: Any, owner: str) -> None:
 
 
 def _are_positions(indices: Any) -> bool:
-    """Return whether indices are integers [n], as far as their type or the first of them tells."""
+    """Return whether indices are integers [n], judging by their shape and their first element."""
     if not hasattr(indices, "__len__"):
         return False
     shape = getattr(indices, "shape", (len(indices),))
@@ -177,7 +177,7 @@ def _shown(indices: Any) -> str:
 
 
 def column_of(dataset: Any, name: str, owner: str) -> list[Any]:
-    """Return a data set's attribute with one value per example, also through subsets."""
+    """Return a data set's attribute with one value per example; for a subset, select from its data set's attribute."""
     values = getattr(dataset, name, None)
     if values is None and isinstance(dataset, Subset):
         inner = column_of(dataset.dataset, name, owner)
@@ -213,8 +213,8 @@ def _targets(dataset: Dataset[Any]) -> Tensor:
 
 
 def _own_labels(dataset: Dataset[Any]) -> dict[str, Any]:
-    """Return a data set's attribute with one label per example, by name, if it has one."""
-    for name in ("targets", "labels"):  # read once, since it may be a property
+    """Return the data set's first attribute with one label per example, by name; empty if it has none."""
+    for name in ("targets", "labels"):  # read it once: it may be a property
         values = getattr(dataset, name, None)
         if values is not None and not callable(values) and _has_length(values, size_of(dataset)):
             return {name: values}

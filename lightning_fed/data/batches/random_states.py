@@ -1,4 +1,4 @@
-"""Random states of data sets and transforms: found by attribute, and seeded for reproducible runs."""
+"""Find the random states of data sets and transforms, and seed them for reproducible runs."""
 
 import functools
 import hashlib
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-_MOST = 10_000  # objects visited, which takes milliseconds
-_LONG = 256  # longer lists hold examples, unless they start with a data set or a function
-_SHOWN = 12  # the last parts of an attribute's path that messages show
+_MOST = 10_000  # maximum number of objects to visit, which takes milliseconds
+_LONG = 256  # longer collections count as examples unless they start with a data set or a function
+_SHOWN = 12  # trailing parts of an attribute's path to show in messages
 _FRAMEWORKS = ("pytorch_lightning", "lightning", "lightning_fabric")
 _LEAVES = (str, bytes, bytearray, Number, Tensor, PurePath, type, types.ModuleType, types.NoneType, DataLoader)
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
@@ -35,16 +35,16 @@ NamePath: TypeAlias = tuple[str, ...]
 class RandomStates:
     """The random states in data sets, transforms and collate functions.
 
-    The search walks attributes, lists, mappings and closures. It seeds objects with ``set_random_state(seed)`` (and
-    skips their parts, unless they are data sets), and every NumPy ``RandomState``, ``Generator`` or ``BitGenerator``,
-    ``random.Random`` and ``torch.Generator``, except those that are given as ``besides``. The run seeds global
+    The search walks attributes, lists, mappings and closures. It finds objects with ``set_random_state(seed)``, and
+    skips their parts unless they are data sets. It also finds every NumPy ``RandomState``, ``Generator`` or
+    ``BitGenerator``, ``random.Random`` and ``torch.Generator``, except those in ``besides``. The run seeds global
     generators. A warning names each state that cannot be seeded.
     """
 
     def __init__(self, *roots: Any, besides: tuple[Any, ...] = ()) -> None:
         self._states: list[tuple[Any, NamePath]] = []
         left_alone = {id(value) for value in (*besides, *_GLOBAL)}
-        seen: dict[int, Any] = {}  # keeps the values alive while their ids are in use
+        seen: dict[int, Any] = {}  # holds references, so that no id is reused
         todo: list[tuple[Any, NamePath, bool]] = [
             (root, (type(root).__name__,), False) for root in roots if not _is_leaf(type(root))
         ]
@@ -78,7 +78,7 @@ class RandomStates:
         return any(state is value for state, _ in self._states)
 
     def seed(self, *key: int) -> None:
-        """Seed every state differently from the key."""
+        """Seed each state with a different number derived from the key."""
         for position, (state, path) in enumerate(self._states):
             text = "/".join(map(str, (*key, position))).encode()
             try:
@@ -101,7 +101,7 @@ class WorkerSeeds:
         worker = get_worker_info()
         assert worker is not None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # already raised in the main process
+            warnings.simplefilter("ignore")  # the main process has already warned
             states = RandomStates(worker.dataset, self.collate_fn)
         states.seed(worker.seed)
         if self.then is not None:

@@ -17,10 +17,10 @@ Batches: TypeAlias = Iterator[tuple[Any, int]]
 """Batches, each with the number of examples in it."""
 
 BatchTransform: TypeAlias = Callable[[Any], Any]
-"""A deterministic function of a whole batch, such as from bytes to normalized floats."""
+"""A deterministic function of a whole batch, such as the conversion of bytes to normalized floats."""
 
 BatchAugmentation: TypeAlias = Callable[[Any, torch.Generator], Any]
-"""A random function of a whole training batch, which only draws from the given CPU generator."""
+"""A random function of a whole training batch that draws only from the given CPU generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class BatchSettings:
     def augment_stream(self, generator: torch.Generator) -> torch.Generator | None:
         """Return the generator of one epoch's augmentation, or None if there is none.
 
-        It takes the first number from ``generator``, so that the stream does not depend on how batches are loaded, and
-        two epochs differ even without shuffling. Without augmentation, it draws nothing.
+        The first number drawn from ``generator`` seeds it. So the stream does not depend on how batches are loaded, and
+        two epochs differ even without shuffling. Without augmentation, nothing is drawn.
         """
         if self.augment is None:
             return None
@@ -130,16 +130,16 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def order_of(loader: DataLoader[Any]) -> Any:
-    """Return what decides on the order of a loader's examples: a sampler, or a batch sampler of another class.
+    """Return the object that orders a loader's examples: its sampler, or a batch sampler of a custom class.
 
-    A loader that was given its batch sampler has a ``SequentialSampler`` as ``sampler``, which it does not use.
+    A loader built with a ``batch_sampler`` has a ``SequentialSampler`` as ``sampler``, but does not use it.
     """
     batches = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else loader.sampler if batches is None else batches
 
 
 def repeats_or_skips(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader's sampler is known to draw some examples again, or to leave some out by chance."""
+    """Return whether the loader's sampler is known to repeat examples or to skip some at random."""
     order = order_of(loader)
     if not isinstance(order, (RandomSampler, WeightedRandomSampler)):
         return False
@@ -150,8 +150,8 @@ def repeats_or_skips(loader: DataLoader[Any]) -> bool:
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments of :class:`lightning_fed.FederatedDataModule` that correspond to a loader.
 
-    The loader's ``generator`` and ``persistent_workers`` are not used, with a warning. A loader that selects or repeats
-    examples raises, since clients cannot do that.
+    The loader's ``generator`` and ``persistent_workers`` are ignored, with a warning. A loader that selects or repeats
+    examples raises an error, since clients cannot do that.
     """
     if not isinstance(loader, DataLoader):
         raise FederatedError(f"from_loader(loader=...) must be a DataLoader, found a {type(loader).__name__}.")

@@ -13,12 +13,12 @@ from lightning_fed.core.errors import FederatedError
 
 
 class _OfImages(ArgumentsRepr, ABC):
-    """Base of transforms that change the images: a batch, or the first part of a list or tuple."""
+    """Base of image transforms; the images are the whole batch, or the first part of a list or tuple."""
 
     _random = False
 
     def __call__(self, batch: Any, *generator: torch.Generator) -> Any:
-        """Return the batch with its images changed; the given batch stays unchanged.
+        """Return a batch with changed images; the given batch stays unchanged.
 
         Args:
             batch: Images [B, C, H, W], uint8 or floating point, or a list or tuple that begins with them.
@@ -78,7 +78,8 @@ class Normalize(_OfImages):
         std: The standard deviation of each channel, positive.
 
     Raises:
-        FederatedError: If their numbers differ, or a value is not finite.
+        FederatedError: If the lengths differ, a value is not finite, a deviation is not positive, or the channels do
+            not fit.
 
     Example:
         >>> Normalize(mean=[0.5], std=[0.25])(
