@@ -115,7 +115,7 @@ class _IndexedBatches(ClientBatches):
 
     @abstractmethod
     def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
-        """Yield batches of the stored examples at these positions, none of them empty."""
+        """Yield one batch of stored examples per chunk of positions; no chunk is empty."""
 
     def _order(self, generator: torch.Generator, shuffle: bool) -> Tensor:
         # Draw even if unused: this advances the generator, which also seeds the next epoch's workers.
@@ -201,7 +201,7 @@ class TensorBatches(_IndexedBatches):
                 yield list(batch), len(batch[0])
 
     def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
-        """Yield batches of the stored examples at these positions, none of them empty."""
+        """Yield one batch of stored examples per chunk of positions; no chunk is empty."""
         for chunk in chunks:
             yield self.pick(chunk), len(chunk)
 
@@ -228,7 +228,7 @@ class LoaderBatches(_IndexedBatches):
         return self.load(_chunks(order, batch_size), generator)
 
     def load(self, chunks: Sequence[Tensor], generator: torch.Generator) -> Batches:
-        """Yield batches of the stored examples at these positions, none of them empty."""
+        """Yield one batch of stored examples per chunk of positions; no chunk is empty."""
         states = RandomStates(self.dataset, self.settings.collate_fn)
         seeds_here = bool(states) and not self.settings.num_workers
         seed = int(torch.randint(2**63 - 1, (), generator=_copy_of(generator))) if seeds_here else 0

@@ -78,8 +78,7 @@ class Normalize(_OfImages):
         std: The standard deviation of each channel, positive.
 
     Raises:
-        FederatedError: If the lengths differ, a value is not finite, a deviation is not positive, or the channels do
-            not fit.
+        FederatedError: If lengths or channels do not match, a value is not finite, or a deviation is not positive.
 
     Example:
         >>> Normalize(mean=[0.5], std=[0.25])(
