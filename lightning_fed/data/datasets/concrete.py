@@ -33,7 +33,7 @@ class Concrete(StoredDataModule):
         standardize_target: Whether to standardize the target by the training part too. Half the squared error is then
             half the unexplained share of the variance.
         batch_size: Examples in a client's training batch.
-        seed: The seed of the test part, and without ``sort_by`` of the clients.
+        seed: The seed of the test part; without ``sort_by``, also of the clients.
 
     Raises:
         FederatedError: If an argument is not allowed; in ``setup``, if the file is missing or damaged.

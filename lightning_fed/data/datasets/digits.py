@@ -57,7 +57,7 @@ class Digits(FederatedDataModule):
     ) -> None:
         check_flags("Digits", flatten=flatten)
         check_number("Digits", "client_val_fraction", client_val_fraction, "[0, 1)")
-        check_number("Digits", "test_fraction", test_fraction, "(0, 0.9)")  # the rest is for validation
+        check_number("Digits", "test_fraction", test_fraction, "(0, 0.9)")  # validation takes 0.1 of the examples
         images, labels = _load()
         images = images.view(-1, 64) if flatten else images
         train, val, test = (TensorDataset(images[part], labels[part]) for part in _split(labels, test_fraction))
@@ -83,7 +83,7 @@ class Digits(FederatedDataModule):
 
 def _load() -> tuple[Tensor, Tensor]:
     """Return the images [1797, 1, 8, 8] in [0, 1] and their labels [1797]."""
-    from sklearn.datasets import load_digits  # here, since the import takes seconds
+    from sklearn.datasets import load_digits  # lazy import: it takes seconds
 
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16

@@ -1,4 +1,4 @@
-"""Images from torchvision's files: bytes in memory, floats a batch at a time, clients from a partition."""
+"""Images from torchvision's files: stored as bytes, converted to floats per batch, and split by a partition."""
 
 import tempfile
 from abc import abstractmethod
@@ -72,7 +72,7 @@ class ImageDataModule(StoredDataModule):
         self._torchvision(download=True, **self._options)
 
     def _remedy(self) -> str:
-        """Return the fix for missing files; overridden if there is no download."""
+        """Return the fix for missing files; subclasses without a download override it."""
         return f"Set download=True, or {self._by_hand()}"
 
     def _load(self) -> None:
@@ -148,7 +148,7 @@ class _IdxImages(ImageDataModule):
     _first_label = 0  # in the file
 
     def _file(self, train: bool, content: str) -> Path:
-        """Return the path, unpacked, of the file of ``content``: images-idx3 or labels-idx1."""
+        """Return the path of the file of ``content``, images-idx3 or labels-idx1; gzipped if only that exists."""
         path = self.root / self._torchvision_class / "raw" / f"{self._prefixes[not train]}-{content}-ubyte"
         packed = path.with_name(f"{path.name}.gz")
         return packed if packed.is_file() and not path.is_file() else path
@@ -274,8 +274,8 @@ class EMNIST(_IdxImages):
 
     Attributes:
         num_classes: The number of classes of the split.
-        classes: The characters, in the order of the labels. If a capital and a small letter share a label, it is the
-            capital, but in ``letters`` the small one.
+        classes: The characters, in the order of the labels. If a capital and a small letter share a label, the capital
+            is listed; ``letters`` lists the small one.
 
     Raises:
         FederatedError: If an argument is not allowed; in ``setup``, if a file is missing or damaged.
@@ -327,7 +327,7 @@ class EMNIST(_IdxImages):
 
 
 class _Cifar(ImageDataModule):
-    """Photographs in the files that torchvision uses."""
+    """CIFAR photographs from the files that torchvision uses."""
 
     _shape = (3, 32, 32)
     _folder: ClassVar[str]

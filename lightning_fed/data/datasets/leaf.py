@@ -19,7 +19,7 @@ _PARTS = {"users": list, "num_samples": list, "user_data": dict}
 
 
 class LeafUser(NamedTuple):
-    """A user of a LEAF file as stored: n samples, and the file and user for messages."""
+    """A user of a LEAF file: its n samples as stored, and its file and name for messages."""
 
     name: str
     x: list[Any]
@@ -30,9 +30,9 @@ class LeafUser(NamedTuple):
 def read_leaf(owner: str, path: Path) -> Iterator[LeafUser]:
     """Yield the users of a LEAF file, or of all ``*.json`` files in a folder, in their listed order.
 
-    The format is that of Caldas et al., LEAF (arXiv:1812.01097): an object with ``users``, ``num_samples`` and
-    ``user_data``, which holds ``x`` and ``y`` for each user; other keys, such as ``hierarchies``, are ignored. One file
-    is in memory at a time, without the users already yielded.
+    The format of Caldas et al., LEAF (arXiv:1812.01097), is an object with ``users``, ``num_samples`` and
+    ``user_data``, which holds ``x`` and ``y`` for each user. Other keys, such as ``hierarchies``, are ignored. Only one
+    file is in memory at a time, without the users already yielded.
     """
     seen: set[str] = set()
     for file in [path] if path.is_file() else listing(owner, path, ".json"):
@@ -76,7 +76,7 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; ``json`` would keep the last of several values of a name, such as a user's."""
+    """Return a JSON object; raise if a name is repeated, since ``json`` would silently keep its last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -99,7 +99,7 @@ class LeafDataModule(StoredDataModule):
         shape: The shape of an input, such as [1, 28, 28]. None for the shape in the file.
         targets: "classes" for class numbers, int64 [n], or "values" for regression, float32 [n, ...]; one number per
             sample gives [n, 1].
-        num_classes: With "classes", the number of classes; larger targets raise.
+        num_classes: With "classes", the number of classes; targets of this number or more raise.
         batch_size: Examples in a client's training batch.
 
     Raises:
@@ -165,7 +165,7 @@ class LeafDataModule(StoredDataModule):
         if self.targets == "values":
             y = numbers(user.y, f"{user.where}, y")
             return y[:, None] if y.ndim == 1 else y
-        y = numbers(user.y, f"{user.where}, y", torch.float64)  # float32 has no class numbers above 2^24
+        y = numbers(user.y, f"{user.where}, y", torch.float64)  # float32 is inexact for class numbers above 2^24
         labels = y.long()
         if y.ndim != 1 or (labels != y).any() or (labels < 0).any():
             raise FederatedError(f"{user.where}: y holds more than class numbers 0, 1, ...; use targets='values'.")
@@ -177,9 +177,9 @@ class LeafDataModule(StoredDataModule):
 class FEMNIST(LeafDataModule):
     """LEAF's Federated Extended MNIST: handwritten digits and letters by their writers.
 
-    62 classes, 0-9, A-Z and a-z, on images [1, 28, 28] of float32 in [0, 1]. LEAF draws black on white, ink 0 and paper
-    1, unlike MNIST. The files are in ``root/folder/train`` and ``root/folder/test``; see :class:`LeafDataModule` for
-    the clients and the test data. All 805,263 images take 2.5 GB.
+    Images are float32 [1, 28, 28] in [0, 1], in 62 classes: 0-9, A-Z and a-z. Unlike MNIST, LEAF draws black on white,
+    with ink 0 and paper 1. The files are in ``root/folder/train`` and ``root/folder/test``; see :class:`LeafDataModule`
+    for the clients and the test data. All 805,263 images take 2.5 GB.
 
     Args:
         root: The folder of data sets.
@@ -215,7 +215,7 @@ class FEMNIST(LeafDataModule):
 
 
 def numbers(values: list[Any], where: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return nested lists of finite numbers in a floating-point type; error messages name ``where``."""
+    """Convert nested lists of finite numbers to a floating-point tensor; error messages name ``where``."""
     first: Any = values
     while isinstance(first, list) and first:
         first = first[0]

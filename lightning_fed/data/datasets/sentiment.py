@@ -31,7 +31,7 @@ def words(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """Numbers of words: 0 is padding, 1 any unknown word, then the known words, the most frequent first.
+    """A mapping from words to numbers: 0 is padding, 1 any unknown word, then the known words, most frequent first.
 
     Example:
         >>> Vocabulary(["so", "good"]).encode([["good", "grief"], []], length=3).tolist()
@@ -47,7 +47,7 @@ class Vocabulary:
 
     @staticmethod
     def of(counts: Counter[str], max_words: int) -> "Vocabulary":
-        """Return the most frequent words; ties are in alphabetical order."""
+        """Return the vocabulary of the most frequent words, with ties in alphabetical order."""
         return Vocabulary(sorted(counts, key=lambda word: (-counts[word], word))[:max_words])
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Vocabulary:
     def encode(self, texts: Iterable[Sequence[str]], length: int) -> Tensor:
         """Return tokenized texts as int64 [n, length], truncated at the end or padded in front.
 
-        So the last number of a text is a word, as a recurrent network needs.
+        Padding in front keeps a word in the last position, as a recurrent network needs.
         """
         rows = [[self[word] for word in text[:length]] for text in texts]
         padded = [[self.padding] * (length - len(row)) + row for row in rows]
@@ -69,10 +69,10 @@ class Vocabulary:
 
 
 def read_embedding(path: Path, counts: Counter[str], max_words: int) -> tuple[Vocabulary, Tensor]:
-    """Return the most frequent words with a vector, and the vectors [V, D], float32.
+    """Return the vocabulary of the most frequent words that have a vector, and the vectors [V, D], float32.
 
     The file is UTF-8 text in GloVe's format, with a line ``word v1 ... vD`` per word. The vector of padding is 0, and
-    that of unknown words is the mean of the returned ones.
+    unknown words have the mean of the known words' vectors.
     """
     vectors: dict[str, Tensor] = {}
     fields = 0
@@ -131,10 +131,10 @@ class Sentiment140(StoredDataModule):
         root: The folder of data sets. The files are in ``root/sentiment140``.
         source: "csv", the original training file (latin-1; target, id, date, query, user, text), or "leaf", LEAF's JSON
             files in ``train`` and ``test``.
-        min_tweets: Accounts with fewer tweets, training and test together, are left out, and their number is logged.
+        min_tweets: Accounts with fewer training and test tweets in total are left out; their number is logged.
         length: Words in an input.
         max_words: The largest number of words in the vocabulary.
-        embedding_file: UTF-8 text with a line ``word v1 v2 ...`` per word, as GloVe's files.
+        embedding_file: UTF-8 text with a line ``word v1 v2 ...`` per word, as in GloVe's files.
         tokenizer: A function from a text to its words; by default the words and the marks . , ! ? ; in lower case.
         test_fraction: The share of each account's tweets, drawn at random, for testing; None for 0.2. Not for "leaf",
             whose files are already split.
@@ -252,7 +252,7 @@ class Sentiment140(StoredDataModule):
         found = (self.tokenizer or words)(text)
         if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
             raise FederatedError(f"Sentiment140: tokenizer must return a list of words; it returned {found!r}.")
-        return [sys.intern(str(word)) for word in found[: self.length]]  # frequent words are stored once
+        return [sys.intern(str(word)) for word in found[: self.length]]  # repeated words share one string
 
     def _tensors(self, tweets: Tweets) -> tuple[Tensor, Tensor]:
         labels = torch.tensor([label for label, _ in tweets], dtype=torch.int64)
@@ -260,7 +260,7 @@ class Sentiment140(StoredDataModule):
 
 
 def _rows(path: Path) -> Iterator[tuple[int | None, str, str]]:
-    """Yield class, account and text of each row."""
+    """Yield the class, account and text of each row."""
     for line, row in read_rows(path, "latin-1"):
         if len(row) != 6 or row[0] not in _CLASSES:
             raise FederatedError(

@@ -78,13 +78,13 @@ def read_plays(owner: str, folder: Path) -> dict[str, str]:
 SYMBOLS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The 80 characters of LEAF's vocabulary; a character's class is its position."""
 
-# The class of each ASCII character, and at 128 that of all others: find returns -1, which is the last symbol.
+# The class of each ASCII character; index 128 is for all others. `find` gives -1 for these: the last symbol.
 _CLASSES = np.array([SYMBOLS.find(chr(point)) % len(SYMBOLS) for point in range(129)], dtype=np.uint8)
 _FOLDERS = {"plays": "plays", "leaf": "train"}
 
 
 def encode(text: str) -> Tensor:
-    r"""Return the positions in :data:`SYMBOLS` of the characters of a text, uint8 [L]; others get the last position.
+    r"""Return the positions of a text's characters in :data:`SYMBOLS`, uint8 [L]; unknown ones get the last position.
 
     Example:
         >>> encode("\n Az}é").tolist()
@@ -95,14 +95,14 @@ def encode(text: str) -> Tensor:
 
 
 def windows(text: Tensor, length: int, stride: int, sequence: bool) -> TensorDataset:
-    """Return the pieces of a text [L] and their targets, [n, length] and [n] or [n, length], as views of it."""
+    """Return windows [n, length] of a text [L] and their targets, [n] or [n, length], as views of the text."""
     shape = (max(0, (len(text) - length - 1) // stride + 1), length)
     following = text[1:].as_strided(shape, (stride, 1)) if sequence else text[length::stride]
     return TensorDataset(text.as_strided(shape, (stride, 1)), following)
 
 
 class _Roles(FederatedDataset):
-    """Clients whose texts are stored as bytes; a participating client's windows are views of its text as int64."""
+    """Clients with texts stored as bytes; a participating client's windows are views of its text as int64."""
 
     def __init__(self, texts: Mapping[ClientId, Tensor], cut: Callable[[Tensor], TensorDataset]) -> None:
         self._texts = texts
@@ -120,8 +120,8 @@ class _Roles(FederatedDataset):
 class Shakespeare(StoredDataModule):
     """The plays of Shakespeare by speaking role: predict the character that follows 80 others.
 
-    The task of McMahan et al. (arXiv:1602.05629), in the form of LEAF (arXiv:1812.01097) and FedProx
-    (arXiv:1812.06127): inputs int64 [80] and targets int64 in 0, ..., 79, the positions of characters in
+    This is the task of McMahan et al. (arXiv:1602.05629), in the form of LEAF (arXiv:1812.01097) and FedProx
+    (arXiv:1812.06127). Inputs are int64 [80] and targets int64 in 0, ..., 79: positions of characters in
     :data:`SYMBOLS`. Other characters become the last symbol, ``}``, as in LEAF's code; their number is logged.
 
     A role's text is its speeches in order, joined by a space. Its first part is for training and the rest for testing,
@@ -222,7 +222,7 @@ class Shakespeare(StoredDataModule):
         return _encode_all((user.name, self._join(user)) for user in read_leaf("Shakespeare", path))
 
     def _join(self, user: LeafUser) -> str:
-        """Return a user's windows joined, each followed by its target."""
+        """Return a user's windows as one text, each followed by its target."""
         for part, values, size in (("x", user.x, self.length), ("y", user.y, 1)):
             for number, value in enumerate(values):
                 if not isinstance(value, str) or len(value) != size:

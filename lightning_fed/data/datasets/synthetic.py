@@ -1,4 +1,4 @@
-"""Data sets that are drawn: FedProx's synthetic classification, and problems with a known optimum."""
+"""Generated data sets: FedProx's synthetic classification, and problems with a known optimum."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.partitions import Floats, random_state
 
-_MAX_CLIENTS = 100_000  # drawn at once and kept: half a minute, and gigabytes
+_MAX_CLIENTS = 100_000  # drawn eagerly and kept in memory: half a minute, and gigabytes
 
 
 class Synthetic(FederatedDataModule):
@@ -37,13 +37,13 @@ class Synthetic(FederatedDataModule):
     v_k. There is no validation set: ``val`` and ``test`` are both the clients' pooled test parts, and ``client_val``
     holds each client's part.
 
-    Inputs are float32 and labels int64. A client only depends on the seed and its index. The random numbers come from
+    Inputs are float32 and labels int64. A client depends only on the seed and its index. The random numbers come from
     NumPy's ``RandomState``, whose streams are frozen.
 
     Args:
         alpha: The spread of u_k over the clients.
         beta: The spread of B_k, the mean of v_k, over the clients.
-        iid: Whether the clients share W, b and the distribution of x; leave alpha and beta at 0 then.
+        iid: Whether the clients share W, b and the distribution of x; then leave alpha and beta at 0.
         num_clients: The number of clients N.
         spread: The meaning of alpha and beta: "std" as in the authors' code, or "variance" as in the paper.
         test_fraction: The share of each client's examples in its test part, in (0, 0.9): 0.2 as in the paper (0.1 in
@@ -118,7 +118,7 @@ class Synthetic(FederatedDataModule):
         return weight, u + random.standard_normal(self.num_classes)
 
 
-_MAX_NUMBERS = 10**8  # float64, in memory
+_MAX_NUMBERS = 10**8  # maximum count of float64 numbers in memory
 
 
 class Quadratics(FederatedDataModule):
@@ -135,9 +135,9 @@ class Quadratics(FederatedDataModule):
     NeurIPS 2021, arXiv:2008.03606).
 
     An example is a row (a_i, b_ij) of two float64 numbers, or vectors [d], as :class:`lightning_fed.models.Quadratic`
-    takes them. In half of a client's rows G is larger by ``noise``, in the other half smaller. So their mean is exactly
-    f_i, and the gradient of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows; their mean
-    loss is f.
+    takes them. In half of a client's rows, ``noise`` is added to G; in the other half, it is subtracted. So their mean
+    is exactly f_i, and the gradient of one row has the standard deviation ``noise``. ``val`` and ``test`` are all rows;
+    their mean loss is f.
 
     Args:
         a: The second derivatives, a number or a list per client, with a positive mean; the number of clients is even.
@@ -186,7 +186,7 @@ class Quadratics(FederatedDataModule):
         clients = []
         for i, a_i in enumerate(hessians):
             rows_of_a = a_i.expand(self.rows, *a_i.shape).contiguous()
-            slopes = ((-1) ** i * self.G + self.noise * signs) / a_i.numel() ** 0.5  # their norm is G
+            slopes = ((-1) ** i * self.G + self.noise * signs) / a_i.numel() ** 0.5  # norm G before noise
             b = slopes.reshape(-1, *[1] * a_i.ndim).expand_as(rows_of_a)
             clients.append(TensorDataset(rows_of_a, b.contiguous()))
         pooled = TensorDataset(*map(torch.cat, zip(*(client.tensors for client in clients), strict=True)))
@@ -219,7 +219,7 @@ class LeastSquares(FederatedDataModule):
         dissimilarity: d, at least 0.
         noise: The standard deviation of the noise in the targets.
         batch_size: Examples in a batch; by default all examples of a client, so that gradients are exact.
-        seed: The seed of the clients. A client only depends on the seed and its index.
+        seed: The seed of the clients. A client depends only on the seed and its index.
 
     Attributes:
         optimum: The minimizer [dim] of the mean of the f_i, float64, from one least-squares solve over all examples.
