@@ -19,12 +19,12 @@ from lightning_fed.data.datamodule import AnyDataset, FederatedDataModule
 from lightning_fed.data.files.stored import find, inside
 
 _ARRAYS = ("x", "y")
-_DEEP = ("I", "F")  # PIL's modes of 16 and 32 bits, whose values convert("RGB") would clip at 255
+_DEEP = ("I", "F")  # PIL's 16- and 32-bit modes: convert("RGB") would clip their values at 255
 _IMAGES = {".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
 class _Folders(FederatedDataModule):
-    """Clients as the folders in ``root``, by name; a folder is not opened before it is needed."""
+    """Clients as the folders in ``root``, by name; folders are opened lazily."""
 
     root: str
     _names: list[str] | None = None
@@ -63,12 +63,12 @@ class ClientFolder(_Folders):
     a ``train.pt`` with a dictionary of the tensors ``x`` and ``y``. Floating point numbers become float32, integers in
     ``y`` int64, and integers in ``x`` keep their type. A client may also have a ``val.npz``, and ``root`` a ``val.npz``
     and a ``test.npz`` for the server model. Files are read when needed; counting the examples in an ``.npz`` file only
-    reads ``y``. Files with pickled objects raise, so no code in them is run.
+    reads ``y``. Files with pickled objects raise an error, so no code in them runs.
 
     Args:
         root: The folder of client folders.
         batch_size: Examples in a client's training batch.
-        cache_size: The number of clients whose data stay in memory, the least recently used leave first.
+        cache_size: The number of clients whose data stay in memory; the least recently used are evicted first.
         transform: As for :class:`FederatedDataModule`, on batches [x, y], for example to convert bytes to floats.
         augment: As for :class:`FederatedDataModule`, on batches [x, y].
 
@@ -192,12 +192,12 @@ class ClientImages(_Folders):
             self.val = self.test = _Images(root, self.classes, self.image_transform)
 
     def client_dataset(self, client_id: ClientId) -> AnyDataset:
-        """Return a client's images, which are opened when read."""
+        """Return a client's images; they are opened lazily."""
         return _Images(self._folder(client_id), self.classes, self.image_transform)
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
-    """The images in the folders of the classes; classes have the same numbers for all clients."""
+    """The images in a folder's class folders; a class has the same number for all clients."""
 
     def __init__(self, folder: Path, classes: list[str], transform: Callable[[Any], Any] | None) -> None:
         self.transform = transform

@@ -16,7 +16,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.datamodule import FederatedDataModule
 from lightning_fed.data.dataset import FederatedDataset
 
-_END = ["", "\U0010ffff"]  # a row after the last one of a CSV file; no text has this character
+_END = ["", "\U0010ffff"]  # sentinel row after the last row of a CSV file; no text has this character
 
 
 class StoredDataModule(FederatedDataModule, ABC):
@@ -28,7 +28,7 @@ class StoredDataModule(FederatedDataModule, ABC):
     _loaded = False
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files, unless that is done already; all stages need the same ones."""
+        """Read the files unless they are loaded already; all stages need the same ones."""
         if not self._loaded:
             self._load()
             self._loaded = True
@@ -66,7 +66,7 @@ def pool(parts: Mapping[ClientId, tuple[Tensor, ...]]) -> tuple[TensorDataset | 
 
 
 def large_enough(owner: str, sizes: Mapping[ClientId, int], nouns: tuple[str, str], **setting: int) -> set[ClientId]:
-    """Return the clients that have at least the examples that a setting requires, and log how many have not."""
+    """Return the clients with at least as many examples as a setting requires, and log how many are left out."""
     ((name, least),) = setting.items()
     clients, examples = nouns
     kept = {client_id for client_id, size in sizes.items() if size >= least}
@@ -89,7 +89,7 @@ def find(owner: str, path: Path, get: str, put: str) -> Path:
 
 
 def inside(owner: str, root: Path, path: Path) -> Path:
-    """Return a path that must lie in a folder, also after following links."""
+    """Return a path; raise unless it lies in the folder ``root`` after links are resolved."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise FederatedError(
             f"{owner}: {path} leads out of {root}, to {path.resolve()}. Copy its target into the folder."
@@ -109,20 +109,20 @@ def listing(owner: str, folder: Path, suffix: str) -> list[Path]:
 
 def read_rows(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and fields of each non-empty CSV row, with or without a byte order mark."""
-    line = 0  # where the last row ended
+    line = 0  # last line of the previous row
     with path.open(encoding=encoding, newline="") as file:
         rows = csv.reader(chain(file, [delimiter.join(_END)]), delimiter=delimiter)
         try:
             for row in rows:
                 if row and row[-1].endswith(_END[-1]):
-                    if row != _END:  # a quoted field has taken all that follows
+                    if row != _END:  # an unclosed quote has absorbed the rest of the file
                         raise csv.Error("the row that begins there has a quote that is not closed")
                 elif row:
                     yield rows.line_num, row
                 line = rows.line_num
         except UnicodeDecodeError as error:
             raise FederatedError(f"{path} is not {encoding} text, after line {rows.line_num}: {error}.") from error
-        except csv.Error as error:  # in a large file, a quote that is not closed is a field of too many characters
+        except csv.Error as error:  # in a large file, an unclosed quote makes a field that is too long
             raise FederatedError(
                 f"{path}, line {line + 1} is not CSV ({error}). Close its quotes, or download or write the whole file"
                 ' again; a quote inside a quoted text is written as "".'

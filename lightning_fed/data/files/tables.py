@@ -32,7 +32,7 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule, find, pool, read_rows, read_table
 from lightning_fed.data.partitions import check_client_id, random_state
 
-_INDEX = re.compile(r"\s*|__index_level_\d+__")  # a row index written by pandas: to CSV, to Parquet
+_INDEX = re.compile(r"\s*|__index_level_\d+__")  # names of a row index that pandas writes to CSV or Parquet
 _MISSING = {"", "na", "n/a", "nan", "null", "none"}
 _MISSING_VALUE = "has no value. Fill it in, or drop the row."
 _LARGEST = float(np.finfo(np.float32).max)
@@ -46,7 +46,7 @@ _WITH_COMMA = re.compile(
 
 @dataclass
 class Columns:
-    """Columns of a table with n rows: unchanged, as numbers or positions in a vocabulary [n], or left out for a reason.
+    """Columns of a table with n rows: unchanged, as numbers or vocabulary positions [n], or left out with a reason.
 
     A missing number is NaN, a missing word -1 and an unknown one -2, in columns that may have them.
     """
@@ -69,7 +69,7 @@ class Columns:
         return f"line {line}"
 
     def add_key(self, name: str, column: Any) -> None:
-        """Add a pyarrow column without missing values, unchanged."""
+        """Add a pyarrow column unchanged; raise if a value is missing."""
         self._check_plain(name, column)
         values = column.to_pylist()
         holes = [value is None or value != value or not str(value).strip() for value in values]
@@ -83,7 +83,7 @@ class Columns:
     def add_words(
         self, name: str, column: Any, vocabulary: Sequence[str] | None, may_miss: bool, may_be_unknown: bool
     ) -> None:
-        """Add a pyarrow column of words as their positions in a vocabulary, by default that of its own words."""
+        """Add a pyarrow column of words as positions in a vocabulary; None builds the vocabulary from the column."""
         self._check_plain(name, column)
         encoded = column.combine_chunks().dictionary_encode()
         texts = ["" if value is None else str(value).strip() for value in encoded.dictionary.to_pylist()] + [""]
@@ -92,7 +92,7 @@ class Columns:
         self.vocabularies[name] = vocabulary
         places = {word: place for place, word in enumerate(vocabulary)}
         codes = [places.get(text, -1 if text.lower() in _MISSING else -2) for text in texts]
-        of_rows = np.asarray(encoded.indices.fill_null(len(texts) - 1))  # a missing value is the empty text
+        of_rows = np.asarray(encoded.indices.fill_null(len(texts) - 1))  # a missing value becomes the empty text
         found = self.words[name] = np.array(codes, np.int64)[of_rows]
         if (found == -2).any() and not may_be_unknown:
             row = int(np.argmax(found == -2))
@@ -102,7 +102,7 @@ class Columns:
             self._refuse(found == -1, name, _MISSING_VALUE)
 
     def add_numbers(self, name: str, column: Any, may_miss: bool = False) -> None:
-        """Add a pyarrow column as numbers, or the reason why it is left out."""
+        """Add a pyarrow column as numbers, or record the reason for leaving it out."""
         from pyarrow import float64, types
 
         if self.path.suffix == ".csv":
@@ -119,12 +119,12 @@ class Columns:
             values = np.asarray(column.cast(float64(), safe=not may_miss) if is_exact or may_miss else column)
         if not may_miss:
             self._refuse(np.isnan(values), name, _MISSING_VALUE)
-        with np.errstate(over="ignore"):  # too large numbers become infinite, without NumPy's warning
+        with np.errstate(over="ignore"):  # numbers that overflow become infinite, without NumPy's warning
             self.numbers[name] = values.astype(np.float32)
         self._refuse(np.isinf(self.numbers[name]), name, "must hold finite numbers that float32 can represent.")
 
     def _parsed(self, name: str, texts: Any) -> npt.NDArray[np.float64] | None:
-        """Return a dictionary-encoded column of texts as numbers, NaN for missing; None for other texts."""
+        """Return a dictionary-encoded column of texts as numbers, NaN if missing; None if a text is not a number."""
         rows, numbers, held = np.asarray(texts.indices), list[float](), set[bool]()
         for position, text in enumerate(map(str.strip, texts.dictionary.to_pylist())):
             number = as_number(text if self.decimal == "." else text.translate(_SWAPPED))
@@ -141,7 +141,7 @@ class Columns:
                 problem = f"holds {text!r}. Write numbers with {remedy}, or name the columns to use in features."
                 raise self.error(int(np.argmax(rows == position)), name, problem)
             number = _TRUTHS.get(text.lower()) if number is None else number
-            if number is None or len(held) > 1:  # truth values are numbers, but not next to others
+            if number is None or len(held) > 1:  # true and false count as numbers, but not mixed with others
                 beside = "" if number is None or text.lower() in _TRUTHS else " next to true or false"
                 self.left_out[name] = f"{self.line(int(np.argmax(rows == position)))} holds {text!r}{beside}"
                 return None
@@ -159,7 +159,7 @@ class Columns:
 
 
 def _check_quotes(path: Path, delimiter: str) -> None:
-    """Raise if a quote is not closed: a field with the rest of the file is valid to pyarrow."""
+    """Raise if a quote is not closed; pyarrow would accept the rest of the file as one field."""
     with path.open("rb") as file:
         is_odd = sum(block.count(b'"') for block in iter(lambda: file.read(_BLOCK), b"")) % 2
     for _ in read_rows(path, delimiter=delimiter) if is_odd else ():
@@ -167,12 +167,12 @@ def _check_quotes(path: Path, delimiter: str) -> None:
 
 
 def is_word(text: str) -> bool:
-    """Return whether a text may be a word of a column: no missing value, and without spaces around it."""
+    """Return whether a text may be a word of a column: not a missing value, and without surrounding spaces."""
     return text == text.strip() and text.lower() not in _MISSING
 
 
 def sorted_words(words: Iterable[str]) -> list[str]:
-    """Return the distinct words in order: numbers by their value, if all are numbers, and otherwise as texts."""
+    """Return the distinct words, sorted by value if all are numbers, and otherwise as texts."""
     numbers: dict[str, Any] = {word: as_number(word) for word in words}
     if None in numbers.values():
         return sorted(numbers)
@@ -180,7 +180,7 @@ def sorted_words(words: Iterable[str]) -> list[str]:
 
 
 def as_number(text: str) -> float | None:
-    """Return a number with all digits of an integer, NaN for a missing one, or None for other texts."""
+    """Parse a number, with all digits of an integer; return NaN for a missing value and None for other texts."""
     if text.lower() in _MISSING:
         return math.nan
     try:
@@ -192,7 +192,7 @@ def as_number(text: str) -> float | None:
     digits = text.lstrip("+-")
     if not digits.isdecimal():
         return number
-    integer = int(digits.lstrip("0") or "0")  # int() limits the number of digits, zeros in front included
+    integer = int(digits.lstrip("0") or "0")  # int() limits the number of digits, including leading zeros
     return -integer if text.startswith("-") else integer
 
 
@@ -218,21 +218,20 @@ class ClientTable(StoredDataModule):
         features: The input columns; None for all other numeric columns, and those with ``categories`` or an order. A
             warning names the columns left out. A row index written by pandas (no name, or ``__index_level_0__``) is
             left out too.
-        targets: "classes" for labels int64 [n], the sorted distinct values of the target numbered 0, 1, ..., which
-            ``classes`` lists after ``setup`` (texts without spaces around them). "values" for regression, float32 [n,
-            1].
-        classes: The values of the target in the order of their numbers, as texts. None for the sorted distinct ones of
-            the file, which differ between sites with files of their own.
+        targets: "classes" for labels int64 [n]: positions among the sorted distinct values of the target, which
+            ``setup`` stores in ``classes`` (texts without surrounding spaces). "values" for regression, float32 [n, 1].
+        classes: The values of the target in the order of their numbers, as texts. None for the file's sorted distinct
+            values, which differ between sites with their own files.
         categories: Columns of words with their vocabularies, such as ``{"sex": ["f", "m"]}``: an input of 1 or 0 per
-            word. A number, such as ``{"ward": 20}``, is room for so many words instead: those of the file, sorted, or
-            those that the sites of a run agree on. The inputs of the words that are not there are 0.
-        unknown: The columns of ``categories`` that may hold other words: another input is 1 for these.
+            word. A number, such as ``{"ward": 20}``, reserves room for that many words instead: the sorted words of the
+            file, or the words that the sites of a run agree on. The inputs of unused room are 0.
+        unknown: The columns of ``categories`` that may hold other words: an extra input is 1 for these.
         ordered: Columns of words in their order, such as ``{"smoker": ["no", "yes"]}``: one input, 0, 1, 2, ...
-        missing: What stands for a missing value, by column, or one rule for all columns of numbers. A number.
-            "client_mean": the mean of the client's own training rows; no client sees another's. "indicator": 0, and
-            another input that is 1 where the value is missing; the only rule for columns of words. "refuse": an error.
+        missing: The rule for missing values, by column, or one for all columns of numbers. A number replaces them.
+            "client_mean": the mean of the client's own training rows; no client sees another's. "indicator": 0, and an
+            extra input that is 1 if the value is missing. "refuse": an error. Words allow only the last two.
         decimal: The decimal mark in a CSV file, "." or ",".
-        delimiter: What separates the fields of a CSV file, such as ";".
+        delimiter: The field separator of a CSV file, such as ";".
         split: A column with the words "train", "val" and "test". None to use ``val_fraction``. Without test rows, the
             test set is the validation set.
         val_fraction: The share of each client's rows, drawn at random, in the validation set; None for 0.2. Not with
@@ -247,7 +246,7 @@ class ClientTable(StoredDataModule):
 
     classes: list[Any]
     feature_names: list[str]
-    """The names of the inputs after ``setup``: of columns, and such as "sex=f" and "age missing"."""
+    """The names of the inputs after ``setup``: column names, and names such as "sex=f" and "age missing"."""
 
     def __init__(
         self,
@@ -357,7 +356,7 @@ class ClientTable(StoredDataModule):
     def _read(
         self, keys: Sequence[str], numeric: Sequence[str], rest: bool, words: Mapping[str, Sequence[str] | None]
     ) -> Columns:
-        """Read columns unchanged (``keys``), as numbers, or as words of a vocabulary, by default of their own words.
+        """Read columns unchanged (``keys``), as numbers, or as words of a vocabulary; None builds it from the column.
 
         ``rest`` reads all other numeric columns too, except for a row index written by pandas.
         """
@@ -457,7 +456,7 @@ class ClientTable(StoredDataModule):
         self.test = pool(test)[0] or self.val
 
     def describe_columns(self) -> list[str]:
-        """Return the names of inputs and classes; of classes that are not declared, only number and checksum.
+        """Return the names of inputs and classes; for undeclared classes, only their number and a checksum.
 
         Raises:
             FederatedError: If words come from the rows and the sites have not agreed on them.
@@ -488,13 +487,13 @@ class ClientTable(StoredDataModule):
         return {name: list(found[name]) for name in columns}
 
     def use_words(self, words: Mapping[str, Sequence[str]]) -> None:
-        """Number the words of columns in this order from the next ``setup`` on; those of the file for other columns."""
+        """Number the words of columns in this order from the next ``setup`` on; other columns use the file's words."""
         if words != self._agreed:
             self._agreed = {name: list(own) for name, own in words.items()}
             self._loaded, self._clients = False, None
 
     def _inputs(self, table: Columns, features: Sequence[str]) -> Tensor:
-        """Return the inputs [n, features], NaN where a mean of the client comes later, and set their names."""
+        """Return the inputs [n, features] and set their names; NaN marks values that a client's mean replaces later."""
         parts: list[npt.NDArray[np.float32]] = []
         self.feature_names = []
         for name in features:
@@ -543,7 +542,7 @@ class ClientTable(StoredDataModule):
                     x[:, column].nan_to_num_(nan=float(mean))
 
     def _labels(self, table: Columns) -> Tensor:
-        """Return each value's position among the classes, by default the sorted distinct values, numbers as numbers."""
+        """Return each target's class number; by default, classes are the sorted distinct values, numbers as numbers."""
         if self.declared_classes is not None:
             self.classes = self.declared_classes
             return torch.from_numpy(table.words[self.target])
@@ -614,7 +613,7 @@ def _vocabulary(name: str, found: Any) -> list[str]:
 
 
 def _vocabularies(name: str, found: Any) -> dict[str, Any]:
-    """Return a checked mapping from columns to words, or to the room for words that are found."""
+    """Return a checked mapping from columns to words, or to the number of words to reserve room for."""
     if found is not None and not (isinstance(found, Mapping) and all(isinstance(key, str) for key in found)):
         raise FederatedError(f"ClientTable: {name} must map columns to lists of words, found {found!r}.")
     return {
