@@ -60,7 +60,7 @@ class _DefinedWithVal:
     """Hides ``val_dataloader`` from Lightning if there is no validation set and ``setup`` cannot set one.
 
     For an empty list, Lightning would warn about a missing ``validation_step`` or loaders of length zero. Lightning
-    checks before ``setup``, so a data module that overrides ``setup`` always shows the method.
+    checks before ``setup``, so a data module that overrides ``setup`` or ``prepare_data`` always shows the method.
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -91,7 +91,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     - ``clients``: one data set per client, as a list, a mapping id -> data set, or a :class:`FederatedDataset`.
     - ``train`` and ``partition``: one data set, and how to split it into clients.
     - A subclass. To build clients on demand, define ``num_clients`` (or ``client_ids``) and override
-      :meth:`client_dataset`: then only participating clients are built, and a million of them cost nothing. To load
+      :meth:`client_dataset`. Then only participating clients are built, and a million clients cost nothing. To load
       data in ``setup``, set ``self.train`` and ``self.partition`` there, or call :meth:`set_clients`, and set
       ``self.val``, ``self.test`` and ``self.predict``.
 
@@ -113,13 +113,13 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         shuffle: Whether clients shuffle their examples in every local epoch.
         drop_last: Whether clients drop a last, smaller batch. A client with fewer examples than ``batch_size`` keeps
             its only batch.
-        collate_fn: Makes a batch of a list of examples, for clients and evaluation.
+        collate_fn: Collates a list of examples into a batch, for clients and evaluation.
         num_workers: Loader processes, for clients and evaluation. They restart in every local epoch of every client,
             which only pays off if examples are slow to load.
         pin_memory: Whether batches sent to an accelerator are in pinned memory, so that the transfer overlaps with the
             host's work. It only matters if data are not stored on the accelerator: for data sets other than tensors,
             with ``transform``, ``augment`` or transfer hooks, or if tensors take over a quarter of its free memory.
-        client_val: Map-style validation sets of single clients, by id.
+        client_val: Map-style validation sets of individual clients, by id.
         transform: A deterministic function batch -> batch, or a list of functions. It applies to every collated batch
             of clients, ``val``, ``test`` and ``predict``, for example to convert bytes to normalized floats.
         augment: A random function (batch, generator) -> batch, or a list of functions. It applies before ``transform``
@@ -152,7 +152,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
 
     _clients: FederatedDataset | None = None
     _made_from: tuple[Any, Any, str] | None = None  # train, partition and its options when the clients were set
-    _is_split = False  # whether the clients were split from them here
+    _is_split = False  # whether this module split the clients itself
     _source: tuple[FederatedDataset, TensorBatches | None] | None = None
     _num_clients: int | None = None  # class attributes, so that subclasses may set them before __init__
     _client_ids: Sequence[ClientId] | None = None
@@ -202,7 +202,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         if client_val is not None and not isinstance(client_val, Mapping):
             raise FederatedError(f"{name}(client_val={client_val!r}): client_val must map client ids to data sets.")
         self.client_val = {} if client_val is None else client_val
-        # Under other names, because `self.transform` of a subclass is usually a function of one example.
+        # Use other names: a subclass's `self.transform` is usually a function of one example.
         self.batch_transform = chain(name, "transform", transform)
         self.batch_augment = chain(name, "augment", augment)
         self.batch_size_of = batch_size_of
@@ -224,10 +224,10 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         """Return a data module that splits a loader's data set into clients and uses the loader's settings.
 
         Args:
-            loader: A ``DataLoader`` over all of a map-style data set, in stored or random order; batch size,
+            loader: A ``DataLoader`` over a whole map-style data set, in stored or random order. It sets the batch size,
                 ``shuffle``, ``drop_last``, ``collate_fn``, ``num_workers``, ``pin_memory``, ``worker_init_fn``,
-                ``timeout``, ``prefetch_factor`` and ``multiprocessing_context`` are taken from it. Its ``generator``
-                and ``persistent_workers`` are not used, with a warning.
+                ``timeout``, ``prefetch_factor`` and ``multiprocessing_context``. Its ``generator`` and
+                ``persistent_workers`` are ignored, with a warning.
             partition: How the data set is split into clients.
             val: The server model's validation set: a data set, a loader, or a list of these.
             kwargs: Other arguments of the class, which override the loader's settings.
@@ -256,8 +256,8 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     def clients(self) -> FederatedDataset | None:
         """The clients' data sets, split from ``train`` on first access; None if clients are built on demand.
 
-        They are split again if ``train`` or ``partition`` has been replaced, as for another fold, and by the next fit
-        if an option of the partition has been set.
+        Replacing ``train`` or ``partition``, as for another fold, splits them again. If an option of the partition
+        changes, the next fit splits them again.
         """
         if self.train is None or self.partition is None:
             return self._clients
@@ -318,16 +318,16 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         self._check_number(self._client_ids, self._num_clients)
 
     def describe_columns(self) -> Sequence[str]:
-        """Return what inputs and targets mean, in words that sites compare when they register; empty if unknown.
+        """Return words for the meaning of inputs and targets, to compare when sites register; empty if unknown.
 
-        The words leave a site, so they must hold names and declared categories, and nothing of a row.
+        The words leave a site, so they must contain only names and declared categories, and nothing of a row.
         """
         return ()
 
     def column_words(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """Return the words in some columns of the data that are here, before ``setup``, for sites to agree on.
+        """Return the words in some columns of the local data, before ``setup``, for sites to agree on.
 
-        Override it together with :meth:`use_words`. The words leave a site whose operator allows it.
+        Override it together with :meth:`use_words`. The words leave a site only if its operator allows it.
 
         Args:
             columns: The names of the columns.
@@ -338,10 +338,10 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         )
 
     def use_words(self, words: Mapping[str, Sequence[str]]) -> None:
-        """Number the words of columns in the order that the sites of a run have agreed on, in the next ``setup``.
+        """Make the next ``setup`` number the words of columns in the order that the sites of a run agreed on.
 
         Args:
-            words: The words of all sites by column; empty for the words that are here.
+            words: The words of all sites by column; empty for the local words.
         """
         if words:
             self.column_words(list(words))
@@ -370,7 +370,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     def client_size(self, client_id: ClientId) -> int:
         """Return a client's number of training examples.
 
-        If clients are built on demand, override it if counting is cheaper than building the client.
+        For clients built on demand, override it if counting is cheaper than building the client.
         """
         if self._overrides("client_dataloader"):
             return self.client_batches(client_id).size
@@ -379,7 +379,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         return self._need_clients().size(client_id)
 
     def batches_in_epoch(self, client_id: ClientId, size: int) -> int:
-        """Return the batches in a local epoch of a client with a number of examples."""
+        """Return the number of batches in a local epoch of a client with ``size`` examples."""
         return self.batch_settings.num_batches(size)
 
     def client_batches(self, client_id: ClientId) -> ClientBatches:
@@ -387,7 +387,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         return self._make_batches_of()(client_id)
 
     def batches_of(self) -> Callable[[ClientId], ClientBatches]:
-        """Return :meth:`client_batches` with the settings read only once for many clients."""
+        """Return :meth:`client_batches` as a function that reads the settings only once for many clients."""
         return self.client_batches if self._overrides("client_batches") else self._make_batches_of()
 
     def _make_batches_of(self) -> Callable[[ClientId], ClientBatches]:
@@ -570,9 +570,9 @@ def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[Clie
 
 
 def check_clients(data: FederatedDataModule) -> None:
-    """Split again if an option of the partition was set since; raise for invalid ids, and attributes without effect.
+    """Drop the clients if a partition option has changed; raise for invalid ids and for attributes without effect.
 
-    A subclass may have attributes of these names of its own.
+    The next access splits dropped clients again. A user's subclass may define its own attributes of these names.
     """
     if data._is_split and data._made_from is not None and data._made_from[2] != repr(data.partition):
         data._clients = None

@@ -44,8 +44,8 @@ class FederatedDataset:
 
     Args:
         clients: A sequence of data sets, for clients 0, ..., N - 1, or a mapping id -> data set. A list, tuple or dict
-            is checked at once. Any other sequence or mapping is only indexed when a client is needed, so it may build
-            data sets on demand.
+            is checked eagerly. Any other sequence or mapping is indexed only when a client is needed, so it may build
+            data sets lazily.
 
     Raises:
         FederatedError: If a client's data set has no ``__len__`` or ``__getitem__``.
@@ -89,12 +89,12 @@ class FederatedDataset:
         Args:
             dataset: A map-style data set of n examples.
             partition: A partition, or any callable from labels [n] to each client's indices. If the last tensor of a
-                ``TensorDataset`` holds real-valued targets, a callable gets these. Examples are only read for their
-                labels if a callable uses these, rather than only their number n.
-            labels: The class of each example [n], or a function from an example to its class. By default the data set's
-                ``targets`` or ``labels``, the last integer tensor [n] of a ``TensorDataset``, the same of the data set
-                below a ``Subset``, or else the last element of every example, which takes one pass over the data. They
-                are only looked up if the partition needs them.
+                ``TensorDataset`` holds real-valued targets, a callable gets these. Examples are read for their labels
+                only if a callable uses more than their number n.
+            labels: The class of each example [n], or a function from an example to its class. By default, these are the
+                data set's ``targets`` or ``labels``, the last integer tensor [n] of a ``TensorDataset``, the labels of
+                the data set below a ``Subset``, or else the last element of every example, which takes one pass over
+                the data. They are looked up only if the partition needs them.
 
         Raises:
             FederatedError: If the labels cannot be found, or the indices do not fit the data set.
@@ -125,7 +125,7 @@ class FederatedDataset:
 
     @property
     def knows_labels(self) -> bool:
-        """Whether :meth:`targets` takes no pass over the data, since the partition has used the labels."""
+        """True if :meth:`targets` needs no pass over the data, because the partition has used the labels."""
         return False
 
     def indices(self, client_id: ClientId) -> Tensor:
@@ -143,7 +143,7 @@ class FederatedDataset:
             dataset = clients[_position(client_id, self.ids) if isinstance(self.ids, range) else client_id]
         except KeyError as error:
             if client_id in self.ids:
-                raise  # from the user's mapping, which builds this client on demand
+                raise  # the user's mapping failed to build this client
             raise _unknown(client_id, self.ids) from error
         check_map_style(dataset, f"Client {client_id!r}")
         return dataset
@@ -193,17 +193,17 @@ _SHAPE_ONLY = {
 
 
 class _LazyLabels(Tensor):
-    """Labels [n] of known length; any other use of the tensor looks up the values.
+    """Labels [n] of known length; any use of the values looks them up lazily.
 
-    ``torch.tensor`` and a few others read a tensor without asking its class. Its own values are on the device "meta",
-    which has none to read: they fail, where zeros would pass as labels.
+    ``torch.tensor`` and a few other functions bypass ``__torch_function__``. The tensor itself is on the device "meta",
+    which holds no values. So these functions fail, instead of reading zeros as labels.
     """
 
     look_up: Callable[[], Tensor]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a PyTorch function on the values."""
+        """Call a PyTorch function on the values, unless it only needs the shape."""
         if func in _SHAPE_ONLY:
             return super().__torch_function__(func, types, args, kwargs)
         args, kwargs = pytree.tree_map_only(_LazyLabels, lambda labels: labels.look_up(), (args, kwargs or {}))
@@ -232,18 +232,18 @@ class _PartitionedDataset(FederatedDataset):
         self._is_by_function = needs_labels and not isinstance(partition, Partition)
         dealt = self._labels
         if dealt is None or not needs_labels:
-            dealt = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels in the memory of one
-        if self._labels is None and needs_labels:  # a callable may use classes, real numbers, or only their number
+            dealt = torch.zeros(1, dtype=torch.int64).expand(num_examples)  # n labels that share the memory of one
+        if self._labels is None and needs_labels:  # a callable may use classes, real numbers, or only n
             dealt = self._labels_at_hand()
             if dealt is None:
                 dealt = lazy = torch.empty(num_examples, dtype=torch.int64, device="meta").as_subclass(_LazyLabels)
                 lazy.look_up = cache(lambda: self._look_up().clone())
         if dealt is self._labels:
-            dealt = dealt.clone()  # which a partition may change in place: these may be the user's own
+            dealt = dealt.clone()  # a partition may modify labels in place, and the user may own these
         try:
             parts = partition(dealt)
         except (TypeError, NotImplementedError) as error:
-            is_unread = re.search(r"\bmeta\b", str(error)) is not None  # PyTorch names the device
+            is_unread = re.search(r"\bmeta\b", str(error)) is not None  # PyTorch's error names the device
             if isinstance(dealt, _LazyLabels) and is_unread:
                 raise FederatedError(f"{partition!r} {_NOT_READ}") from error
             raise
@@ -279,7 +279,7 @@ class _PartitionedDataset(FederatedDataset):
         return Subset(self._source, indices.tolist())
 
     def _labels_at_hand(self) -> Tensor | None:
-        """Return the labels if they take no pass over the data, or None."""
+        """Return the labels if they need no pass over the data, else None."""
         try:
             return self._look_up() if has_labels_at_hand(self._source) else None
         except FederatedError:  # raised again if the callable uses them
@@ -299,8 +299,8 @@ class _PartitionedDataset(FederatedDataset):
             raise _unknown(client_id, self.ids) from error
 
     def _label_skew(self) -> float | None:
-        """Return the distance of clients' label distributions to that of all; None if labels are not known."""
-        if self._is_by_function:  # which may not have used the labels
+        """Return the distance of clients' label distributions to the overall one; None if the labels are unknown."""
+        if self._is_by_function:  # a function may not have used the labels
             try:
                 self._look_up()
             except FederatedError:
@@ -321,7 +321,7 @@ def _ids(clients: Sequence[Any] | Mapping[Any, Any]) -> Sequence[ClientId]:
 
 
 def _position(client_id: Any, ids: Sequence[ClientId]) -> int:
-    """Return the position of a client with ids 0, ..., N - 1, from any kind of integer."""
+    """Return a client's position among the ids 0, ..., N - 1; ``client_id`` may be any integer type."""
     try:
         position = operator.index(client_id)
     except TypeError as error:

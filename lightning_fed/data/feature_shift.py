@@ -1,4 +1,4 @@
-"""Feature shift: clients whose inputs, but not labels, differ by a rotation or by noise."""
+"""Feature shift: a rotation or noise that differs between clients changes their inputs, but not their labels."""
 
 import math
 from collections import OrderedDict
@@ -28,8 +28,8 @@ from lightning_fed.data.partitions import (
 def rotate(images: Tensor, degrees: float) -> Tensor:
     """Return images [..., H, W], float or uint8, rotated counter-clockwise about their center; the corners are zero.
 
-    Multiples of 90 degrees (of 180, if H and W differ) move pixels. Other angles interpolate linearly, at least in
-    float32, and round back for uint8.
+    Multiples of 90 degrees (of 180, if H and W differ) only move pixels. Other angles interpolate linearly, in float32
+    or float64, and round back for uint8.
     """
     height, width = images.shape[-2:]
     if degrees % 90 == 0 and (height == width or degrees % 180 == 0):
@@ -41,7 +41,7 @@ def _interpolated(images: Tensor, degrees: float) -> Tensor:
     height, width = images.shape[-2:]
     dtype = images.dtype if images.dtype in (torch.float32, torch.float64) else torch.float32
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    # each pixel's source, in coordinates with height and width 2 and y pointing down
+    # map each pixel to its source, in coordinates with height and width 2 and y pointing down
     theta = torch.tensor([[[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]]], dtype=dtype)
     flat = images.reshape(1, -1, height, width).to(dtype)
     grid = F.affine_grid(theta.to(images.device), [1, 1, height, width], align_corners=False)
@@ -52,7 +52,7 @@ def _interpolated(images: Tensor, degrees: float) -> Tensor:
 
 _CACHE_BYTES = 2**28
 _COLOURS = (1, 3, 4)
-_SHIFT = 0xFFFFFFFF  # separates the streams from those of a partition with the same seed
+_SHIFT = 0xFFFFFFFF  # keeps the streams apart from a partition with the same seed
 
 
 class FeatureShift(Partition):
@@ -62,9 +62,9 @@ class FeatureShift(Partition):
     counter-clockwise about their center, by angles such as the 0, 90, 180 and 270 degrees of Rotated MNIST in IFCA
     (Ghosh et al., 2020, arXiv:2006.04088, section 6). Then noise with the standard deviation ``noise * (i + 1) / N`` is
     added: the noise-based feature imbalance of Li et al., 2022 (arXiv:2102.02079), who count clients from 1. They call
-    that number a variance, and their code uses it as the standard deviation, as here. The noise is a function of (seed,
-    client, example), so an example is the same in every round, in every process, on every machine, and for any other
-    clients.
+    that number a variance, but their code uses it as the standard deviation, like this class. The noise is a function
+    of (seed, client, example), so an example is the same in every round, process and machine, whichever other clients
+    train.
 
     A client's inputs are the first element of its examples: float tensors or uint8 images. Multiples of 90 degrees move
     the pixels of square images without changing them; other angles interpolate linearly, with zeros outside of the
@@ -155,8 +155,8 @@ class FeatureShift(Partition):
             indices: The examples to use [n_i]; by default all. An example's noise depends on its index in ``dataset``.
 
         Returns:
-            A ``TensorDataset`` if ``dataset`` is one or a subset of one; otherwise examples are shifted when they are
-            read.
+            A ``TensorDataset`` if ``dataset`` is one or a subset of one; otherwise, examples are shifted lazily, when
+            they are read.
 
         Raises:
             FederatedError: If the inputs cannot be rotated or get noise.
@@ -174,7 +174,7 @@ class FeatureShift(Partition):
             self._check_input(_split(cast("Any", dataset)[0])[0] if found is None else found[0][0])
 
     def _shift(self, inputs: Tensor, client: int, num_clients: int, examples: Sequence[int]) -> Tensor:
-        """Return the inputs [n_i, ...] of some examples with a client's shift; never a view of the given ones."""
+        """Return the inputs [n_i, ...] of some examples with a client's shift; unchanged inputs are not copied."""
         if len(inputs):
             self._check_input(inputs[0])
         deviation = self.deviation(client, num_clients)
@@ -216,7 +216,7 @@ class FeatureShift(Partition):
 
 
 class ShiftedClients:
-    """The clients' shifted data sets, built when needed; the latest ones stay cached, up to 256 MiB."""
+    """The clients' shifted data sets, built lazily; the most recently used ones stay cached, up to 256 MiB."""
 
     def __init__(self, dataset: Dataset[Any], shift: FeatureShift, num_clients: int) -> None:
         shift.check(dataset)
@@ -259,12 +259,12 @@ class _ShiftedDataset(Dataset[Any]):
         shifted = self._shift._shift(x[None], self._client, self._num_clients, [index])[0]
         if rest is None:
             return shifted
-        make = getattr(type(example), "_make", type(example))  # a list, a tuple or a named one
+        make = getattr(type(example), "_make", type(example))  # keeps a list, tuple or named tuple
         return make([shifted, *rest])
 
 
 def _tensors(dataset: Dataset[Any], indices: Tensor) -> tuple[Tensor, ...] | None:
-    """Return the selected rows of a ``TensorDataset``, also through subsets, or None for other data sets."""
+    """Return the selected rows of a ``TensorDataset`` or its subsets, or None for other data sets."""
     found = TensorBatches.of(dataset, BatchSettings())
     return None if found is None else tuple(found.pick(indices))
 

@@ -22,7 +22,7 @@ Parts: TypeAlias = Sequence[Tensor] | Mapping[ClientId, Tensor]
 """Each client's indices [n_i], int64, as a sequence for clients 0, ..., N - 1, or a mapping by id."""
 
 _MAX_DRAWS = 1000
-_MAX_PROPORTIONS = 2 * 10**7  # drawn over all attempts together: a few seconds
+_MAX_PROPORTIONS = 2 * 10**7  # maximum number to draw over all attempts, in a few seconds
 
 
 class Partition(NamesUnset, ABC):
@@ -115,13 +115,13 @@ class Iid(SeededPartition):
 class Dirichlet(SeededPartition):
     """Label skew: each class is split by its own draw from a symmetric Dirichlet distribution.
 
-    For every class, proportions over the clients are drawn from Dir(alpha, ..., alpha), and split the shuffled examples
-    of the class: the unbalanced recipe of Yurochkin et al., 2019 (arXiv:1905.12022) and Li et al., 2022
-    (arXiv:2102.02079, distribution-based label imbalance). Their code also gives no more examples to a client that has
-    n / N of them, which the papers do not mention and this class does not do. A small ``alpha`` gives clients with few
-    classes and very different sizes; a large one approaches equal shares of every class. If a client has fewer than
-    ``min_size`` examples, everything is redrawn, up to 1,000 times (but at least 10 times; fewer than 1,000 if the
-    clients and classes are so many that it would take minutes).
+    Each class draws proportions over the clients from Dir(alpha, ..., alpha), which split its shuffled examples. This
+    is the unbalanced recipe of Yurochkin et al., 2019 (arXiv:1905.12022) and Li et al., 2022 (arXiv:2102.02079,
+    distribution-based label imbalance). Their code also stops giving examples to a client that has n / N of them; the
+    papers do not mention this, and this class does not do it. A small ``alpha`` gives clients with few classes and very
+    different sizes; a large one approaches equal shares of every class. If a client has fewer than ``min_size``
+    examples, everything is redrawn, with at most 1,000 draws in total. Many clients and classes lower this limit, to no
+    less than 10, if 1,000 draws would take minutes.
 
     Args:
         num_clients: The number of clients N.
@@ -160,7 +160,7 @@ class Dirichlet(SeededPartition):
 
 
 class Shards(SeededPartition):
-    """Sort the examples by label, cut them into equal shards, and give each client equally many shards.
+    """A split of the examples, sorted by label, into equal shards; every client gets equally many shards.
 
     The pathological split of McMahan et al., 2017 (arXiv:1602.05629), section 3: with two shards, most clients have two
     classes. Examples of one class are shuffled before the cut; shard sizes differ by at most one.
@@ -246,11 +246,11 @@ class ByKey(Partition):
 class BalancedDirichlet(SeededPartition):
     """Label skew with equal sizes: each client draws its mixture of classes from a Dirichlet distribution.
 
-    Every client draws a mixture q_i, and then its examples one by one from the classes with examples left, with q_i
-    renormalized over these: the balanced recipe of FedDyn (Acar et al., 2021, arXiv:2111.04263) and FedCM (Xu et al.,
-    2021, arXiv:2106.10874) in their experiments. All clients draw at once. If a class is drawn more often than it has
-    examples, they go to random drawing clients, the class closes, and the others draw again. So there are at most as
-    many rounds as classes. Sizes differ by at most one.
+    Every client draws a mixture q_i, then its examples one by one from the classes with examples left, with q_i
+    renormalized over these. This is the balanced recipe of FedDyn (Acar et al., 2021, arXiv:2111.04263) and FedCM (Xu
+    et al., 2021, arXiv:2106.10874) in their experiments. All clients draw at once. If a class is drawn more often than
+    it has examples, a random subset of the draws gets them, the class closes, and the other draws are repeated. So
+    there are at most as many passes as classes. Sizes differ by at most one.
 
     Args:
         num_clients: The number of clients N.
@@ -307,9 +307,9 @@ class BalancedDirichlet(SeededPartition):
 class Similarity(SeededPartition):
     """A random share of the data, the rest sorted by label; every client gets equal parts of both.
 
-    The split of SCAFFOLD (Karimireddy et al., 2020, arXiv:1910.06378, section 7), given there in percent. At similarity
-    0 most clients have one or two classes, at 1 the partition is IID. The sorted examples go to the clients in order.
-    Sizes differ by at most one.
+    This is the split of SCAFFOLD (Karimireddy et al., 2020, arXiv:1910.06378, section 7), which gives the similarity in
+    percent. At 0, most clients have one or two classes; at 1, the partition is IID. The sorted examples go to the
+    clients in order. Sizes differ by at most one.
 
     Args:
         num_clients: The number of clients N.
@@ -330,7 +330,7 @@ class Similarity(SeededPartition):
         self.similarity = check_number("Similarity", "similarity", similarity, "[0, 1]")
 
     def _deal(self, labels: Tensor, random: np.random.RandomState) -> tuple[Ints, Ints]:
-        """Cut the sorted examples into one piece per client, and fill up with the others."""
+        """Cut the sorted examples into one piece per client, and fill up each client with random examples."""
         n = len(labels)
         self._need_examples(n, self.num_clients)
         order, _ = by_class(labels, random)
@@ -347,9 +347,9 @@ class Similarity(SeededPartition):
 class ClassesPerClient(SeededPartition):
     """Each client has exactly k classes; each class is split equally among the clients that have it.
 
-    The quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079). Classes are dealt like cards, from
-    one shuffled deck of all classes after another, so the numbers of clients per class differ by at most one, and every
-    example is used.
+    This is the quantity-based label imbalance #C = k of Li et al., 2022 (arXiv:2102.02079). Classes are dealt like
+    cards, from one shuffled deck of all classes after another. So the numbers of clients per class differ by at most
+    one, and every example is used.
 
     Args:
         num_clients: The number of clients N.
@@ -403,8 +403,8 @@ class ClassesPerClient(SeededPartition):
 class PowerLaw(ClassesPerClient):
     """A few classes per client and very different sizes: each class is split by log-normal weights.
 
-    The MNIST split of FedProx (Li et al., 2020, arXiv:1812.06127, section 5.1), whose 1,000 clients have two digits
-    each and power-law sizes: a client gets ``min_per_class`` examples of each of its classes, and the rest of a class
+    This is the MNIST split of FedProx (Li et al., 2020, arXiv:1812.06127, section 5.1): 1,000 clients with two digits
+    each and power-law sizes. A client gets ``min_per_class`` examples of each of its classes, and the rest of a class
     is split in proportion to exp(sigma z), z normal. Unlike in the paper, a client's classes are random, as in
     :class:`ClassesPerClient`, and every example is used.
 
@@ -558,7 +558,7 @@ def check_client_ids(owner: str, ids: Any) -> Sequence[ClientId]:
 
 
 def _group(owners: Tensor, num_clients: int) -> list[Tensor]:
-    """Return each owner's ascending indices in one storage, so that 100,000 clients need one sort."""
+    """Return each client's ascending indices as views of one tensor, so that 100,000 clients need one sort."""
     sizes = torch.bincount(owners, minlength=num_clients)
     return list(torch.argsort(owners, stable=True).split_with_sizes(sizes.tolist()))
 
@@ -576,7 +576,7 @@ def by_class(labels: Tensor, random: np.random.RandomState) -> tuple[Ints, list[
 
 
 def seed_words(seed: int, *key: int | str) -> list[int]:
-    """Return seed words for ``RandomState``: 64 or more bits of a seed, integers, and 128 bits of a name's hash."""
+    """Return words to seed ``RandomState``: 64 or more bits of the seed, then the key's integers and 128-bit hashes."""
     words = [seed >> bits & 0xFFFFFFFF for bits in range(0, max(64, seed.bit_length()), 32)]
     for part in key:
         if isinstance(part, str):
@@ -606,7 +606,7 @@ def cut_by(log_weights: Floats, size: int, least: int) -> Ints:
 
 
 def log_gamma(alpha: Floats, shape: tuple[int, ...], random: np.random.RandomState) -> Floats:
-    """Return logarithms of Gamma(alpha) variables; normalized over the last axis, they are a Dirichlet draw.
+    """Return logarithms of Gamma(alpha) variables; their softmax over the last axis is a Dirichlet draw.
 
     Gamma(alpha) is Gamma(alpha + 1) U^(1 / alpha). Its logarithm neither underflows nor ties if alpha is tiny.
     """
@@ -644,7 +644,7 @@ def _deal_classes(num_clients: int, num_classes: int, each: int, random: np.rand
         if len(deck) < each:
             fresh = random.permutation(num_classes)
             held = np.isin(fresh, deck)
-            deck = np.concatenate([deck, fresh[~held], fresh[held]])  # the client's classes go to the end
+            deck = np.concatenate([deck, fresh[~held], fresh[held]])  # classes that the client holds go to the end
         hand[:] = deck[:each]
         deck = deck[each:]
     return hands

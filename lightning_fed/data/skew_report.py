@@ -42,7 +42,7 @@ class SkewTable:
         median_size: The median number of examples.
         max_size: The largest client's number of examples.
         size_gini: The Gini coefficient of the sizes: 0 if all are equal, (N - 1) / N if one client has everything.
-        label_distance: The total variation distance, in [0, 1], of a client's label distribution to the overall one.
+        label_distance: The total variation distance, in [0, 1], between the label distributions of a client and of all.
         label_entropy: The entropy of a client's label distribution, in bits.
         global_entropy: The entropy of the label distribution of all examples, in bits.
         target_share: For real-valued targets, the share of the variance between clients: 0 if all clients have the same
@@ -121,7 +121,7 @@ def split_figure(split: Split, max_clients: int = 50) -> "Figure":
 
     Args:
         split: The split, as for :func:`skew_table`.
-        max_clients: The most clients shown on the left, evenly spaced among all.
+        max_clients: The maximum number of clients shown on the left, evenly spaced among all.
 
     Raises:
         FederatedError: If matplotlib is missing, there are no clients or no examples, or a client's labels cannot be
@@ -230,7 +230,7 @@ def _as_integers(values: Any, client_id: ClientId) -> Tensor:
 
 
 def _label_skew(parts: list[Tensor]) -> dict[str, Any]:
-    """Return the table's statistics of classes."""
+    """Return the table's statistics for class labels."""
     classes, counts = class_counts(parts)
     sizes = counts.sum(1)
     pooled = counts.sum(0) / counts.sum()
