@@ -35,7 +35,7 @@ class GradientDissimilarities:
     def B(self) -> float:  # noqa: N802
         r"""FedProx's B, :math:`\sqrt{\mathbb{E}_i \|g_i\|^2 / \|g\|^2}`; 1 if all agree, infinite if g is 0.
 
-        If all gradients are 0 it is 1, the exception in Definition 3.
+        If all gradients are 0, it is 1: the exception in Definition 3.
         """
         if self.mean_square == 0:
             return 1.0
@@ -43,7 +43,7 @@ class GradientDissimilarities:
 
 
 def gradient_dissimilarity(gradients: Iterable[tuple[Vector, float]]) -> GradientDissimilarities:
-    r"""Measure the dissimilarity of the clients' gradients at one point, in one pass and two vectors' memory.
+    r"""Measure the dissimilarity of the clients' gradients at one point, in one pass and the memory of two vectors.
 
     - Karimireddy et al., *Mime* (https://arxiv.org/abs/2008.03606), assumption (A1):
       :math:`\mathbb{E}_i \|\nabla f_i(x) - \nabla f(x)\|^2 \le G^2`.
@@ -102,7 +102,7 @@ class PairwiseCosine:
 
     .. math:: \frac{\|\sum_i u_i\|^2 - S}{S (S - 1)}
 
-    which lies between :math:`-1 / (S - 1)` and 1. Vectors of length 0 have no direction and are left out.
+    which lies between :math:`-1 / (S - 1)` and 1. Zero vectors have no direction and are skipped.
 
     Example:
         >>> cosine = PairwiseCosine()
@@ -158,14 +158,14 @@ class Eigenvalue:
 def extreme_eigenvalue(
     product: Product, start: Vector, tolerance: float = 1e-3, max_iterations: int = 50
 ) -> Eigenvalue:
-    r"""Estimate the eigenvalue of largest absolute value of a symmetric operator by Lanczos' iteration.
+    r"""Estimate the eigenvalue of largest absolute value of a symmetric operator by Lanczos iteration.
 
     Every new basis vector is orthogonalized twice against all earlier ones (Golub & Van Loan, *Matrix Computations*,
     section 10.3), which avoids spurious copies of an eigenvalue; this stores at most ``max_iterations`` vectors.
 
     Args:
         product: The operator.
-        start: The first basis vector [P], not 0; a random one has a part along every eigenvector.
+        start: The first basis vector [P], not 0; a random one has a component along every eigenvector.
         tolerance: Stop when the residual is at most this share of the value.
         max_iterations: The largest number of products.
 
@@ -231,7 +231,7 @@ def hessian_dissimilarity(
         max_iterations: As for :func:`extreme_eigenvalue`.
 
     Returns:
-        Each client's eigenvalue of largest absolute value of the difference from the mean.
+        For each client, the eigenvalue of largest absolute value of its difference from the mean.
 
     Raises:
         FederatedError: If an argument is not allowed, or a product is not finite.

@@ -53,7 +53,7 @@ def spread(values: Sequence[float], mode: Literal["max", "min"] = "max") -> Spre
         0.5
     """
     check_one_of("spread", "mode", mode, ("max", "min"))
-    if not isinstance(values, list | tuple) or not all(isinstance(v, Real) for v in values):  # NaN after divergence
+    if not isinstance(values, list | tuple) or not all(isinstance(v, Real) for v in values):  # divergence gives NaN
         raise FederatedError(f"spread(values={values!r}): values must be a list of numbers.")
     if not values:
         raise FederatedError("spread(values=[]) got no values: there is no client to compare.")
