@@ -54,7 +54,7 @@ class Classifier(pl.LightningModule):
             check_number(owner, name, value, "[0, inf)")
             self.hparams.setdefault(name, value)  # the command line only saves the arguments of the subclass
         self.net = net
-        # The loss raises for invalid labels.
+        # Skip torchmetrics' checks: the loss raises for invalid labels.
         accuracy = partial(MulticlassAccuracy, num_classes, average="micro", ignore_index=-100, validate_args=False)
         self.val_acc, self.test_acc = accuracy(), accuracy()
 
@@ -178,7 +178,7 @@ class MLPClassifier(Classifier):
 
 
 def dense(width: int, widths: Sequence[int], dropout: float, outputs: int) -> list[nn.Module]:
-    """Return hidden layers with ReLU and dropout, and the layer of the outputs, for inputs [B, width]."""
+    """Return hidden layers with ReLU and dropout, then the output layer, for inputs [B, width]."""
     layers: list[nn.Module] = []
     for next_width in widths:
         layers += [nn.Linear(width, next_width), nn.ReLU(), nn.Dropout(dropout)]
@@ -187,7 +187,7 @@ def dense(width: int, widths: Sequence[int], dropout: float, outputs: int) -> li
 
 
 def check_widths(owner: str, name: str, values: Any) -> list[int]:
-    """Return an argument that must be a sequence of positive integers, as a list."""
+    """Return an argument as a list; raise unless it is a sequence of positive integers."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise FederatedError(f"{owner}({name}={values!r}): {name} must be a list of positive integers.")
     return [check_count(owner, f"{name}[{i}]", value) for i, value in enumerate(values)]
@@ -195,7 +195,7 @@ def check_widths(owner: str, name: str, values: Any) -> list[int]:
 
 @contextmanager
 def sized(owner: str, **sizes: Any) -> Iterator[None]:
-    """Build layers inside; if memory runs out, raise an error with the arguments that set their size."""
+    """Wrap the construction of layers; if memory runs out, raise an error that names the arguments of their size."""
     try:
         yield
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:

@@ -209,7 +209,7 @@ class CifarCNN(ConvNet):
         )
 
 
-_STAGES = {18: ((64, 128, 256, 512), 2), 20: ((16, 32, 64), 3)}  # depth: channels of the stages, blocks in each
+_STAGES = {18: ((64, 128, 256, 512), 2), 20: ((16, 32, 64), 3)}  # depth: channels of each stage, blocks per stage
 _Norm = Callable[[int], nn.Module]
 
 
@@ -221,7 +221,7 @@ class ResNet(Classifier):
     the paper's three CIFAR stages of 16, 32 and 64 channels, and shortcuts without parameters (option A).
 
     Batch normalization works badly if clients' labels differ, and group normalization works well (Hsieh et al., ICML
-    2020, arXiv:1910.00189). Two groups are the default, as in Reddi et al. (ICLR 2021, arXiv:2003.00295), whose network
+    2020, arXiv:1910.00189). Two groups are the default, as in Reddi et al. (ICLR 2021, arXiv:2003.00295). Their network
     differs otherwise: it is ResNet v2 with a 7x7 convolution and pooling. The running statistics of batch normalization
     are buffers, which the server averages.
 
@@ -311,6 +311,6 @@ def _network(depth: int, in_channels: int, num_classes: int, norm: _Norm) -> nn.
     layers.update(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(width, num_classes))
     net = nn.Sequential(layers)
     for module in net.modules():
-        if isinstance(module, nn.Conv2d):  # as torchvision does
+        if isinstance(module, nn.Conv2d):  # torchvision initializes its networks like this
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return net

@@ -11,16 +11,16 @@ from lightning_fed.core.arguments import check_count, check_flags
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.models.classifier import Classifier, sized
 
-_MAX_LAYERS = 100  # they are built one by one
+_MAX_LAYERS = 100  # layers are built one by one
 
 
 class CharLSTM(Classifier):
     """A stacked LSTM that predicts the next character, as for the plays of Shakespeare.
 
-    By default FedProx's network (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): an 8-dimensional embedding,
-    two layers of 100 units and one dense layer. Federated averaging (McMahan et al., AISTATS 2017, arXiv:1602.05629)
-    has 256 units. PyTorch's layers have two bias vectors, Keras' have one: 4 ``hidden_size`` more parameters per layer.
-    Logging, checkpoints and predictions are as in :class:`Classifier`.
+    The default is FedProx's network (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): an 8-dimensional
+    embedding, two layers of 100 units and one dense layer. Federated averaging (McMahan et al., AISTATS 2017,
+    arXiv:1602.05629) uses 256 units. PyTorch's layers have two bias vectors and Keras' have one, which makes 4
+    ``hidden_size`` more parameters per layer. Logging, checkpoints and predictions are as in :class:`Classifier`.
 
     Inputs are codes [B, T] of any integer type. Labels [B] are the characters after the texts. Labels [B, T] are those
     after every position, with equal weights (-100 ignores a position).
@@ -80,8 +80,8 @@ class CharLSTM(Classifier):
 class SentimentLSTM(Classifier):
     """A stacked LSTM that classifies texts, as for the tweets of Sentiment140.
 
-    By default the network of FedProx (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): two layers of 256 units
-    and one dense layer. The paper uses frozen 300-dimensional GloVe vectors: ``vectors="glove.npy",
+    The default is the network of FedProx (Li et al., MLSys 2020, arXiv:1812.06127, appendix C.1): two layers of 256
+    units and one dense layer. The paper uses frozen 300-dimensional GloVe vectors: ``vectors="glove.npy",
     freeze_embedding=True``. Logging, checkpoints and predictions are as in :class:`Classifier`.
 
     Inputs are word codes [B, T] of any integer type. The logits depend on the output after the last position, so pad
@@ -95,7 +95,7 @@ class SentimentLSTM(Classifier):
         num_classes: The number of classes.
         vectors: Initial word vectors [vocab_size, embedding_dim]: a ``.npy`` file, or a tensor; None for random ones.
             Checkpoints contain them, and load without the file.
-        freeze_embedding: Whether the embedding is fixed; it is then not exchanged.
+        freeze_embedding: Whether to freeze the embedding; a frozen one is not exchanged.
         lr: The learning rate of the local steps.
         momentum: SGD's momentum.
         weight_decay: SGD's weight decay.

@@ -15,7 +15,7 @@ from lightning_fed.models.classifier import sized
 
 
 class _KnownOptimum(pl.LightningModule):
-    """A model with the option to compare its parameters with a known optimum, flat [P]."""
+    """A model that can compare its parameters with a known optimum, flat [P]."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss on a batch."""
@@ -48,7 +48,7 @@ class _KnownOptimum(pl.LightningModule):
 
 
 class LinearRegression(_KnownOptimum):
-    """A linear map from zero, with half the mean squared error as the loss, and SGD.
+    """A zero-initialized linear map, trained with SGD on half the mean squared error.
 
     It logs ``train_loss``, ``val_loss``, ``val_mae``, ``test_loss`` and ``test_mae`` (the mean absolute error), and
     ``val_distance`` if the optimum is given. Its parameters have PyTorch's default type; float64 data need
@@ -133,7 +133,7 @@ class Quadratic(_KnownOptimum):
     Args:
         x0: The initial x: a number, or one per coordinate.
         lr: The learning rate of the local steps.
-        optimum: The minimizer, in every coordinate. ``val_distance`` is the distance of x from it.
+        optimum: The minimizer, the same in every coordinate. ``val_distance`` is the distance of x from it.
 
     Raises:
         FederatedError: If an argument is not allowed, or the rows and x differ in the number of coordinates.
