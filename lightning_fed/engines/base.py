@@ -34,7 +34,7 @@ class OnlySequentialError(FederatedError):
 def changed_since_trial(
     module: object, what: str, remedy: str = "Change that", kind: type[FederatedError] = OnlySequentialError
 ) -> FederatedError:
-    """Return the error for a step that has begun to do what the vectorized engine cannot take."""
+    """Return the error for a step that now does something that the vectorized engine does not support."""
     return kind(
         f"engine='vectorized' cannot continue with {type(module).__name__}.training_step: it {what}, and did not in its"
         f" trial step. {remedy}, or use engine='sequential'."
@@ -66,7 +66,7 @@ class RoundInputs:
     x: Vector
     server: TrackedState
     full_grad: dict[int, State]  # full-batch gradients by client index, then by point
-    cohort_grad: TrackedState  # the averages of these by point
+    cohort_grad: TrackedState  # the averages of these over the cohort, by point
     mean_examples: float  # the mean of n_i over the clients that have examples if the method may read it, else nan
 
 
@@ -109,9 +109,9 @@ class ChunkResult:
     reports: Sequence[ClientReport]  # the clients' reports
     asked: Sequence[int]  # the rows in the order in which the clients were requested
     solver: Sequence[State] = field(default_factory=list)  # the local optimizer's states that clients keep, if any
-    # the module's buffers after each client's work; or none if no client changes any
+    # the module's buffers after each client's work; empty if no client changes any
     buffers: Sequence[State] = field(default_factory=list)
-    # the errors of clients by row, whose results must not be used
+    # clients' errors by row; the results of these clients must not be used
     faults: Mapping[int, ClientError] = field(default_factory=dict)
     implied: tuple[str, ...] = ()  # the names of messages that are not sent
 
@@ -121,7 +121,7 @@ class ChunkResult:
         return self.y[:, : self.delta.shape[1]]
 
     def new_states(self) -> list[State]:
-        """Return copies of each client's new state, which do not refer to the whole chunk."""
+        """Return a copy of each client's new state that does not share memory with the chunk."""
         columns = zip(*map(clone_rows, self.keep.values()), strict=True)
         return [dict(zip(self.keep, row, strict=True)) for row in columns] or [{} for _ in self.reports]
 
@@ -167,7 +167,7 @@ class Engine(ABC):
     """The engine's name in the trainer's argument ``engine``."""
 
     shares_settings = False
-    """Whether clients train together, and so cannot have settings of their own that hooks set for one client."""
+    """Whether clients train together and share all settings, so that hooks cannot change any for one client."""
 
     less_memory = ""
     """An extra remedy in the error for a client that does not fit a device."""
@@ -177,10 +177,10 @@ class Engine(ABC):
     raises the errors of clients with non-finite numbers."""
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:  # noqa: B027
-        """Called once per round before any client runs; rechecks settings that callbacks may have changed."""
+        """Prepare for a round before any client runs, and recheck settings that callbacks may have changed."""
 
     def show(self, x: Vector, personal: Vector, buffers: State) -> None:
-        """Let the module hold the model that a client starts from, for its hooks."""
+        """Load a client's initial model into the module, for the client's hooks."""
         self.flat.bind()
         self.flat.y.copy_(x)
         self.flat.personal.copy_(personal)
@@ -190,12 +190,12 @@ class Engine(ABC):
         """Bind :attr:`current_parameters` to one client of a chunk, while its hooks run."""
 
     def end_round(self) -> None:  # noqa: B027
-        """Finish the work that is done once for all of this process's clients."""
+        """Finish the work that this process does once for all of its clients."""
 
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
-        """Yield the full-batch gradients of one client after another, or a client's error."""
+        """Yield each client's full-batch gradients, or its error, one client after another."""
         for plan in plans:
             try:
                 yield plan, self.full_gradients(inputs, plan)
@@ -250,7 +250,7 @@ class Engine(ABC):
             yield of_client
 
     def _begin_pass(self, batches: ClientBatches) -> None:
-        """Set what ``training_step`` may read of the trainer; otherwise it is that of the client that trained last."""
+        """Set the trainer's progress, so that ``training_step`` does not read the values of the last client."""
         loop: Any = self.trainer.fit_loop
         loop.max_batches, loop.epoch_loop.batch_progress.is_last_batch = batches.num_batches(), False
 

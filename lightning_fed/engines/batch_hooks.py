@@ -50,7 +50,7 @@ _IDLE: Mapping[type[pl.Callback], Callable[[Any], bool]] = {
     pl.callbacks.LearningRateMonitor: lambda c: c.logging_interval == "epoch",
     pl.callbacks.Timer: lambda c: c._interval == pl.callbacks.timer.Interval.epoch,
 }
-"""Lightning's callbacks whose hooks of single batches do nothing, and the conditions."""
+"""Lightning's callbacks whose per-batch hooks can be no-ops, each with the condition for that."""
 
 
 def has_transfer_hooks(trainer: pl.Trainer) -> bool:
@@ -62,7 +62,7 @@ def has_transfer_hooks(trainer: pl.Trainer) -> bool:
 
 
 def overridden_hooks(trainer: pl.Trainer, of_batches: Sequence[str] = _BATCH_HOOKS) -> list[str]:
-    """Return the module's and callbacks' hooks of single batches, unless left out, and of steps, as ``Class.hook``."""
+    """Return overridden hooks of module and callbacks, ``of_batches`` and between batch and step, as ``Class.hook``."""
     module, hooks = trainer.lightning_module, (*of_batches, *STEP_HOOKS)
     found = [f"{type(module).__name__}.{h}" for h in hooks if is_overridden(h, module, pl.LightningModule)]
     for callback in trainer.callbacks:
@@ -99,7 +99,7 @@ def is_users_own(owner: Any, hook: str) -> bool:
 
 
 def uses_batch_hook(callback: pl.Callback, hook: str) -> bool:
-    """Return whether a callback uses a hook of single batches or steps."""
+    """Return whether a callback uses a per-batch or per-step hook."""
     base = next((cls for cls, is_idle in _IDLE.items() if isinstance(callback, cls) and is_idle(callback)), pl.Callback)
     return uses_hook(callback, hook, base)
 
@@ -107,7 +107,7 @@ def uses_batch_hook(callback: pl.Callback, hook: str) -> bool:
 def time_by_rounds(trainer: pl.Trainer) -> None:
     """Make timers check the time only at the end of a round, when requests to stop take effect anyway.
 
-    Between batches, they would log at every batch left, and communicate with processes that train other clients.
+    Between batches, they would log at every remaining batch, and communicate with processes that train other clients.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, pl.callbacks.Timer):

@@ -1,4 +1,4 @@
-"""What a module and other objects hold beside trained parameters: what has changed of it, and how it is put back."""
+"""Snapshots of modules and other objects, without trained parameters: they detect changes and restore them."""
 
 import argparse
 import copy
@@ -34,15 +34,15 @@ METRICS = (Metric, MetricCollection)
 """Modules whose attributes evaluation resets; their updates are counted instead."""
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_OPAQUE = (type, nn.Module, types.ModuleType, *_FUNCTIONS, logging.Logger)  # a logger notes which levels it writes
+_OPAQUE = (type, nn.Module, types.ModuleType, *_FUNCTIONS, logging.Logger)  # a logger caches its enabled levels
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _FOREIGN = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "torchmetrics", "lightning_fed")
 _PLAIN = (int, float, str, type(None))  # compared by value
-_DEPTH = 20  # nesting of collections, such as a configuration
+_DEPTH = 20  # the deepest nesting of collections that is inspected, such as in a configuration
 _MOST = 1_000  # values inspected in one attribute; larger collections are compared by length
 _SMALL = 2**14  # tensors up to this size are compared in full
-_ARRAY = 2**20  # arrays up to this size are compared in full, and put back
-_ABSENT = object()  # in place of an attribute that is not there
+_ARRAY = 2**20  # arrays up to this size are compared in full, and restored
+_ABSENT = object()  # marks a missing attribute
 
 Key: TypeAlias = tuple[str, str]
 """A kind, such as "attribute" or "buffer", and a name."""
@@ -52,7 +52,7 @@ Key: TypeAlias = tuple[str, str]
 
 
 def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield by name a module, its submodules, and modules that are only in their collections or plain objects."""
+    """Yield a module, its submodules, and modules found only in their collections or plain objects, with names."""
     seen: set[nn.Module] = set()
     waiting = [("", module)]
     while waiting:
@@ -60,7 +60,7 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, part in root.named_modules(memo=seen, prefix=prefix):
             yield name, part
             cls: Any = type(part)
-            # layers of PyTorch contain no others, and inspecting their attributes takes most of the time
+            # skip PyTorch's layers: they hide no modules, and inspecting their attributes would take most of the time
             for key, value in vars(part).items() if _is_own(cls) else ():
                 if isinstance(value, _PLAIN) or key in INTERNAL or key in PASSING:
                     continue
@@ -72,7 +72,7 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def without_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the same without metrics."""
+    """Yield the same as :func:`parts_of`, without metrics."""
     return (own for own in parts_of(module) if not isinstance(own[1], METRICS))
 
 
@@ -86,7 +86,7 @@ def own_tensors(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[Key, T
 
 
 def attribute_values(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield the values in other attributes of modules, with the module and the attribute's name."""
+    """Yield the values in all other attributes of modules, each with its module and the attribute's name."""
     for prefix, part in parts:
         for name, attribute in vars(part).items():
             if name not in INTERNAL and name not in PASSING:
@@ -133,8 +133,8 @@ def _is_own(cls: type) -> bool:
 
 
 def values_in(value: Any, left: list[int] | None = None, above: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield a value and its contents; ``above`` are the ids of what contains it."""
-    if type(value) in weakref.ProxyTypes:  # it passes for the object itself, which may be gone
+    """Yield a value and, recursively, its contents; ``above`` has the ids of its containers."""
+    if type(value) in weakref.ProxyTypes:  # a proxy passes for its object, which may be gone
         return
     left = [_MOST] if left is None else left  # number of values that may still be inspected
     yield value
@@ -146,7 +146,7 @@ def values_in(value: Any, left: list[int] | None = None, above: tuple[int, ...] 
 
 
 def _inside(value: Any) -> Any:
-    """Return a value that is a collection, or else its attributes, or None if it is not inspected."""
+    """Return the value itself if it is a collection, otherwise its attributes; None if it is not inspected."""
     if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
         return value
     if isinstance(value, (*_OPAQUE, random.Random)):
@@ -159,16 +159,16 @@ def _inside(value: Any) -> Any:
 
 
 def _own_attribute(value: Any, name: str, default: Any) -> Any:
-    """Return an attribute that an object has itself, not what its ``__getattr__`` would make of the name."""
+    """Return an object's own attribute, bypassing its ``__getattr__``."""
     try:
         return object.__getattribute__(value, name)
-    except Exception:  # of a property, say
+    except Exception:  # raised by a property, say
         return default
 
 
 @lru_cache(1024)
 def _slots_of(cls: Any) -> tuple[str, ...]:
-    """Return the names of the slots of a class, such as a dataclass with slots; none of Python's own classes."""
+    """Return the names of a class's slots, such as a dataclass may have; none for classes of the standard library."""
     if cls.__module__.partition(".")[0] in sys.stdlib_module_names:
         return ()
     found = list[str]()
@@ -188,7 +188,7 @@ def _slots_in(value: Any) -> dict[str, Any]:
 
 
 def _class_data(cls: type) -> dict[str, Any]:
-    """Return the attributes of a class, without those that Python sets."""
+    """Return the attributes of a class, without names that start with two underscores, which Python sets."""
     return {key: value for key, value in vars(cls).items() if not key.startswith("__")}
 
 
@@ -210,61 +210,61 @@ def _state_of(value: Any) -> tuple[Any, Callable[[Any], Any]] | None:
     return None
 
 
-# ------------------------------------------------------------------ attributes, and what is in them
+# ------------------------------------------------------------------ attributes and their contents
 
 
 class Snapshot:
-    """What objects hold at one time: it tells what has changed since, and puts it back.
+    """The state of objects at one time, to detect later changes and restore them.
 
     It compares attributes, contents of collections and plain objects, states of generators, numbers in arrays, and how
-    often tensors were written to; of parameters and buffers, only how many a module has. Numbers in tensors are not
-    put back, see :class:`TensorCopies`, and those in arrays only if there are few.
+    often tensors were written to. For parameters and buffers, :meth:`changed` only compares how many a module has.
+    Numbers in tensors are not restored (see :class:`TensorCopies`), and numbers in arrays only if there are few.
 
     ``owners`` are modules by name.
     """
 
     def __init__(self, owners: Iterable[tuple[str, nn.Module]] = ()) -> None:
-        # each object, a function that reads it unless it is a collection, what was read, and the names to put back or
-        # to look at, None for all; the name of a key ends with a dot, or is empty, if these names follow
+        # each entry: key, object, its reader (None for a collection), the result, and the names to compare or restore
+        # (None for all). If the name in a key is empty or ends with a dot, the names of attributes are added to it.
         self._held: list[tuple[Key, Any, Callable[[Any], Any] | None, Any, Collection[str] | None]] = []
-        self._tensors: list[tuple[Key, Any, None, Any, None]] = []  # the same of each module's parameters and buffers
+        self._tensors: list[tuple[Key, Any, None, Any, None]] = []  # the same for each module's parameters and buffers
         for name, owner in owners:
             self.add("attribute", f"{name}." if name else "", owner)
 
     def add(self, kind: str, prefix: str, owner: Any, names: Collection[str] | None = None, deep: bool = True) -> None:
-        """Save attributes of an object or a class, or values of a mapping, by default all, and what is in them."""
+        """Save attributes of an object or class, or values of a dict, by default all; with contents if ``deep``."""
         read = None if isinstance(owner, dict) else _class_data if isinstance(owner, type) else vars
         was = dict(owner if read is None else read(owner))
         self._held.append(((kind, prefix), owner, read, was, names))
         for name, value in was.items() if deep else ():
             key = kind, prefix + name
             if name in INTERNAL and isinstance(owner, nn.Module):
-                if name in ("_parameters", "_buffers") and isinstance(value, dict):  # a script's are none
+                if name in ("_parameters", "_buffers") and isinstance(value, dict):  # a scripted module's are not
                     self._tensors.append((key, value, None, value.copy(), None))
                 elif isinstance(value, (dict, set)):
                     self._held.append((key, value, None, value.copy(), None))
             elif name not in PASSING and not isinstance(value, _PLAIN):
                 for part in values_in(value):
-                    # the group of an optimizer contains parameters, which have other numbers after each step
+                    # skip the parameters in an optimizer's group: each step changes their numbers
                     if not (isinstance(owner, dict) and isinstance(part, nn.Parameter)):
                         self._add_value(key, part)
 
     def _add_value(self, key: Key, value: Any) -> None:
         if isinstance(value, (list, deque, dict, set)) and len(value) <= _MOST:
             kind: Any = dict if isinstance(value, dict) else set if isinstance(value, set) else list
-            self._held.append((key, value, None, kind(value), None))  # a copy of its own class may need arguments
+            self._held.append((key, value, None, kind(value), None))  # not of its class, which may need arguments
         elif (mark := _mark_of(value)) is not None:
             self._held.append((key, value, _mark_of, mark, None))
         elif not isinstance(value, (*_PLAIN, tuple, frozenset)) and (inner := _inside(value)) is not None:
             self._held.append((key, value, _inside, dict(inner), None))
 
     def changed(self, *kinds: str) -> Key | None:
-        """Return the kind and name of an attribute that is or has something else by now, by default of any kind.
+        """Return the kind and name of an attribute that has changed, or whose contents have; by default of any kind.
 
-        A new attribute that is None counts as none.
+        A new attribute that is None does not count as a change.
         """
         for (kind, name), part, read, was, names in self._held:
-            if read is None and not was and not part:  # as the dictionaries of hooks of most modules: much faster
+            if read is None and not was and not part:  # fast path: most modules have no hooks
                 continue
             if (not kinds or kind in kinds) and (found := _changed_names(part, read, was, names, None)):
                 return kind, _full_name((kind, name), found[0])
@@ -274,12 +274,12 @@ class Snapshot:
         return None
 
     def replaced(self) -> Key | None:
-        """Return the kind and name of a module's parameters or buffers if some of them are other objects by now."""
+        """Return the kind and name of a module's parameters or buffers if any of them is another object now."""
         return next((key for key, *own in self._tensors if _changed_names(*own)), None)
 
     def filled(self) -> list[tuple[dict[str, Any], str]]:
-        """Return what was None and is not by now: the dictionaries and keys that hold it."""
-        found = {}  # several may hold one dictionary
+        """Return the dictionaries and keys of values that were None and no longer are."""
+        found = {}  # several entries may hold the same dictionary
         for _, part, read, was, _ in self._held:
             now = part if read is None else read(part)
             for key, value in now.items() if isinstance(now, dict) else ():
@@ -288,9 +288,9 @@ class Snapshot:
         return list(found.values())
 
     def keep_changed(self, without: Collection[str] = ()) -> list[str]:
-        """Forget what is unchanged by now, so that only changes so far are restored; generators keep their state.
+        """Keep only the changes so far, so that :meth:`restore` touches nothing else; it then skips generators, too.
 
-        Attributes that ``without`` names are forgotten too. Returns the names of the changed ones.
+        Drop attributes named in ``without`` as well. Return the names of the changed attributes that remain.
         """
         held, self._held, changed = self._held, [], dict[str, None]()
         for key, part, read, was, names in held:
@@ -302,10 +302,10 @@ class Snapshot:
         return list(changed)
 
     def restore(self) -> None:
-        """Restore everything, or after :meth:`keep_changed` what had changed."""
+        """Restore everything, or after :meth:`keep_changed` only the changes that it kept."""
         for _, part, read, was, names in (*self._held, *self._tensors):
             if read is None:
-                if _changed_names(part, read, was):  # a frozen dictionary, or one with iterators, must not be rewritten
+                if _changed_names(part, read, was):  # a frozen dictionary, or one in iteration, must not be rewritten
                     part.clear()
                     (part.extend if isinstance(part, (list, deque)) else part.update)(was)
             elif isinstance(part, np.ndarray):
@@ -319,16 +319,16 @@ class Snapshot:
 
 
 def _full_name(key: Key, own: str) -> str:
-    """Return the name of an attribute, given its own name and the key of what holds it."""
+    """Return the full name of an attribute, given its own name and its owner's key."""
     _, name = key
     return name if name and name[-1] != "." else f"{name}{own}"
 
 
 def _put_back(owner: Any, name: str, was: Mapping[str, Any]) -> None:
-    """Give an object an attribute again, or remove one that it did not have."""
+    """Restore an object's attribute, or remove one that it did not have."""
     cls: Any = type(owner)
     if isinstance(owner, type) or name in _slots_of(cls):
-        kind: Any = type if isinstance(owner, type) else object  # not what the object makes of it
+        kind: Any = type if isinstance(owner, type) else object  # bypasses the object's own __setattr__
         kind.__setattr__(owner, name, was[name]) if name in was else kind.__delattr__(owner, name)
     elif name in was:
         vars(owner)[name] = was[name]
@@ -337,7 +337,7 @@ def _put_back(owner: Any, name: str, was: Mapping[str, Any]) -> None:
 
 
 def _mark_of(value: Any) -> Any:
-    """Return what changes with a tensor, an array, a generator or the length of a large collection, else None."""
+    """Return a value that changes with a tensor, an array, a generator or a large collection's length, else None."""
     if isinstance(value, Tensor):
         return _version_of(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -357,9 +357,9 @@ def _changed_names(
     names: Collection[str] | None = None,
     absent: object = _ABSENT,
 ) -> list[str]:
-    """Return the names, or those of some, that have other objects now; [""] for a change of other than a mapping.
+    """Return the changed names, of all or of ``names``; [""] if a value other than a mapping has changed.
 
-    Numbers and strings are compared by value. ``absent`` is what an attribute that is not there is compared as.
+    Numbers and strings are compared by value, other objects by identity. A missing attribute counts as ``absent``.
     """
     now = part if read is None else read(part)
     if isinstance(was, list):
@@ -367,8 +367,8 @@ def _changed_names(
     if not isinstance(was, dict):
         return [] if was == now else [""]
     found = list[str]()
-    is_ordered = read is not None or list(was) == list(now)  # that of attributes does not matter
-    if is_ordered and was.keys() == now.keys() and all(map(operator.is_, was.values(), now.values())):  # the fastest
+    is_ordered = read is not None or list(was) == list(now)  # the order of attributes does not matter
+    if is_ordered and was.keys() == now.keys() and all(map(operator.is_, was.values(), now.values())):  # fast path
         return found
     missing, passing = (absent, PASSING) if read is vars else (_ABSENT, ())
     for name in dict.fromkeys((*was, *now)):
@@ -390,9 +390,9 @@ def _is_one(value: Any, other: Any) -> bool:
 
 
 class TensorMarks:
-    """Which tensors are a module's parameters and buffers, how often each was written, and its metrics updated.
+    """The identities and write counts of a module's parameters and buffers, and the update counts of its metrics.
 
-    Trained parameters are among them if ``with_trained``.
+    Trained parameters are included if ``with_trained``.
     """
 
     def __init__(self, module: nn.Module, with_trained: bool = False) -> None:
@@ -419,9 +419,9 @@ class TensorMarks:
 
 
 class TensorCopies:
-    """Numbers of tensors at one time; PyTorch does not count changes by ``.data``.
+    """The numbers of tensors at one time, to detect changes by ``.data`` too, which PyTorch does not count.
 
-    Those of more than ``most`` numbers are compared in part, and have no copy that could be put back.
+    Tensors of more than ``most`` numbers have no copy: only a sample is compared, and they cannot be restored.
     """
 
     def __init__(self, tensors: Iterable[tuple[Key, Tensor]], most: float = math.inf) -> None:
@@ -432,24 +432,24 @@ class TensorCopies:
         ]
 
     def changed(self, *kinds: str) -> Iterator[tuple[Key, Tensor, bool]]:
-        """Yield tensors with other numbers by now, by default of all kinds, and whether there is a copy."""
+        """Yield the changed tensors with their keys, by default of all kinds, and whether each has a copy."""
         for key, tensor, numbers, copied in self._held:
             if (not kinds or key[0] in kinds) and _has_other_numbers(tensor, numbers, copied):
                 yield key, tensor, copied is not None
 
     def keep_changed(self) -> None:
-        """Forget the others, so that only these are restored."""
+        """Keep only the changed ones, so that :meth:`restore` touches nothing else."""
         self._held = [own for own in self._held if _has_other_numbers(*own[1:])]
 
     def restore(self) -> None:
-        """Put the numbers back of which there are copies."""
+        """Restore the tensors that have copies."""
         for _, tensor, numbers, copied in self._held:
             if copied is not None and _has_other_numbers(tensor, numbers, copied):
                 tensor.data.copy_(copied)
 
 
 def numbers_in(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors of equal numbers; for a large one, its id and some numbers."""
+    """Return a key that is equal for tensors of equal numbers; for a large one, from its id and a sample of numbers."""
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         return id(tensor), _version_of(tensor)
     kind: tuple[Any, ...] = (tuple(tensor.shape), tensor.dtype, tensor.device)
@@ -459,32 +459,32 @@ def numbers_in(tensor: Tensor) -> Any:
 
 
 def sample_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of all numbers of a tensor, or of some if it is large."""
+    """Return the bytes of all numbers of a tensor, or of a sample if it is large."""
     return _bytes_of(tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of all numbers of a tensor, also of one that is a conjugate or negative view."""
+    """Return the bytes of all numbers of a tensor; conjugate and negative views are resolved."""
     return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> bool:
-    """Return whether a tensor has other numbers than before, given :func:`numbers_in` and a copy from then."""
+    """Return whether a tensor's numbers have changed, given its earlier :func:`numbers_in` and a copy, if any."""
     if numbers_in(tensor) != numbers:
         return True
     is_compared = tensor.numel() <= _SMALL or tensor.layout != torch.strided or tensor.device.type == "meta"
     return not is_compared and copied is not None and not torch.equal(*map(_bytes_of, (tensor.detach(), copied)))
 
 
-# ------------------------------------------------------------------ what goes from one client to the next
+# ------------------------------------------------------------------ state that goes from one client to the next
 
 
 def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict[Key, list[tuple[Any, Any]]]:
-    """Return by kind and name what attributes take from one client's work to the next, each value with its shape.
+    """Return the values in attributes that go from one client's work to the next, with shapes, by kind and name.
 
-    These are "tensor", such as an average of weights; "number" in modules of the user's classes, such as a count of
-    labels; and the states of a "generator". Of the user's "callback" these are tensors, also those in modules such as a
-    moving average, but not of the run's module.
+    A "tensor" is an average of weights, say, and a "number" a count of labels in a user-defined module. A "generator"
+    has its state. A "callback" has the tensors in a user's callback, including its modules such as a moving average,
+    but not the tensors of the run's module.
     """
     found, parts = dict[Key, list[tuple[Any, Any]]](), list(parts_of(module))
 
@@ -494,7 +494,7 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
     for part, name, value in attribute_values(parts):
         cls: Any = type(part)
         if isinstance(value, Tensor):
-            is_computed = isinstance(value, nn.Parameter) or value.grad_fn is not None  # as by weight_norm
+            is_computed = isinstance(value, nn.Parameter) or value.grad_fn is not None  # by weight_norm, say
             if not is_computed and not isinstance(part, METRICS) and not value.is_nested:
                 note("tensor", name, value.shape, numbers_in(value))
         elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and _is_own(cls):

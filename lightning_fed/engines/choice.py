@@ -15,7 +15,7 @@ from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.engines.vectorized.engine import VectorizedEngine
 
 _TRIED = 10  # clients that may fail in a trial step before the module is blamed
-_MISSING = (AttributeError, KeyError, IndexError, TypeError)  # what a step raises that reads an attribute not yet set
+_MISSING = (AttributeError, KeyError, IndexError, TypeError)  # errors of a step that reads an attribute too early
 _LATER = ("on_train_start", "on_train_epoch_start")
 _REMEDY = (
     ". A trial step comes before on_train_start and the hooks of rounds and clients: give what they set a first value"
@@ -33,9 +33,9 @@ def make_engine(
 ) -> Engine:
     """Return an engine by name; "auto" uses the vectorized one if it can run the module, and logs the choice.
 
-    ``some`` yields clients' work for the vectorized engine's trial step. The engine that "auto" chose ``before`` this
-    run resumed is used again, for identical bits. If a step draws random numbers by now and did not in the trial then
-    (``drew_before``), the sequential one is used, as in a run that goes on.
+    ``some`` yields clients' work for the vectorized engine's trial step. A resumed run uses the engine that "auto"
+    chose ``before``, for the same bits. If its step draws random numbers now, but did not in the earlier trial
+    (``drew_before``), the sequential engine is used, as in an uninterrupted run.
     """
     if name == "sequential":
         return SequentialEngine(prepared)
@@ -83,7 +83,7 @@ def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
                 engine.try_out(plan)
             return
         except ClientError as error:
-            engine.prepared.check_parameters()  # which the step may have frozen
+            engine.prepared.check_parameters()  # the step may have frozen some
             if isinstance(error.__cause__, FederatedError) and not isinstance(error.__cause__, ClientError):
                 raise error.__cause__ from error.__cause__.__cause__
             if is_out_of_memory(error.__cause__):
@@ -97,12 +97,12 @@ def _try_out(engine: VectorizedEngine, plans: Iterator[WorkPlan]) -> None:
 
 
 def _may_set_later(engine: Engine) -> bool:
-    """Return whether hooks that a trial step comes before may set what it reads."""
+    """Return whether hooks that run after the trial step may set an attribute that it reads."""
     of_module = any(is_overridden(hook, engine.prepared.module, pl.LightningModule) for hook in _LATER)
     return of_module or any_uses_hook(engine.trainer, "on_round_start", "on_client_start", of_users=True)
 
 
 def reason_in(error: FederatedError) -> str:
-    """Return an engine's error, to continue a sentence."""
+    """Return an engine's error as text that continues a sentence."""
     text = str(error)
     return text if text.startswith("engine=") else text[:1].lower() + text[1:]

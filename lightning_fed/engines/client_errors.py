@@ -19,7 +19,7 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.strategies.split import PeerError
 
-_log = logging.getLogger(pl.__name__)  # in every process, since the error may come from any
+_log = logging.getLogger(pl.__name__)  # logs in every process, since the error may come from any
 
 ONE_VALUE = "Expected more than 1 value per channel when training"
 """PyTorch's error for BatchNorm in training mode on a batch of one example."""
@@ -29,12 +29,12 @@ _ONE_VALUE_REMEDY = (
     " another batch_size (for full-batch gradients, another full_batch_size), use GroupNorm, or set"
     " on_client_error='drop' to leave such clients out of their rounds"
 )
-_NOTHING_TO_CLIP = "nested_tensorlist[0].empty()"  # of PyTorch's error for clipping by value without gradients
+_NOTHING_TO_CLIP = "nested_tensorlist[0].empty()"  # part of PyTorch's error for clipping by value without gradients
 _NOTHING_TO_CLIP_REMEDY = (
     ". The step has no gradient, since training_step returned None, and PyTorch cannot clip none by value. Use"
     " gradient_clip_algorithm='norm' or gradient_clip_on='corrected', which leave such a step out"
 )
-_VIEWED_AS = re.compile(r"(storage_offset\S*|stride) .*divisible by")  # of PyTorch's errors for views of another type
+_VIEWED_AS = re.compile(r"(storage_offset\S*|stride) .*divisible by")  # in PyTorch's errors for views of another type
 _VIEWED_REMEDY = (
     ". Parameters are parts of one vector here, which begin anywhere in it. Copy a parameter before you view it as"
     " another type, as in torch.view_as_complex(weight.clone())"
@@ -91,8 +91,8 @@ _NOT_A_CLIENTS = (MisconfigurationException, MemoryError, torch.AcceleratorError
 def fault_of(report: ClientReport, losses: Callable[[], Sequence[float]] | None, round: int) -> ClientError | None:
     """Return the error of a client with a non-finite loss or update, else None.
 
-    ``losses`` returns those of its local steps, none if a module with manual optimization returns none; None if losses
-    are not shown.
+    ``losses`` returns the loss of each local step, or no loss if a module with manual optimization returns none. It is
+    None if losses are not shown.
     """
     is_moved = math.isfinite(report.update_norm)
     if is_moved and (report.steps == 0 or math.isfinite(report.loss)):
@@ -119,13 +119,13 @@ class NamesClient:
     what: str  # the name of the work inside, for the message
     steps: Callable[[], int | None]  # called after an error; returns the local steps, None before the first
     less_memory: str = ""  # a further remedy that saves memory, to continue a sentence
-    planned: int = 0  # local steps; 0 if none are
+    planned: int = 0  # the planned number of local steps; 0 if none
 
     def __enter__(self) -> None:
         """Enter the context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise an error with these names in front of the original one."""
+        """Raise an error with these names in front of the original message."""
         if not isinstance(error, Exception) or isinstance(error, (SIGTERMException, PeerError)):
             return
         steps = self.steps()

@@ -1,4 +1,4 @@
-"""What one client must not change for others: settings, by its hooks, and parameters that nobody trains."""
+"""Protects clients from each other: undoes hooks' changes of settings, and checks untrained parameters for changes."""
 
 from collections.abc import Collection
 from typing import Any
@@ -39,11 +39,11 @@ _COPIED = 2**22  # tensors up to this size can be restored
 class SettingsSnapshot:
     """Saves all settings, to restore them after a client, or if a round restarts.
 
-    Settings are the inputs of local work: attributes of the module and its submodules, including collections, tensors
-    and the training mode, frozen parameters and ``requires_grad``, options of the local optimizer, and attributes of
-    the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and the data module. Trained parameters
-    and buffers are not saved: every client starts from the server's. Other effects of hooks cannot be undone. With
-    ``with_callbacks``, attributes of callbacks with client hooks are included.
+    Settings are the inputs of local work. In the module and its submodules, they are attributes, including collections,
+    tensors and the training mode, frozen parameters and ``requires_grad``. Others are options of the local optimizer,
+    and attributes of the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and the data module.
+    Trained parameters and buffers are not saved: every client starts from the server's. Other effects of hooks cannot
+    be undone. With ``with_callbacks``, attributes of callbacks with client hooks are included.
     """
 
     def __init__(self, prepared: PreparedModule, with_callbacks: bool = True) -> None:
@@ -63,7 +63,7 @@ class SettingsSnapshot:
                 snapshot.add("method", prefix + name, part)
         for callback in callbacks:
             snapshot.add("callback", f"{type(callback).__name__}.", callback)
-        for number, group in enumerate(groups):  # each separately, for any number of parameters
+        for number, group in enumerate(groups):  # each group separately, for any number of parameters
             snapshot.add("optimizer", f"{number}.", group)
         if trainer.datamodule is not None:
             snapshot.add("trainer", "datamodule.", trainer.datamodule, deep=False)
@@ -77,7 +77,7 @@ class SettingsSnapshot:
         self._copies = TensorCopies(tensors, most=_COPIED)
 
     def keep_changed(self, hook: str) -> None:
-        """Forget what a hook has not changed, so that only its changes are restored; raise for a large tensor."""
+        """Keep only a hook's changes, so that :meth:`restore` touches nothing else; raise for large changed tensors."""
         self._snapshot.keep_changed()
         self._copies.keep_changed()
         self._check_large(
@@ -87,19 +87,19 @@ class SettingsSnapshot:
         )
 
     def changed(self) -> str | None:
-        """Return a setting that has changed by now, or a parameter with a hook, for messages; else None."""
+        """Return a changed setting, or a parameter with a hook, as text for messages; else None."""
         if (hooked := hooked_parameter(self._prepared.module)) is not None:
             return f"the hooks of the parameter {hooked!r}"
         written = next((key for key, *_ in self._copies.changed()), None)
         return self._named(written or self._snapshot.changed() or self._snapshot.replaced())
 
     def changed_in_module(self) -> str | None:
-        """Return an attribute of the module or a frozen parameter that has changed by now, for messages, or None."""
+        """Return a changed attribute or frozen parameter of the module, as text for messages; else None."""
         written = next((key for key, *_ in self._copies.changed("attribute", "parameter")), None)
         return self._named(written or self._snapshot.changed("attribute"))
 
     def restore(self) -> None:
-        """Restore everything, or after :meth:`keep_changed` what a hook had changed.
+        """Restore everything, or after :meth:`keep_changed` only the hook's changes.
 
         Raise for a changed large tensor, since it has no copy.
         """
@@ -112,7 +112,7 @@ class SettingsSnapshot:
         )
 
     def _named(self, key: Key | None) -> str | None:
-        """Return a setting for messages."""
+        """Return a setting as text for messages."""
         if key is None:
             return None
         (kind, name), prepared = key, self._prepared
@@ -136,30 +136,30 @@ class SettingsSnapshot:
 
 
 def frozen_parameters(prepared: PreparedModule) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters by name that nobody trains, and that are not treated as buffers."""
+    """Return the parameters, with names, that are neither trained nor treated as buffers."""
     trained, buffers = set(map(id, prepared.flat.params)), prepared.buffers.owners
     named = prepared.module.named_parameters()
     return [(name, p) for name, p in named if id(p) not in trained and name not in buffers]
 
 
 class FrozenParameters:
-    """Ensures that what nobody trains, such as the teacher of self-supervised methods, does not change in local work.
+    """Ensures that local work does not change untrained parameters, such as the teacher of self-supervised methods.
 
-    Unlike buffers, these parameters are neither reset to the server's values for each client nor averaged, so that a
-    change would reach the next clients. Those that are treated as buffers are not among their ``names``.
+    Unlike buffers, these parameters are neither reset to the server's values for each client nor averaged, so a change
+    would reach the next clients. ``names`` does not include parameters that are treated as buffers.
     """
 
     def __init__(self, prepared: PreparedModule) -> None:
         self._module, self._trained, self._prepared = prepared.module, prepared.flat.names, prepared
         self.names = [name for name, _ in frozen_parameters(prepared)]
-        self._has_summed = False  # the first clients' work is compared in sums of all numbers as well
+        self._has_summed = False  # the first clients' work is also compared by sums over all numbers
 
     def read(self) -> list[object]:
-        """Return what changes with the values, for :meth:`check`; a copy of all may not fit in memory."""
+        """Return a fingerprint of the values for :meth:`check`, since a copy of all may not fit in memory."""
         values = [self._module.get_parameter(name).detach() for name in self.names]
         are_plain = [v.layout == torch.strided and type(v) is Tensor and v.numel() > 0 for v in values]
         samples = [sample_of(v) for v, is_plain in zip(values, are_plain, strict=True) if is_plain]
-        whole = torch.cat(samples).cpu() if samples else torch.empty(0)  # they leave the device together
+        whole = torch.cat(samples).cpu() if samples else torch.empty(0)  # one transfer from the device
         rest = (part.numpy().tobytes() for part in whole.split(list(map(len, samples))))
         found: list[object] = [next(rest) if is_plain else b"" for is_plain in are_plain]
         if self._has_summed:
@@ -171,7 +171,7 @@ class FrozenParameters:
         names = (name for name, now, then in zip(self.names, self.read(), before, strict=True) if now != then)
         name, self._has_summed = next(names, None), True
         if name is not None:
-            self._prepared.check_parameters()  # a step may have unfrozen it, for the optimizer to train
+            self._prepared.check_parameters()  # a step may have unfrozen it, so that the optimizer trains it
             raise FederatedError(
                 f"{type(self._module).__name__} changes the parameter {name!r} while a client trains, though the"
                 " optimizer does not train it: other clients would start from the changed one. Pass"

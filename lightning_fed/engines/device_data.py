@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_fed.core.devices import memory_of
 from lightning_fed.data.batches.batches import ClientBatches, RepeatedBatches, TensorBatches
 
-_SHARE = 4  # all copies together use at most 1 / _SHARE of the memory that they leave free
+_SHARE = 4  # all copies together use at most 1 / _SHARE of the memory that is free without them
 
 
 class DeviceData:
@@ -22,12 +22,12 @@ class DeviceData:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # by tensor: the copied version, and its copy if there is one
+        # by tensor: its version when last seen, and its copy, if any
         self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
         self._is_full = False
 
     def of_each(self, *sources: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """Return the equal tensors of data sets, all on the device if they fit; changed tensors are copied again."""
+        """Return equal tensors for data sets, copied to the device if they fit; changed tensors are copied again."""
         if self.device.type == "cpu":
             return list(sources)
         copies = self._copies
@@ -55,7 +55,7 @@ class DeviceData:
         return _SHARE * (held + more) <= held + self.free()
 
     def free(self) -> int:
-        """The free memory of the device in bytes."""
+        """Return the free memory of the device in bytes; 0 if unknown."""
         memory = memory_of(self.device)
         return memory.free if memory else 0
 
@@ -82,7 +82,7 @@ class DeviceData:
 
 
 def is_rows(batches: ClientBatches) -> TypeGuard[TensorBatches]:
-    """Return whether batches are rows of tensors, with no randomness but the order."""
+    """Return whether batches are rows of tensors, and only their order is random."""
     return isinstance(batches, TensorBatches) and batches.is_plain
 
 

@@ -24,7 +24,7 @@ from lightning_fed.server.privacy import ClientPrivacy, gaussian_noise
 class ExampleGradients:
     """Sets the module's gradients to the noisy mean of the clipped gradients of a batch's examples.
 
-    The gradient of an example is that of ``training_step`` on a batch of this example alone.
+    An example's gradient is the gradient of ``training_step`` on a batch of this example alone.
     """
 
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters, privacy: ClientPrivacy) -> None:
@@ -34,8 +34,8 @@ class ExampleGradients:
         self._step = ModuleStep(trainer, flat)
         self._noise = KeyedStream()
         self._expected: float | None = None
-        self._batches, self._is_checked = 0, False  # in the fit; whether this client's side effects are
-        self.skips_not_finite = False  # on a real site, where an error would reveal something of an example
+        self._batches, self._is_checked = 0, False  # batches in the fit; whether this client's side effects are checked
+        self.skips_not_finite = False  # set on a real site: an error would reveal something about an example
 
     def _check_hooks(self, trainer: pl.Trainer) -> None:
         """Raise for hooks between batch and step, which would see no backward pass."""
@@ -52,12 +52,12 @@ class ExampleGradients:
             )
 
     def begin_client(self, seed: int, round: int, index: int, expected_size: float | None) -> None:
-        """Start a client's local work, given the expected size of its batches if that is what sums are divided by."""
+        """Start a client's local work; sums are divided by ``expected_size``, or by each batch's size if it is None."""
         self._noise, self._expected = KeyedStream(seed, Purpose.CLIENT_NOISE, round, index), expected_size
         self._is_checked = False
 
     def set(self, batch: Any, batch_idx: int, examples: int) -> Tensor | None:
-        """Set the parameters' gradients; return the mean loss of a batch, None for one without examples (None)."""
+        """Set the parameters' gradients; return the batch's mean loss, or None if ``batch`` is None (no examples)."""
         params, loss, size = self.flat.params, None, 0
         sums = [torch.zeros_like(p) for p in params]
         if batch is not None:
@@ -88,7 +88,7 @@ class ExampleGradients:
         return loss
 
     def _check_loss(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> None:
-        """Raise if the loss of an example has no gradient, which ``torch.func`` takes for zeros, or fixed noise."""
+        """Raise if the loss of an example has no gradient (``torch.func`` returns zeros), or draws from own streams."""
         streams = OwnStreams()
         try:
             with preserved_random_state(self.flat.y.device), streams:
@@ -101,7 +101,7 @@ class ExampleGradients:
                     " detached."
                 ) from error
         except OnlySequentialError:
-            return  # reported next
+            return  # _each reports it
         if streams.found is not None and self.privacy.examples_at_once != 1:
             raise FederatedError(
                 f"{type(self._module).__name__}.training_step {streams.found}, which gives examples at once other"
@@ -110,9 +110,9 @@ class ExampleGradients:
             )
 
     def _size_of(self, leaves: Sequence[Any], examples: int) -> int:
-        """Return the number of examples in a batch, its tensors' common length; an example must not have several rows.
+        """Return the number of examples in a batch; raise unless all of its tensors have one row per example.
 
-        Its rows would be clipped one by one, and their sum has a larger norm.
+        Several rows of an example would be clipped one by one, and the norm of their sum may exceed the bound.
         """
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)})
         lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves if isinstance(leaf, Tensor)}
@@ -178,14 +178,14 @@ class ExampleGradients:
                 " look at its data."
             )
         factors = (self.privacy.max_grad_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-        for total, g in zip(sums, grads, strict=True):  # a matrix product may round to 8 or 11 bits, past the bound
+        for total, g in zip(sums, grads, strict=True):  # a matrix product could round to 8 or 11 bits, past the bound
             total.add_((g * factors.view(-1, *[1] * (g.ndim - 1))).sum(0))
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
-        """Raise if ``training_step`` remembers examples, once for each client.
+        """Raise if ``training_step`` remembers examples; check one batch of each client.
 
-        The first batch of a fit may fill caches.
+        Skip the first batch of a fit, since it may fill caches.
         """
         self._batches += 1
         if self._is_checked or self._batches == 1:

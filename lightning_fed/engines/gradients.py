@@ -42,7 +42,7 @@ def check_loss(loss: Tensor | None) -> None:
 class GradientPass:
     """Gradients of ``training_step`` at given points, without side effects.
 
-    ``buffers`` are the owners of what a pass must not change, as :func:`buffer_owners` returns them by default.
+    ``buffers`` has the owners of the buffers that a pass must not change, by default from :func:`buffer_owners`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GradientPass:
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
         """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P], or [P + Q].
 
-        A gradient scaler would not see an overflow here, so the pass is repeated at a lower scale.
+        A gradient scaler does not see an overflow here: after one, the pass is repeated at a lower scale.
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         factor = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
@@ -157,7 +157,7 @@ class GradientPass:
     def full(self, point: Vector, batches: Iterable[tuple[Any, int]], size: int, decay: Sequence[float]) -> Vector:
         """Return the full-batch gradient [P] at a point: the mean over batches, weighted by size.
 
-        Each batch finds the buffers that the first one finds, so the size of a batch does not matter.
+        Every batch starts from the same buffers, so the size of a batch does not matter.
         """
         views = self.flat.layout.views(point)
         out = torch.zeros_like(point)
@@ -247,7 +247,7 @@ def add_decay(grads: Tensor, point: Vector, layout: Layout, decay: Sequence[floa
 
 @contextmanager
 def unlogged(module: pl.LightningModule) -> Iterator[None]:
-    """Drop what a module logs inside."""
+    """Drop all values that a module logs inside."""
     attributes: dict[str, Any] = module.__dict__
     own: dict[str, Any] = {name: attributes.pop(name) for name in ("log", "log_dict") if name in attributes}
     attributes["log"] = attributes["log_dict"] = lambda *_, **__: None
@@ -270,7 +270,7 @@ def preserved_modes(module: nn.Module) -> Iterator[None]:
 
 
 def _outside_metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Walk the submodules by qualified name without entering metrics."""
+    """Yield a module and its submodules, with their name prefixes, without entering metrics."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, METRICS):

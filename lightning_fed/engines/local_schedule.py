@@ -1,4 +1,4 @@
-"""The options of the local optimizer: those that every client starts with, and those of each step of schedules."""
+"""The options of the local optimizer at the start of every client, and at each step of its schedules."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from lightning_fed.server.server import steps_not_counted
 
 
 class LocalOptions:
-    """The options of the local optimizer and the steps of its schedules before some local work.
+    """The local optimizer's options and its schedules' steps, saved before local work.
 
     Every client has a new local optimizer, as if ``configure_optimizers`` were called for it. A rate that
-    ``training_step`` or a hook of batches sets must therefore not reach the next client.
-    ``schedules`` are the configurations of its schedules, as Lightning keeps them.
+    ``training_step`` or a per-batch hook sets must therefore not reach the next client.
+    ``schedules`` are the configurations of its schedules, as Lightning stores them.
     """
 
     def __init__(self, optimizer: Optimizer, schedules: Sequence[Any]) -> None:
@@ -36,13 +36,13 @@ class LocalOptions:
             self._steps.append(getattr(config.scheduler, "last_epoch", None))
 
     def take_back(self) -> tuple[str | None, str | None]:
-        """Give the optimizer its options back; return the name of a changed one, and of a schedule that has stepped."""
+        """Restore the options; return the name of a changed one, and of a schedule that has stepped, if any."""
         option, schedule = None, None
         for group, before in zip(self._groups, self._options, strict=True):
             for name in [*group] if len(group) > len(before) + 1 else ():
                 if name != "params" and name not in before:
                     option = name
-                    del group[name]  # such as a count of steps
+                    del group[name]  # a new option, such as a count of steps
             for name, was in before.items():
                 value = group[name]
                 if isinstance(was, Tensor) and isinstance(value, Tensor):
@@ -80,10 +80,10 @@ _Row: TypeAlias = list[dict[str, Any]]  # the moved options of each parameter gr
 class LocalSchedule:
     """The options of the local optimizer at each step of its schedules with ``interval="step"``.
 
-    Step t is the one before which the schedules have stepped t times since the start, one by one as in a plain loop.
-    The options are thus a function of t alone, with the same bits for every client, engine and process. Schedules and
-    optimizer states in checkpoints always have the state of the start, but ``get_last_lr`` returns the current rates; a
-    run keeps the numbers of steps.
+    Before step t, the schedules have stepped t times since the start, one by one as in a plain loop. The options are
+    thus a function of t alone, with the same bits for every client, engine and process. Schedules, and optimizer states
+    in checkpoints, always have their state at the start; only ``get_last_lr`` returns the current rates. The run keeps
+    the numbers of steps.
     ``step`` steps the schedules after step t.
     """
 
@@ -91,27 +91,27 @@ class LocalSchedule:
         self, mode: LocalScheduleMode, base: Optimizer, schedules: Sequence[Any], step: Callable[[int], None]
     ) -> None:
         self.mode, self._base, self._schedules, self._step = mode, base, schedules, step
-        self._start: _Row | None = None  # None before the first round, until which hooks may change the options
+        self._start: _Row | None = None  # None before the first round; until then, hooks may change the options
         self._start_states: list[Any] = []
         self._first, self._rows = 0, list[_Row]()  # the options at consecutive steps
-        self._states: list[Any] = []  # the schedules' states at the last of them
-        self._shown: _Row | None = None  # what the optimizer has now
+        self._states: list[Any] = []  # the schedules' states at the last of these steps
+        self._shown: _Row | None = None  # the optimizer's current options
         self._of_round = 0  # the step that is shown between clients
-        self._at = self._end = 0  # the step at work, and the one after the client's last
+        self._at = self._end = 0  # the current step, and the step after the client's last
 
     def begin_round(self, step: int) -> None:
-        """Show the options of the step at which a round begins, between clients.
+        """Show the options of a round's first step, between clients.
 
-        That is the run's for ``mode="total"``. Clients of the other modes begin at step 0 or at their own.
+        With ``mode="total"``, this is the run's step. In the other modes, clients begin at step 0 or at their own step.
         """
         self._of_round = step if self.mode == "total" else 0
         self._show(self._of_round)
-        if self.mode == "total":  # no client goes back
+        if self.mode == "total":  # no client needs earlier steps
             del self._rows[: step - self._first]
             self._first = step
 
     def start_of(self, client: State) -> int:
-        """Return the step at which a client begins, given its state."""
+        """Return a client's first step, given its state."""
         if self.mode != "continue" or LOCAL_STEPS not in client:
             return self._of_round
         if (step := int(client[LOCAL_STEPS])) < 0:
@@ -132,17 +132,17 @@ class LocalSchedule:
             self._show(self._at)
 
     def rest(self) -> None:
-        """End the work of clients, or give it up."""
+        """End or abandon the work of clients."""
         if self._start is not None:
             self._show(self._of_round)
 
     def release(self) -> None:
-        """Give the optimizer the options of the start."""
+        """Restore the optimizer's options at the start."""
         if self._start is not None:
             self._write(self._start)
 
     def at_start(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Replace the options in the parameter groups of a state dict by those of the start."""
+        """Replace the options in a state dict's parameter groups by their values at the start."""
         for group, options in zip(groups, self._start or [], strict=bool(self._start)):
             for name, value in options.items():
                 group[name] = torch.full_like(group[name], value) if isinstance(group[name], Tensor) else value
@@ -229,7 +229,7 @@ class LocalSchedule:
         rates = [options["lr"] for options in row]
         for schedule in self._schedules:
             if hasattr(schedule, "_last_lr"):
-                schedule._last_lr = list(rates)  # what get_last_lr returns
+                schedule._last_lr = list(rates)  # get_last_lr returns it
 
     def _states_now(self) -> list[Any]:
         return copy.deepcopy([schedule.state_dict() for schedule in self._schedules])

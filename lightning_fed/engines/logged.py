@@ -18,7 +18,7 @@ from lightning_fed.strategies.processes import Ranks
 MEANS = (torch.mean, "mean", "avg")
 _EXTREMES = {"max": np.max, "min": np.min}  # NaN if any value is, unlike Python's
 _SYNC = ("sync_dist", "sync_dist_fn", "sync_dist_group", "rank_zero_only")
-_PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # logged alike by every process
+_PER_ROUND = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")  # every process logs the same in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class SharedResults(_ResultCollection):
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
-        flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # or processes' values would differ
+        flags = {k: v for k, v in kwargs.items() if k not in _SYNC}  # otherwise, processes' values would differ
         super().log(fx, name, value, *args, **flags)
 
     @property
     def names(self) -> set[str]:
-        """The names that callbacks know the values by: with the loader's index, if there are several loaders."""
+        """The names of the values for callbacks: with the loader's index, if there are several loaders."""
         metas = [item.meta for item in self.values()]
         indices = [None if not meta.add_dataloader_idx else meta.dataloader_idx for meta in metas]
         return {
@@ -154,16 +154,16 @@ class EvaluationResults(SharedResults):
                     " one of them. Log a metric object for every batch, or in on_validation_epoch_end."
                 )
         self.merge([partial for _, partial in parts])
-        for key in first:  # they exchange their states in this order
+        for key in first:  # metric objects exchange their states in this order
             self[key] = self.pop(key)
-            self[key].value._computed = None  # this process's result
+            self[key].value._computed = None  # drop this process's own result
 
 
 class RoundResults(SharedResults):
     """Lightning's result collection, with one value per round.
 
-    A value logged in a local step without flags becomes the round's mean under its plain name, since the round is the
-    axis of every logger. Lightning checks and rebuilds a value's metadata on every call; here that happens once per
+    A value logged in a local step without flags becomes the round's mean under its plain name: the round is the axis
+    of every logger. Lightning checks and rebuilds a value's metadata on every call; here that happens once per
     value, and a local step adds to a running sum.
     """
 
@@ -190,7 +190,7 @@ class RoundResults(SharedResults):
         """Collect one value; see :meth:`pytorch_lightning.LightningModule.log`."""
         if not self._in_client:
             if kwargs.get("sync_dist") and not kwargs.get("rank_zero_only") and isinstance(value, Tensor):
-                # at once: later, processes read their values at different times, and would wait for each other
+                # reduce now: later, processes read their values at different times, and would wait for each other
                 value = kwargs["sync_dist_fn"](value.clone(), reduce_op=getattr(reduce_fx, "__name__", reduce_fx))
             given = (prog_bar, logger, on_step, on_epoch, reduce_fx)
             super().log(fx, name, value, *given, batch_size=batch_size, **kwargs)
@@ -264,11 +264,11 @@ class RoundResults(SharedResults):
 
     @property
     def without_client_mean(self) -> set[str]:
-        """The names logged in local steps whose values are no means: metric objects, sums and extremes."""
+        """The names logged in local steps with values other than means: metric objects, sums and extremes."""
         return {item.meta.name for key, item in self.items() if not (item.meta.fx in _PER_ROUND or key in self._means)}
 
     def of_hooks(self) -> dict[str, float]:
-        """Return the numbers logged in hooks of the round, which should be those of every process."""
+        """Return the numbers logged in hooks of the round, which should be equal in all processes."""
         items = [item for _, item in self.valid_items() if item.is_tensor and item.meta.fx in _PER_ROUND]
         return {item.meta.name: float(item.value) for item in items}
 
@@ -282,7 +282,7 @@ class RoundResults(SharedResults):
         return 1 if size is None else size  # 0 for a process without examples of a batch
 
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that undoes later logging; between clients only."""
+        """Return a function that undoes later logging; valid between clients only."""
         kept = {key: dict(vars(item)) for key, item in self.items()}  # values are replaced, never changed in place
 
         def undo() -> None:
@@ -299,7 +299,7 @@ class RoundResults(SharedResults):
         return undo
 
     def forget_clients(self, names: Collection[str] | None = None) -> list[str]:
-        """Discard the values logged in local steps of this round, or those of some names; return the names."""
+        """Discard the values logged in this round's local steps, by default all; return their names."""
         metas = {key: item.meta for key, item in self.items() if item.meta.fx not in _PER_ROUND}
         gone = {key: meta.name for key, meta in metas.items() if names is None or meta.name in names}
         for key in gone:
@@ -319,7 +319,7 @@ class RoundResults(SharedResults):
         """Merge the client's sums of every process's :meth:`client_partial`."""
         for key in dict.fromkeys(key for partial in partials for key in partial):
             parts = [partial[key] for partial in partials if key in partial]
-            if key not in self._means:  # this process had no example to log it for
+            if key not in self._means:  # this process had no examples, so it has not logged it
                 self._registering = True
                 super().log(value=torch.zeros((), device=device), batch_size=1, **parts[0].flags)
                 self._registering = False
@@ -334,7 +334,7 @@ class RoundResults(SharedResults):
         for key, mean in self._means.items():
             if mean.weight:
                 value = torch.as_tensor(mean.total / mean.weight, dtype=torch.float64)
-                self.update_metrics(key, value, mean.weight)  # type: ignore[arg-type]  # any number serves
+                self.update_metrics(key, value, mean.weight)  # type: ignore[arg-type]  # accepts any number
                 closed[self[key].meta.name] = float(value) if value.is_cpu else value
                 mean.reset()
         return closed

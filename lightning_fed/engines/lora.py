@@ -1,4 +1,4 @@
-"""The adapters that peft has put into a module."""
+"""LoRA adapters of peft in a module."""
 
 import sys
 from collections import Counter
@@ -14,7 +14,7 @@ from lightning_fed.server.aggregation.lora import LoraPair
 
 def _layers(module: nn.Module, lora: str) -> tuple[Any, list[tuple[str, Any]]]:
     """Return peft's package of LoRA layers, and the module's layers by name; raise if there are none."""
-    package: Any = sys.modules.get("peft.tuners.lora")  # a module with such layers has imported it
+    package: Any = sys.modules.get("peft.tuners.lora")  # any module with such layers has imported it
     layers: list[tuple[str, Any]] = []
     if package is not None:
         layers = [(name, part) for name, part in module.named_modules() if isinstance(part, package.LoraLayer)]
@@ -42,7 +42,7 @@ def lora_a(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def lora_pairs(module: nn.Module, flat: FlatParameters) -> list[LoraPair]:
-    """Return the adapters of which clients train both matrices; raise if there are none, or the mean is not exact."""
+    """Return the adapters with two trained matrices; raise if there are none, or one does not allow an exact mean."""
     package, layers = _layers(module, "exact")
     ends = torch.tensor(flat.layout.sizes).cumsum(0).tolist()
     shared = zip(flat.params[: flat.num_shared], ends, flat.layout.sizes, strict=True)
@@ -56,7 +56,7 @@ def lora_pairs(module: nn.Module, flat: FlatParameters) -> list[LoraPair]:
             matrices = [part[adapter].weight for part in (layer.lora_A, layer.lora_B) if adapter in part]
             known = len(matrices) == 2 and type(layer) is package.Linear
             if not (trained.issuperset(map(id, matrices)) if known else trained & set(map(id, layer.parameters()))):
-                continue  # the product is linear in what is trained, so its mean is exact
+                continue  # the product is linear in the trained matrix, so its mean is exact
             base: Any = layer.get_base_layer().weight if known else None
             reasons = {
                 f"is {type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__name__}, and only lora.Linear"

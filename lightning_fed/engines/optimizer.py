@@ -54,7 +54,7 @@ class LocalWork:
     whole: Step | None = None
     # a function from a point [P] to the gradient [P] on the current batch, if the method needs it
     second_gradient: Callable[[Vector], Vector] | None = None
-    num_steps: int = 0  # the steps taken, by the optimizer that took most
+    num_steps: int = 0  # the number of steps taken; with several optimizers, the largest
     steps_of: int | Vector = 0  # the same, per coordinate [P] if optimizers differ; set at the end
     # the sum of the steps' learning rates, per coordinate [P] if groups differ; set at the end
     lr_sum: float | Vector = 0.0
@@ -137,11 +137,11 @@ class _Wrapper(Optimizer):
 
 
 class _Share(NamedTuple):
-    """What one of the wrapped optimizers trains."""
+    """The parameters that one of the wrapped optimizers trains."""
 
     optimizer: Optimizer
-    first_group: int  # the number of its first parameter group among those of all
-    members: Sequence[int]  # the numbers of its parameters in the vector
+    first_group: int  # the index of its first parameter group among all groups
+    members: Sequence[int]  # the indices of its parameters in the vector
 
 
 class FederatedOptimizer(_Wrapper):
@@ -151,12 +151,12 @@ class FederatedOptimizer(_Wrapper):
 
     1. run the closure, if any (forward, backward, clipping); under a gradient scaler it has already run and
        the gradients are unscaled and finite;
-    2. pass every gradient, plus coupled weight decay, to the method's ``correct``; before, if the method looks
-       ahead, all of them to ``second_gradient_at``, and take the gradient there on the same batch;
+    2. pass every gradient, plus coupled weight decay, to the method's ``correct``. If the method looks ahead, first
+       pass all of them to ``second_gradient_at``, and take the gradient at that point on the same batch;
     3. step the user's optimizer without coupled decay.
 
-    A module with manual optimization may have several optimizers, whose :class:`JointOptimizer` is then wrapped.
-    It steps :attr:`parts`, each of which corrects the gradients of its own parameters.
+    A module with manual optimization may have several optimizers: their :class:`JointOptimizer` is then wrapped.
+    The module steps :attr:`parts`, and each part corrects its own gradients.
     """
 
     plan: StepPlan
@@ -164,7 +164,7 @@ class FederatedOptimizer(_Wrapper):
 
     def __init__(self, base: Optimizer, flat: FlatParameters) -> None:
         super().__init__(base, flat)
-        self.work: LocalWork | None = None  # of the current client
+        self.work: LocalWork | None = None  # the current client's
         index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
         self._groups = [index[id(p)] for p in flat.params]
         own = base.parts if isinstance(base, JointOptimizer) else [base]
@@ -174,8 +174,8 @@ class FederatedOptimizer(_Wrapper):
             if not type(part).__module__.startswith("torch.optim.")
             for inner in inner_optimizers(part)
         ]
-        self.clip: Callable[[], None] | None = None  # of corrected gradients
-        self.schedule: LocalSchedule | None = None  # of each local step's options
+        self.clip: Callable[[], None] | None = None  # clips corrected gradients
+        self.schedule: LocalSchedule | None = None  # sets the options of each local step
         first, self._all = 0, _Share(base, 0, range(len(flat.params)))
         self.parts: list[OptimizerPart] = []  # the optimizers, if there are several
         for part in own if len(own) > 1 else ():
@@ -185,7 +185,7 @@ class FederatedOptimizer(_Wrapper):
             first = end
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict; with a schedule by local step, with the options of its start."""
+        """Return the wrapped optimizer's state dict, with the initial options if there is a schedule by local step."""
         state = self.base.state_dict()
         if self.schedule is not None:
             self.schedule.at_start(state["param_groups"])
@@ -230,7 +230,7 @@ class FederatedOptimizer(_Wrapper):
     def begin(self, work: LocalWork, kept: State | None = None, first_step: int = 0, steps: int = 0) -> None:
         """Start a client's local work, from the optimizer state that it kept, if any (see :meth:`solver_state`).
 
-        ``first_step`` is the step of its schedule at which it begins, ``steps`` the most that it takes.
+        The client begins at ``first_step`` of its schedule, and takes at most ``steps`` steps.
         """
         if self.schedule is not None:
             self.schedule.begin(first_step, steps)
@@ -238,7 +238,7 @@ class FederatedOptimizer(_Wrapper):
             self._load_solver(solver_entries(kept, len(self.flat.params)))
         else:
             self.base.state.clear()
-            for inner in self._inner:  # after a client that failed
+            for inner in self._inner:  # a failed client may have left state
                 inner.state.clear()
         self.work, self.plan = work, self.plan_of(work.algorithm)
         self._lr_sums = [0.0] * len(self.base.param_groups)
@@ -278,8 +278,8 @@ class FederatedOptimizer(_Wrapper):
     def step(self, closure: Callable[[], Any] | None = None, share: _Share | None = None) -> Any:  # type: ignore[override]
         """Take one local step: closure, correction, the wrapped optimizer's step; return the closure's result.
 
-        If there is no gradient at all (``training_step`` returned None), no step is taken or counted. ``share`` is the
-        one of several wrapped optimizers that steps.
+        If there is no gradient at all (``training_step`` returned None), no step is taken or counted. With several
+        wrapped optimizers, ``share`` is the one that steps.
         """
         loss = None
         if closure is not None:
@@ -410,7 +410,7 @@ class FederatedOptimizer(_Wrapper):
                 }
 
     def placed(self, state: State) -> State:
-        """Return a server state with the wrapped optimizer's statistics on the device that it reads them on."""
+        """Return a server state with the wrapped optimizer's statistics on the device where it reads them."""
         if not any(name.startswith("solver.") for name in state):
             return state
         found = dict(state)
@@ -458,7 +458,7 @@ class FederatedOptimizer(_Wrapper):
         return self.spread([self._lr_sums[g] for g in self._groups])
 
     def _check_counts(self, algorithm: Algorithm, most: int) -> int | Vector:
-        """Return the steps of several optimizers per coordinate; raise if a method reads the mean of none."""
+        """Return the steps of several optimizers per coordinate; raise if a method reads the mean over zero steps."""
         counts = [self._counts[g] for g in self._groups]
         if most > 0 and algorithm.reads_path_gradient and 0 in counts[: self.flat.num_shared]:
             own = ", ".join(
@@ -472,7 +472,7 @@ class FederatedOptimizer(_Wrapper):
         return most if len(set(counts)) == 1 else torch.as_tensor(self.spread(counts))
 
     def spread(self, of_parameters: Sequence[float]) -> float | Vector:
-        """Return the common number of all exchanged parameters, per coordinate [P] if they differ."""
+        """Return the common number of all exchanged parameters, or one per coordinate [P] if they differ."""
         of_parameters = of_parameters[: self.flat.num_shared]
         if len(set(of_parameters)) == 1:
             return of_parameters[0]
@@ -488,7 +488,7 @@ class FederatedOptimizer(_Wrapper):
             return torch.zeros_like(x)
         moved = work.path if self.plan.tracks and work.path is not None else x - self.flat.y
         lr_sum = self._lr_sum()
-        if isinstance(lr_sum, float) and lr_sum != 0:  # rounded as in the message, of which servers compute the same
+        if isinstance(lr_sum, float) and lr_sum != 0:  # rounded as in the message: servers compute the same
             return moved / torch.tensor(lr_sum, dtype=x.dtype)
         rates = torch.as_tensor(lr_sum, dtype=x.dtype, device=x.device)
         still = work.still if work.still is not None else torch.zeros_like(x)
@@ -497,9 +497,9 @@ class FederatedOptimizer(_Wrapper):
 
 
 class OptimizerPart(_Wrapper):
-    """One of several optimizers of a module with manual optimization, whose gradients are corrected like those of one.
+    """One of several optimizers of a module with manual optimization; it corrects gradients like a single one.
 
-    It is what ``self.optimizers()`` returns in the module.
+    In the module, ``self.optimizers()`` returns it.
     """
 
     def __init__(self, whole: FederatedOptimizer, share: _Share) -> None:
@@ -516,7 +516,7 @@ OptimizerPart.step.hooked = True  # type: ignore[attr-defined]
 
 
 def undeclared_path(algorithm: Algorithm) -> FederatedError:
-    """Return the error for a method that reads the mean direction of the steps, which were not tracked."""
+    """Return the error for a method that reads the mean direction of steps that were not tracked."""
     return FederatedError(
         f"{type(algorithm).__name__} reads run.path_gradient, but declares uses_path_gradient=False: set it to True."
     )

@@ -32,7 +32,7 @@ from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 class PreparedModule:
     """A module ready for an engine: one vector of trained parameters, and an optimizer that corrects gradients.
 
-    The trainer's strategy has set up module, precision and optimizer; the wrapped optimizer replaces the user's there.
+    The trainer's strategy has set up module, precision and optimizer; the wrapper replaces its optimizer.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -45,7 +45,7 @@ class PreparedModule:
         if (trainer.lr_scheduler_configs or settings.local_schedule is not None) and not self.steps_itself:
             check_schedules(trainer, settings.local_schedule)
         check_method(settings.algorithm)
-        self._frozen: list[nn.Parameter] = []  # in this run alone
+        self._frozen: list[nn.Parameter] = []  # for this run alone
         if settings.lora == "frozen_a":
             self._frozen = [p for p in lora_a(self.module).values() if p.requires_grad]
         for p in self._frozen:
@@ -73,7 +73,7 @@ class PreparedModule:
             try_hooks(self.algorithm, self.flat.numel)
         places = [name.rpartition(".") for name in self.flat.names]
         owned = {owner: self.module.get_submodule(owner)._parameters for owner, _, _ in places}
-        # a script's parameters and parts are in no dictionary, and stay as they are
+        # a scripted module has no dictionaries of parameters and parts, and they stay as they are
         owned |= {owner: dict(own.items()) for owner, own in owned.items() if not isinstance(own, dict)}
         self._places = [(owned[owner], key) for owner, _, key in places]
         parts = [part._modules for part in self.module.modules() if isinstance(part._modules, dict)]
@@ -84,7 +84,7 @@ class PreparedModule:
         self._untrained = [(n, p) for n, p in self.module.named_parameters() if id(p) in held and n not in trained]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         self.optimizer = FederatedOptimizer(base, self.flat)
-        self._optimizers: list[Any] = [*self.optimizer.parts] or [self.optimizer]  # those that are stepped
+        self._optimizers: list[Any] = [*self.optimizer.parts] or [self.optimizer]  # the ones that are stepped
         if settings.local_schedule is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             self.optimizer.schedule = LocalSchedule(settings.local_schedule, base, schedules, self._step_schedules)
@@ -100,7 +100,7 @@ class PreparedModule:
         self.split = split_of(trainer)
         self.shuffle = not trainer.overfit_batches  # in addition to the data module's setting
         self.keeps_solver = settings.keeps_solver
-        self.round = 0  # that of the schedules, if set by :meth:`set_round`
+        self.round = 0  # the schedules' round, if set by :meth:`set_round`
         self._at_start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
         self._made_dense = self._make_dense()
 
@@ -157,7 +157,7 @@ class PreparedModule:
                 "A hook has replaced the local optimizer (trainer.optimizers), which is reset for every client anyway."
                 " Change the options of its groups instead: trainer.optimizers[0].param_groups."
             )
-        reached = None  # once a submodule is another one, the parameters that the module has
+        reached = None  # ids of the module's parameters, once a submodule was replaced
         if [*map(dict.get, self._holders, self._keys)] != self._parts:
             reached = set(map(id, self.module.parameters()))
         for name, p, (held, key) in zip(self.flat.names, self.flat.params, self._places, strict=True):
@@ -182,15 +182,15 @@ class PreparedModule:
                 )
 
     def begin_round(self, step: int) -> None:
-        """Show the rates that a round begins with, given the run's step of its schedules by local step."""
+        """Show the initial rates of a round, given the run's step in its schedules by local step."""
         if self.optimizer.schedule is not None:
             self.optimizer.schedule.begin_round(step)
 
     def set_round(self, round: int, plateaus: Sequence[Mapping[str, Any]] = ()) -> None:
         """Set the learning rates, and the trainer's epoch, to those of a round, from any earlier round.
 
-        Schedules step one by one, as in a fit, so rates have the same bits. ``plateaus`` are the states after the
-        previous round of schedules that follow a metric (``ReduceLROnPlateau``); the last of them sets the rates.
+        Schedules step one by one, as in a fit, so rates have the same bits. ``plateaus`` has the states of schedules
+        that follow a metric (``ReduceLROnPlateau``) after the previous round; the last of them sets the rates.
         """
         configs = self.trainer.lr_scheduler_configs
         metric_schedules = [config.scheduler for config in configs if config.reduce_on_plateau]
@@ -230,7 +230,7 @@ class PreparedModule:
         self.round = 0
 
     def give_back_optimizers(self) -> None:
-        """Let the trainer have the user's own optimizers again."""
+        """Restore the user's own optimizers in the trainer."""
         self.trainer.strategy.optimizers = [optimizer.base for optimizer in self._optimizers]
 
     def release(self) -> None:

@@ -77,8 +77,8 @@ def _has_lstm(dtype: torch.dtype) -> bool:
 def denormals_as_zero() -> Iterator[None]:
     """Flush denormal numbers to zero in this thread; processors are several times slower with them.
 
-    In float32 these are below 1.2e-38. The momentum of a weight with zero gradient, such as that of a pixel at the
-    border, decays to them within a thousand rounds; dead networks have such gradients. MimeLite with Adam in
+    In float32 these are below 1.2e-38. The momentum of a weight with zero gradient, such as the weight of a pixel
+    at the border, decays to them within a thousand rounds. Dead networks have such gradients. MimeLite with Adam in
     ``reproduce mime_fig3 --scale part`` takes a third less time in round 1,000.
 
     Nothing changes with several threads, or if the processor does not support it. The other threads' mode would depend

@@ -19,9 +19,9 @@ class SplitGraph:
     """A traced function as two graphs.
 
     ``once`` maps the constants to values that only depend on them: for every moved input, the constant part of its
-    direction (or None), then the values that ``call`` needs. ``call`` maps the other inputs, these values, and the
-    factor of the move to the results other than directions, and moves the inputs along their directions without the
-    constant parts.
+    direction (or None). The values that ``call`` needs follow. ``call`` maps the other inputs, these values, and the
+    factor of the move to the results other than directions. It also moves the inputs along their directions without
+    the constant parts.
     """
 
     owner: fx.GraphModule  # the owner of the graphs' attributes
@@ -48,7 +48,7 @@ def split_graph(module: fx.GraphModule, moves: int, constants: int, names: tuple
     fixed = _constant(graph, last)
     if any(writes(node) and any(a in fixed for a in node.all_input_nodes) for node in graph.nodes):
         return None
-    once, copies = _copied(fixed)  # before anything is erased
+    once, copies = _copied(fixed)  # copy before anything is erased
     output: Any = graph.output_node()
     directions, rest = output.args[0][:moves], output.args[0][moves:]
     sums = [_Sum(p, d, fixed) for p, d in zip(moved, directions, strict=True)]
@@ -203,7 +203,7 @@ def _copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]
 
 
 def _added(graph: fx.Graph, terms: Sequence[_Term], copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """Return the sum of terms with factors, starting with one without a factor; None if empty."""
+    """Return the sum of terms with factors, starting with a term without a factor, if any; None if empty."""
     total: fx.Node | None = None
     for factor, node in sorted(terms, key=lambda term: term[0] != 1.0):
         if total is None:

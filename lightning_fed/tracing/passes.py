@@ -1,4 +1,4 @@
-"""Graph rewrites: unneeded and repeated computations are removed, cross-entropies are kernels, any number works."""
+"""Graph rewrites: remove redundant computations, restore cross-entropy kernels, and accept any number of clients."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def _stands_for(node: Any, is_pure: bool) -> fx.Node | None:
-    """Return the node with the same result, or None."""
+    """Return another node with the same result, or None."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -67,7 +67,7 @@ def _fold(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _share(graph: fx.Graph) -> None:
-    """Compute repeated computations of the same inputs once."""
+    """Compute repeated computations only once."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr") or _is_random(node):
@@ -111,7 +111,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def root(node: Any) -> Any:
-    """Return the node that a node is a view of."""
+    """Return the base of a node that is a view, else the node itself."""
     while node.op == "call_function" and (node.target is operator.getitem or is_view(node.target)):
         node = node.args[0]
     return node
@@ -123,7 +123,7 @@ def is_view(target: Any) -> bool:
 
 
 def erase_unused(graph: fx.Graph) -> None:
-    """Erase unused nodes that change nothing."""
+    """Erase unused nodes that do not write to their arguments."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not writes(node):
             graph.erase_node(node)
@@ -149,8 +149,8 @@ def generalize(graphs: Sequence[Sequence[fx.Graph]], owners: Sequence[nn.Module]
     The number is part of a graph, for example in sizes of views. Comparing graphs recorded with different numbers shows
     its positions: every integer that differs must be the same multiple of the number in all graphs.
 
-    ``graphs`` are groups of graphs recorded with different numbers, ``owners`` have the attributes of the graphs of a
-    group. The first graph of each is changed in place; return False, with no change, if they differ otherwise.
+    ``graphs`` are groups of graphs recorded with different numbers. ``owners`` have the attributes of a group's graphs.
+    Change the first graph of each group in place, or return False, with no change, if graphs differ otherwise.
     """
     found = []
     try:
@@ -261,7 +261,7 @@ def _put_in(graph: fx.Graph, stacked: fx.Node | None, merged: Mapping[fx.Node, A
 
 
 # Cross-entropies: vmap decomposes nll_loss, their last part, into small operators. A kernel without reduction takes the
-# examples of all clients as one batch. It saves 8 of 40 kernels of a small network's local step on a device
+# examples of all clients as one batch. This saves 8 of 40 kernels of a small network's local step on a device
 # (benchmarks/device_counts.py).
 
 _KERNELS: dict[int, Any] = {
@@ -274,10 +274,10 @@ _NO_REDUCTION = 0
 
 
 class _Zero:
-    """Matches a tensor of the number 0."""
+    """Matches a tensor with the number 0."""
 
 
-# What torch._decomp makes of nll_loss. A tuple matches a call of an operator, and a name the same value everywhere.
+# The form of nll_loss in torch._decomp. A tuple matches a call of an operator, and a name the same value everywhere.
 _COLUMN = (_aten.unsqueeze.default, "target", "dim")
 _IS_COUNTED = (_aten.ne.Scalar, "target", "ignored")
 _IS_COUNTED_COLUMN = (_aten.ne.Scalar, _COLUMN, "ignored")
@@ -336,7 +336,7 @@ def _replace(
         return
     rest, column = shape[dim + 1 :], torch.Size([*shape[:dim], 1, *shape[dim + 1 :]])
     if len(rest) not in _KERNELS or (each is not None and torch.broadcast_shapes(each, column) != column):
-        return  # weights of classes make the gradient one of every class
+        return  # with class weights, the gradient has a value for every class
     forward, backward = _KERNELS[len(rest)]
 
     def flattened(tensor: fx.Node, *sizes: int) -> fx.Node:

@@ -19,7 +19,7 @@ except ImportError as error:  # private names, which may move; everything also r
 else:
     _MISSING = ""
 
-_MOST = 512  # traces of about 300 kB each
+_MOST = 512  # the most traces kept, about 300 kB each
 
 Found: TypeAlias = tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]
 """The results of a traced function: tensors, a loss, and named values."""
@@ -28,15 +28,15 @@ Found: TypeAlias = tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]
 class Traces:
     """The table of traces: from a function's key to its graph, which is recorded on first use.
 
-    A trace repeats Python's decisions at its recording. The caller must therefore forbid traces if these decisions may
-    change, drop them after changes, and check them regularly. The choice of traced functions must not depend on earlier
-    runs: a trace rounds differently, and a resumed run must have the same bits.
+    A trace repeats Python's decisions from its recording. The caller must therefore forbid traces if these may change,
+    drop them after changes, and check them regularly. The choice of traced functions must not depend on earlier runs: a
+    trace rounds differently, and a resumed run must have the same bits.
     """
 
     def __init__(self, dtype: torch.dtype, warn: Callable[[str], None]) -> None:
-        self._dtype, self._warn = dtype, warn  # PyTorch's default within the functions; shows a warning
-        self.allowed = not _MISSING  # to record and use traces
-        self.round = 0  # the caller's count, which each trace keeps from its recording
+        self._dtype, self._warn = dtype, warn  # the default dtype within functions; shows a warning
+        self.allowed = not _MISSING  # whether traces may be recorded and used
+        self.round = 0  # the caller's count; each trace keeps the count at its recording
         self._traces: dict[Any, Trace | None] = {}
         if _MISSING:
             warn(
@@ -45,11 +45,11 @@ class Traces:
             )
 
     def __len__(self) -> int:
-        """The number of traces."""
+        """Return the number of traces."""
         return sum(trace is not None for trace in self._traces.values())
 
     def forbid(self, why: str = "") -> None:
-        """Drop all traces and record no more, with the reason as a warning, if given."""
+        """Drop all traces and record no more; warn with the reason, if given."""
         self.drop()
         if self.allowed and why:
             self._warn(why)
@@ -96,7 +96,7 @@ class Traces:
                 if graph is None:
                     break
                 graphs.append(graph)
-            if not self.allowed:  # the function has forbidden it
+            if not self.allowed:  # the function has forbidden traces
                 return None
             own_notes = {name: set(read) for name, read in (notes or {}).items()}
             is_made = len(graphs) == len(sizes) and _accepts_any(graphs)
@@ -126,7 +126,7 @@ class Traces:
             raise  # nothing is wrong with the function
         except Exception as error:
             with torch.no_grad():
-                function(*tensors)  # raises an error of the batch, which is not the trace's
+                function(*tensors)  # raises the error if the batch causes it, not the trace
             if not may_fail:
                 self.forbid_after(error, "in tracing")
             return None
@@ -147,7 +147,7 @@ class _Shapes(TorchFunctionMode):
     """Records the shape of every result for make_fx, whose own fake tensors make tracing 1.7 times slower."""
 
     shape_env = None  # sizes are numbers
-    in_kernel_invocation = False  # read by functions of torch.compile, which then say why they cannot be traced
+    in_kernel_invocation = False  # read by functions of torch.compile, which then report why they cannot be traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Create a tensor without data; a single number stays on its device, since a pass may use it."""
@@ -161,9 +161,9 @@ class Trace:
     """A traced function in two parts: one runs once for the constants, the other in every call.
 
     Attributes:
-        checked: By kinds of inputs compared with the function: the Python numbers that the function returned, which are
-            not part of the trace; None if the trace is wrong.
-        round: The round of its recording.
+        checked: By kinds of compared inputs: the Python numbers that the function returned, which are not part of the
+            trace; None if the trace is wrong.
+        round: The round in which it was recorded.
     """
 
     def __init__(self, graph: SplitGraph, dtype: torch.dtype, notes: dict[str, set[str]], round: int) -> None:

@@ -66,7 +66,7 @@ _KEPT = {
         " which the run seeds for every client, or seed this one in on_client_start."
     ),
 }
-"""Warnings of what goes from one client's work to the next, by kind."""
+"""Warnings about state that goes from one client's work to the next, by kind."""
 
 
 class SequentialEngine(Engine):
@@ -81,8 +81,8 @@ class SequentialEngine(Engine):
         self.fetcher = ClientFetcher()
         self.anchor_grad = torch.zeros_like(self.flat.y) if self.algorithm.anchor_at else None
         self.looks_ahead = self.epoch_loop.automatic_optimization.looks_ahead = self.algorithm.looks_ahead
-        self._delta = torch.empty_like(self.flat.y)  # the last client's; allocation costs more than the arithmetic
-        self._has_checked = False  # what one client's work leaves behind in attributes
+        self._delta = torch.empty_like(self.flat.y)  # reused for every client: allocating takes longer than subtracting
+        self._has_checked = False  # whether attributes were checked after one client's work
         self._readings: list[Reading] = []  # clients whose numbers are still on the device
         self.epoch_loop.prepare()
         if self.algorithm.full_grad_at or self.algorithm.anchor_at or self.algorithm.looks_ahead:
@@ -103,7 +103,7 @@ class SequentialEngine(Engine):
         started = time.perf_counter()
         who = plan.participant
         with self.errors_of(plan, inputs.round, "its local work"):
-            self.flat.gather()  # after a client that failed
+            self.flat.gather()  # a failed client may have assigned to `.data`
             self.flat.personal.copy_(client.get(PERSONAL, self.flat.personal))
             schedule = self.optimizer.schedule
             first_step = 0 if schedule is None else schedule.start_of(client)
@@ -115,9 +115,9 @@ class SequentialEngine(Engine):
             if not self._has_checked:
                 kept, attributes = self._kept(), attributes_of(self.trainer.lightning_module)
             self.epoch_loop.begin_client()
-            for p in self.flat.params:  # which an optimizer_zero_grad of the user's may have left
+            for p in self.flat.params:  # a user's optimizer_zero_grad may have left gradients
                 p.grad = None
-            schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # it steps them itself
+            schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # a local schedule steps its own
             options = LocalOptions(self.optimizer.base, schedules)
             try:
                 with self.epoch_loop._results.of_client(self.trainer.lightning_module):
@@ -210,7 +210,7 @@ class SequentialEngine(Engine):
         if optimizer.plan.injects:
             work.is_joined = self.flat.joins and isinstance(whole.lr, float) and not optimizer.parts
             work.steps = self._steps(inputs, whole, work.is_joined)
-            if self.looks_ahead:  # at points that the method computes in every step
+            if self.looks_ahead:  # the method computes the points in every step
                 optimization.gradients = self.gradients
                 work.whole, work.second_gradient = whole, optimization.second_gradient
         return work
@@ -231,7 +231,7 @@ class SequentialEngine(Engine):
             try:
                 self.epoch_loop.run(self.fetcher)
             finally:
-                self.fetcher.teardown()  # ends the workers of a loader, which nobody asks for more
+                self.fetcher.teardown()  # ends a loader's workers: no more batches are needed
 
     def _merged_buffers(self, before: State) -> State:
         """Return the buffers after a client's work: the mean over processes of the changed ones."""
@@ -281,7 +281,7 @@ class SequentialEngine(Engine):
         )
 
     def _check_buffers(self, before: State, after: State) -> None:
-        """Raise if local work changed a buffer, which carries examples past the noise."""
+        """Raise if local work changed a buffer, which would reveal examples without noise."""
         name = next((name for name, value in after.items() if not torch.equal(value, before[name])), None)
         if name is not None:
             raise FederatedError(
@@ -310,11 +310,11 @@ class SequentialEngine(Engine):
         )
 
     def _check_read(self, attributes: Snapshot, told: Mapping[str, str], plan: WorkPlan) -> None:
-        """Warn if a step reads what local work has left in attributes, such as a recurrent state or a flag.
+        """Warn if a step reads values that local work has left in attributes, such as a recurrent state or a flag.
 
-        Most such attributes only note something. Trial steps on the client's first batch tell, with what the attributes
-        hold, with what they held before, and once more with the first, as a step may give another loss each time.
-        ``told`` are the attributes that another warning names.
+        Most such attributes only record something. Trial steps on the client's first batch detect reads. They run with
+        the current values, the earlier ones, and the current ones again, since a step may give another loss each time.
+        ``told`` has the attributes that another warning names.
         """
         module, device = self.trainer.lightning_module, self.flat.y.device
         may_reset = any_uses_hook(self.trainer, "on_client_start", of_users=True)
@@ -322,7 +322,7 @@ class SequentialEngine(Engine):
         may_try = not (may_reset or self.prepared.steps_itself or self.private is not None or self.split.size > 1)
         names = attributes.keep_changed(told) if may_try and "tensor" not in told.values() else []
         if not names or any(isinstance(value, Iterator) for *_, value in attribute_values(parts_of(module))):
-            return  # what a trial step takes from an iterator would be missing later
+            return  # values that a trial step takes from an iterator would be missing later
         losses, copies = list[Tensor | None](), TensorCopies(own_tensors(parts_of(module)))
         with preserved_random_state(device), self.gradients.silent() as forget:
             now = attributes_of(module)
@@ -331,17 +331,17 @@ class SequentialEngine(Engine):
                 now.restore()
                 forget()
                 self.flat.bind()
-                copies.restore()  # a step may set parameters by its first batch
+                copies.restore()  # a step may set parameters from its first batch
 
             try:
                 for is_before in (False, True, False):
                     if is_before:
                         attributes.restore()
-                    seed_global(0, device)  # the data may be drawn too
+                    seed_global(0, device)  # the data may be random, too
                     batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
                     losses.append(self.gradients.forward(prepare_batch(self.trainer, batch), 0))
                     undo()
-            except Exception:  # with the attributes of before, say: a step that fails shows nothing
+            except Exception:  # such as with the old attributes: a failed step shows nothing
                 return
             finally:
                 undo()
@@ -357,19 +357,19 @@ class SequentialEngine(Engine):
             )
 
     def _kept(self) -> dict[Key, list[tuple[Any, Any]]]:
-        """Return what goes from one client's work to the next: see :func:`kept_between_clients`."""
+        """Return the state that goes from one client's work to the next: see :func:`kept_between_clients`."""
         counts = {("optimizer", name): [(None, value)] for name, value in self.optimizer.counts().items()}
         return {**kept_between_clients(self.trainer.lightning_module, self.trainer.callbacks), **counts}
 
     def _check_kept(self, before: Mapping[Key, list[tuple[Any, Any]]]) -> dict[str, str]:
-        """Warn if local work has changed what :meth:`_kept` returns of the module; raise for the optimizer.
+        """Warn if local work has changed the state that :meth:`_kept` returns; raise for the optimizer's state.
 
-        Attributes may get more tensors or numbers. Return the names in these warnings, with their kinds.
+        Attributes may gain tensors or numbers. Return the names in these warnings, with their kinds.
         """
         module, after, told = type(self.trainer.lightning_module).__name__, self._kept(), dict[str, str]()
         for (kind, name), now in after.items():
             was = before.get((kind, name), [])
-            if kind == "optimizer" and now != was:  # which is not reset with the optimizer's state and options
+            if kind == "optimizer" and now != was:  # attributes are not reset with state and options
                 raise FederatedError(
                     f"The local optimizer changes its attribute {name} as it steps. Every client has a new optimizer,"
                     " and this number would go from one to the next. Keep it in self.state[parameter], or in a"

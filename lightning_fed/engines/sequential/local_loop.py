@@ -48,11 +48,11 @@ _NO_CONTEXT = nullcontext()
 class ClientOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization, plus a second gradient on the same batch if the method needs one.
 
-    At an anchor, which is known in advance, it is computed before the first one. At a point that depends on the first
-    one, the optimizer calls :meth:`second_gradient` after backward.
+    An anchor is known in advance, so its gradient is computed before the first one. If the point depends on the first
+    gradient, the optimizer calls :meth:`second_gradient` after backward.
 
-    If no module, callback or plugin overrides a hook between batch and step, and there is no gradient scaler, a fast
-    path makes the same calls without looking up each hook: the same bits in a fraction of the time.
+    A fast path makes the same calls without looking up each hook: the same bits in a fraction of the time. It applies
+    if no module, callback or plugin overrides a hook between batch and step, and there is no gradient scaler.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -66,12 +66,12 @@ class ClientOptimization(_AutomaticOptimization):
         self._current_batch: tuple[Any, int, Callable[[], None]] | None = None  # batch, index, and how to draw again
         self.split = BatchSplit()
         self.has_fast_path = False
-        self._has_context = True  # around forward passes
+        self._has_context = True  # whether forward passes run in a context
 
     def prepare(self) -> None:
         """Check once per fit whether only forward and backward happen between batch and step."""
         trainer, module = self.trainer, self.trainer.lightning_module
-        self._module, self._precision = module, trainer.precision_plugin  # properties that take several calls a step
+        self._module, self._precision = module, trainer.precision_plugin  # cached: properties take several calls
         self.split = split_of(trainer)
         self._has_context = any(
             getattr(type(trainer.precision_plugin), name) is not getattr(pl.plugins.precision.Precision, name)
@@ -109,7 +109,7 @@ class ClientOptimization(_AutomaticOptimization):
                 self._add_gradient(self.anchor_point, second, batch_idx, self.anchor_grad)
         if self.looks_ahead:
             self._current_batch = second, batch_idx, capture_random_state(self.trainer.strategy.root_device)
-        trainer = self.trainer  # a callback may have changed these
+        trainer = self.trainer  # a callback may have changed its settings
         if self.has_fast_path and trainer.accumulate_grad_batches == 1 and not trainer.gradient_clip_val:
             return self._run_fast_path(optimizer, kwargs)
         return super().run(optimizer, batch_idx, kwargs)
@@ -143,7 +143,7 @@ class ClientOptimization(_AutomaticOptimization):
         batch_idx: int,
         kwargs: OrderedDict,  # type: ignore[type-arg]
     ) -> dict[str, Any]:
-        """Step with the noisy gradient, also for an empty sample of the client's examples."""
+        """Step with the noisy gradient, even if the sample of the client's examples is empty."""
         trainer = self.trainer
         if trainer.accumulate_grad_batches != 1 or trainer.gradient_clip_val:
             raise FederatedError(
@@ -175,7 +175,7 @@ class ClientOptimization(_AutomaticOptimization):
         return out
 
     def _add_gradient(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector) -> None:
-        """Add the gradient at a point, weight decay included, on a step's batch; its first batch resets the sum."""
+        """Add the gradient at a point, with weight decay, on a batch of a step; the first batch resets the sum."""
         assert self.gradients is not None
         accumulated = self.trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
@@ -240,9 +240,9 @@ class ClientFetcher(_DataFetcher):
 class ClientEpochLoop(_TrainingEpochLoop):
     """Runs one local epoch of one client per ``run(fetcher)``.
 
-    Calls have Lightning's order. Lightning's other work per batch is left out: validation, step loggers, schedulers per
-    step, and the collective that checks every rank for a signal, which would hang for clients of different lengths.
-    Hooks that neither the module nor a callback overrides cost nothing.
+    Calls keep Lightning's order. Lightning's other work per batch is left out: validation, step loggers and schedulers
+    per step. So is the collective that checks every rank for a signal: it would hang for clients of different lengths.
+    Hooks that neither the module nor a callback overrides have no overhead.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -253,9 +253,9 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._loss_weights: list[int] = []
         self._split = BatchSplit()
         self.own_examples = 0  # examples of the current client in this process, counted in every local epoch
-        self.is_in_first_step = False  # of the first client of a round
+        self.is_in_first_step = False  # whether this is the first step of a round's first client
         self.uses_start_hooks = False  # whether module or callbacks have on_train_batch_start
-        self.schedule_step: int | None = None  # while a schedule by local step takes a step
+        self.schedule_step: int | None = None  # set while a schedule by local step takes a step
         self._has_warned_of_step = False
 
     def teardown(self) -> None:
@@ -267,7 +267,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
     def global_step(self) -> int:
         """The number of completed rounds: the step axis of loggers and checkpoints.
 
-        In ``lr_scheduler_step`` of a schedule by local step, the steps that the schedule has counted.
+        In ``lr_scheduler_step`` of a schedule by local step, it is the number of steps that the schedule has counted.
         """
         if self.schedule_step is not None:
             return self.schedule_step
@@ -311,7 +311,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         """Find the hooks in use, once per fit."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self._precision = trainer.precision_plugin  # the property takes several calls a step
+        self._precision = trainer.precision_plugin  # cached: the property takes several calls a step
         self._profiles = not isinstance(trainer.profiler, PassThroughProfiler)
         self._uses = {
             hook: self._profiles
@@ -400,7 +400,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.batch_progress.increment_started()
         kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
         optimizer: Any = trainer.optimizers[0]
-        if self._has_hooks:  # which may have assigned to `.data`
+        if self._has_hooks:  # hooks may have assigned to `.data`
             optimizer.flat.gather()
         with trainer.profiler.profile("run_training_batch") if self._profiles else _NO_CONTEXT:
             if self._steps_itself:

@@ -1,4 +1,4 @@
-"""A client's losses, means and norm; on an accelerator, those of all clients are read at once."""
+"""Losses, means and norms of clients; on an accelerator, one read gets the numbers of all clients."""
 
 import math
 import time
@@ -34,7 +34,7 @@ class ClientNumbers:
 
     def sum_of_losses(self) -> float:
         """Return the sum of losses times examples."""
-        total: float = sum(map(mul, self.losses, self.weights))  # type: ignore[arg-type]  # they are numbers by now
+        total: float = sum(map(mul, self.losses, self.weights))  # type: ignore[arg-type]  # already read as numbers
         return total * self.accumulated
 
     def step_losses(self) -> list[float]:
@@ -52,7 +52,7 @@ class Reading:
     norm: float | Tensor  # the norm of the client's change, a tensor on an accelerator
     numbers: ClientNumbers | None  # None if the report must not show them
     round: int
-    started: float | None = None  # when the client's work began, which ends with the reading; None if it has ended
+    started: float | None = None  # start of the client's work, which lasts until the reading; None if it has ended
 
     def fill(self, read: Iterator[float]) -> ClientError | None:
         """Complete the report; return the client's error if its loss or change is not finite."""
@@ -67,7 +67,7 @@ class Reading:
         if self.started is not None:
             found["seconds"] = time.perf_counter() - self.started
         for name, value in found.items():
-            object.__setattr__(self.report, name, value)  # it is read-only for others
+            object.__setattr__(self.report, name, value)  # the report is read-only for others
         return fault_of(self.report, None if numbers is None else numbers.step_losses, self.round)
 
 

@@ -50,7 +50,7 @@ class BatchGroup(NamedTuple):
 
 
 class RowBatches:
-    """Batches that are rows of tensors of one kind, looked up without a loader.
+    """Batches of rows of tensors of one kind, looked up without a loader.
 
     ``by_index`` separates clients at different batch indices of their local epochs.
     """
@@ -151,7 +151,7 @@ def _is_plain(batch: Any) -> bool:
 
 def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
     """Return the tensors of a batch, and the structure for :func:`unflatten`."""
-    return (batch, list) if _is_plain(batch) else pytree.tree_flatten(batch)  # the first is much faster
+    return (batch, list) if _is_plain(batch) else pytree.tree_flatten(batch)  # lists are a fast path
 
 
 def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
@@ -192,7 +192,7 @@ class RowLookup:
     def in_order(self, steps: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[list[Tensor]]:
         """Yield each step's rows [n * B, ...], given its clients with the rows [B] of their tensors.
 
-        One lookup serves several steps.
+        One lookup covers several steps.
         """
         if self._whole is None:
             for step in steps:

@@ -156,11 +156,11 @@ class ChunkWork:
         self.algorithm, self.optimizer, self.inputs, self.clip = algorithm, optimizer, inputs, clip
         flat, x = optimizer.flat, inputs.x
         self.layout, self.shared_layout, self.memory = flat.whole_layout, flat.layout, memory
-        self.decay, self.rates = optimizer.decay, plan.rates  # of each parameter, the rates at the current step
+        self.decay, self.rates = optimizer.decay, plan.rates  # per parameter; the rates at the current step
         self._counts = [who.steps for who in participants]
-        self._starts = [0] * len(participants)  # the step of its schedule at which each client has begun
-        self._rate_sums = dict[int, list[list[float]]]()  # by such a step: the sums of each parameter after each step
-        self._sums = list[list[float]]()  # those of the clients that have begun last
+        self._starts = [0] * len(participants)  # each client's first step in its schedule
+        self._rate_sums = dict[int, list[list[float]]]()  # by first step: parameters' sums of rates after each step
+        self._sums = list[list[float]]()  # the sums of the clients that have begun last
         self.y = memory.y[: len(participants)]  # [S, P + Q]
         self.shared, self._personal = self.y[:, : flat.numel], self.y[:, flat.numel :]
         self.shared.copy_(x)
@@ -171,7 +171,7 @@ class ChunkWork:
         self.full_grad = stack_states(full_grad, range(len(full_grad)))  # by point
         self.examples = torch.tensor([who.size for who in participants], dtype=x.dtype, device=x.device)
         self._num_steps = torch.tensor(self._counts, dtype=x.dtype, device=x.device)
-        self.local: State = {}  # of this round
+        self.local: State = {}  # states of this round
         if algorithm.overrides("init_local"):
             local = of_each(
                 lambda client, _: dict(algorithm.init_local(x, inputs.server, client).items()),
@@ -194,7 +194,7 @@ class ChunkWork:
         self._base = None if is_uniform else StackedOptimizer(optimizer)
 
     def _use_plan(self, plan: StepPlan) -> None:
-        """Use what the rates of clients' first steps decide.
+        """Set the properties that depend on the rates of clients' first steps.
 
         If :attr:`skips`, a parameter that the loss does not depend on stays fixed; a zero gradient would move it.
         """
@@ -213,13 +213,13 @@ class ChunkWork:
         assert schedule is not None
         schedule.begin(first_step, self._counts[clients.start])
         self._use_plan(optimizer.plan_of(self.algorithm))
-        self._base = None if self._base is None else StackedOptimizer(optimizer)  # with a state of its own
+        self._base = None if self._base is None else StackedOptimizer(optimizer)  # with a new state
         self._sums = self._rate_sums[first_step] = [[0.0] * len(self.rates)]
         for row in clients:
             self._starts[row] = first_step
 
     def begin_step(self) -> None:
-        """Go to the next step of the clients that have begun last, whose rates the schedule by local step sets."""
+        """Go to the next step of the clients that have begun last, with rates from the schedule by local step."""
         schedule = self.optimizer.schedule
         assert schedule is not None
         if len(self._sums) > 1:
@@ -231,7 +231,7 @@ class ChunkWork:
     def move(self, clients: Clients, directions: Sequence[Tensor], unused: frozenset[int]) -> None:
         """Move clients along directions, which have the shapes of their views and include coupled weight decay.
 
-        If :attr:`skips`, the losses do not depend on parameters at the positions ``unused``, which stay fixed.
+        If :attr:`skips`, parameters at the positions ``unused`` stay fixed: the losses do not depend on them.
         """
         self._track(clients, directions)
         skipped = unused if self.skips else frozenset()

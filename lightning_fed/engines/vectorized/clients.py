@@ -17,7 +17,7 @@ _Entry: TypeAlias = tuple[Sequence[int], Tensor, float]  # clients, each one's v
 _Sums: TypeAlias = tuple[list[float], list[float]]  # by client: sums of values times weights, and of weights
 
 _SMALL = 2**16  # up to this number of parameters, a CPU runs several clients at once
-_MOST = 2**10  # clients that an accelerator runs at once
+_MOST = 2**10  # the most clients that an accelerator runs at once
 _VECTORS = 16  # vectors [P] per client in addition to its gradient; up to 9 were measured (Mime with Adam)
 
 
@@ -34,7 +34,7 @@ class Clients:
         self.at: int | slice | Tensor = rows[0]  # indexes tensors of the chunk's clients [S, ...]
         if not self.is_one:
             self.at = slice(rows.start, rows.stop) if isinstance(rows, range) else torch.tensor(rows, device=y.device)
-        self.y = y[self.at]  # [n, P], or [P] for one; a copy unless rows are a range
+        self.y = y[self.at]  # [n, P], or [P] for one; a copy if several rows are not a range
         self.views = self._cut(self.y)
 
     def of(self, stacked: Iterable[Tensor]) -> list[Tensor]:
@@ -54,7 +54,7 @@ class Clients:
         stacked[self.at] = torch.cat([column.reshape(shape) for column in columns], dim=-1)
 
     def each(self, function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
-        """Return a function of one client's tensors as a function of all clients': mapped if there are several."""
+        """Turn a function of one client's tensors into one of all clients' tensors; with ``vmap`` for several."""
         return function if self.is_one else vmap(function, in_dims=in_dims, randomness="different")
 
 
@@ -85,7 +85,7 @@ class ChunkMemory:
     def clients(self, rows: range) -> Clients:
         """Return some clients, cached since views of their parameters take a few microseconds each."""
         if rows not in self._clients:
-            if len(self._clients) > 2 * len(self.y):  # with groups of clients that differ from round to round
+            if len(self._clients) > 2 * len(self.y):  # groups of clients may differ from round to round
                 self._clients.clear()
             self._clients[rows] = Clients(self.y, rows, self.layout)
         return self._clients[rows]
@@ -167,7 +167,7 @@ def of_each(function: Callable[..., Any], arguments: tuple[Any, ...], count: int
 
 
 def stack_states(states: Sequence[State], order: Sequence[int]) -> State:
-    """Return states stacked [S, ...] in another order."""
+    """Return states stacked [S, ...] in the given order."""
     if not isinstance(states, Stacked) and not states[order[0]]:
         return {}
     if len(states) == 1:

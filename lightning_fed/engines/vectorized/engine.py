@@ -71,9 +71,9 @@ class VectorizedEngine(Engine):
         self._logged: dict[str, tuple[float, float]] = {}  # see ChunkMeans.add_to
 
     def try_out(self, plan: WorkPlan) -> None:
-        """Raise if the module cannot run several clients at once; tries a step on a client's first batch.
+        """Try a step on a client's first batch, and raise if the module cannot run several clients at once.
 
-        It also chooses the chunk size. If a device does not fit the step of two clients, the size is one, even if set.
+        It also chooses the chunk size. If a step of two clients does not fit the device, the size is one, even if set.
         """
         try:
             self._try_out(plan)
@@ -112,9 +112,9 @@ class VectorizedEngine(Engine):
         self.step.traces.drop()
 
     def begin_round(self, plans: Sequence[WorkPlan]) -> None:
-        """Retry the module, and drop its traces, if an attribute of it or of the method has changed."""
+        """Repeat the trial step and drop traces if an attribute of the module or the method has changed."""
         if self.trainer.accumulate_grad_batches != 1 or hooked_parameter(self.trainer.lightning_module) is not None:
-            check_settings(self)  # a callback has changed it
+            check_settings(self)  # a callback has changed these settings
         self.step.begin_round()
         self.schedule.recurring.begin_round()
         has_changed = self.changes.begin_round()
@@ -140,7 +140,7 @@ class VectorizedEngine(Engine):
         return self.flat.y if self._row is None else self._row[0].shared[self._row[1]]
 
     def show(self, x: Vector, personal: Vector, buffers: State) -> None:
-        """Let the module hold the model that a client starts from, for its hooks."""
+        """Load a client's initial model into the module, for the client's hooks."""
         self._row = None
         super().show(x, personal, buffers)
 
@@ -152,7 +152,7 @@ class VectorizedEngine(Engine):
     def run(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan], clients: Sequence[State], solvers: Sequence[State]
     ) -> ChunkResult:
-        """Train the clients of a chunk; an error that they do not have one by one is the engine's."""
+        """Train the clients of a chunk; blame the engine for an error that does not occur one by one."""
         try:
             return self._run(inputs, plans, clients, solvers)
         except ClientError as error:
@@ -190,7 +190,7 @@ class VectorizedEngine(Engine):
             )
             means = ChunkMeans(len(plans))
             self.changes.begin_work()
-            schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # it steps them itself
+            schedules = self.trainer.lr_scheduler_configs if schedule is None else ()  # a local schedule steps its own
             options = LocalOptions(self.optimizer.base, schedules)
             self.schedule.run(inputs, plans, rows, groups, work, means)
             self.changes.check_work()
@@ -199,7 +199,7 @@ class VectorizedEngine(Engine):
             option, stepped = options.take_back()
             if stepped is not None:
                 raise stepped_schedule(self.trainer.lightning_module, stepped)
-            if option is not None:  # of the optimizer that clients share here
+            if option is not None:  # clients share the optimizer here
                 what = f"changes {option!r} of the local optimizer"
                 raise changed_since_trial(self.trainer.lightning_module, what)
             delta, send, keep = work.finish()
@@ -231,7 +231,7 @@ class VectorizedEngine(Engine):
     def _check_alone(self, cause: BaseException | None, round: int, one_by_one: Callable[[Engine], list[Any]]) -> None:
         """Blame this engine for an error if the sequential one does the same work without it.
 
-        The trial step only covers one shape of batch. A refusal by the sequential engine is raised in its place.
+        The trial step only covers one shape of batch. If the sequential engine refuses the work, its error is raised.
         """
         if cause is None or isinstance(cause, FederatedError):
             return
@@ -241,7 +241,7 @@ class VectorizedEngine(Engine):
             one_by_one(self._make_sequential())
         except Exception as alone:
             if isinstance(alone.__cause__, FederatedError):
-                raise alone from cause  # it names what the run does not offer
+                raise alone from cause  # it names an unsupported feature
             return  # a client is to blame
         finally:
             undo()
@@ -254,9 +254,9 @@ class VectorizedEngine(Engine):
     def each_full_gradients(
         self, inputs: RoundInputs, plans: Sequence[WorkPlan]
     ) -> Iterator[tuple[WorkPlan, State | ClientError]]:
-        """Yield the clients' full-batch gradients, together if all of a chunk have one batch of equal size."""
+        """Yield the clients' full-batch gradients, at once for a chunk of clients with one batch of equal size each."""
         batch_size, count = self.schedule.batch_size, self.chunk_size
-        if self.flat.y.device.type != "cpu" and batch_size is not None:  # its chunks are for batches of local steps
+        if self.flat.y.device.type != "cpu" and batch_size is not None:  # the chunk size is for batches of local steps
             largest = max((plan.batches.size for plan in plans), default=0)
             count = max(1, count * batch_size // max(batch_size, largest))
         for chunk in (plans[i : i + count] for i in range(0, len(plans), count)):

@@ -70,8 +70,8 @@ class FullGradients:
     ) -> bool:
         """Compare a trace with the module for the first of some clients; if it differs, drop it.
 
-        Its gradients, times a factor, were added to sums [P] or [S, P]. They are compared too, since tensor hooks may
-        change them, and not the losses.
+        Its gradients, times a factor, were added to sums [P] or [S, P]. They are compared, too, since tensor hooks may
+        change gradients but not losses.
         """
         module, at, loss, first = self.module, self.layout.views(point), losses, leaves
         if total.ndim > 1:

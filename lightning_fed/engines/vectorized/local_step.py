@@ -51,8 +51,8 @@ class StepOutput(NamedTuple):
 class LocalStep:
     """The local step of a chunk's clients; it also sets the starting points of the clients ``rows``.
 
-    What a method reads is ``shared`` by all clients and steps, each client's ``own`` [S, ...], and their states of the
-    round, ``local`` [S, ...]; all are empty if it reads nothing. ``key`` is equal for any number of clients.
+    The method's inputs are ``shared`` by all clients and steps, each client's ``own`` [S, ...], and the clients' states
+    of the round, ``local`` [S, ...]. All are empty if it reads nothing. ``key`` is equal for any number of clients.
     """
 
     def __init__(self, module: ModuleStep, work: ChunkWork, rows: range) -> None:
@@ -115,7 +115,7 @@ class LocalStep:
         Before the second gradient, ``draw_again`` restores the random states of the first.
         """
         found, loss, values = gradient(given.y, given.leaves, spec, batch_idx)
-        if (stays := self._fixed_positions()) is not None:  # clipping must not see what does not move
+        if (stays := self._fixed_positions()) is not None:  # clipping must not see fixed parameters
             found = [None if i in stays else g for i, g in enumerate(found)]
         g = self._completed(found, given.y, self._own_clip)
         if not self._reads:
@@ -136,7 +136,7 @@ class LocalStep:
         return StepOutput(self._corrected_clip(self._moving([*v, *g[len(v) :]])), local, loss, values)
 
     def _completed(self, grads: Sequence[Tensor | None], at: Sequence[Tensor], clip: _Clip) -> list[Tensor]:
-        """Return gradients, zero if the loss does not depend on a parameter, plus coupled weight decay."""
+        """Return clipped gradients, zero for parameters that the loss ignores, plus coupled weight decay."""
         clipped = clip([torch.zeros_like(v) if g is None else g for g, v in zip(grads, at, strict=True)])
         return [g.add(v, alpha=d) if d else g for g, v, d in zip(clipped, at, self._decay, strict=True)]
 
@@ -174,7 +174,7 @@ class LocalStep:
 
         with torch.no_grad(), module.same_draws_as_trial(several=not clients.is_one):
             taken: StepOutput = clients.each(take, (dims,))(given)
-        if clients.is_one and not point and not self.looks_ahead:  # or the last gradient was at another point
+        if clients.is_one and not point and not self.looks_ahead:  # otherwise, the last gradient was at another point
             module.check_bound(clients.views)
         return taken
 

@@ -18,7 +18,7 @@ from lightning_fed.engines.vectorized.local_step import DIMS, LocalStep, StepInp
 from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, Sizes
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
-_LEAST_RATE = 1e5  # in units of rounding: the learning rate whose moves are compared as directions
+_LEAST_RATE = 1e5  # in units of rounding: the smallest rate whose moves are compared as directions
 _CLIENTS = (5, 7)  # numbers of clients that record a trace for any number, regardless of the current clients
 
 
@@ -31,7 +31,7 @@ class _Bound:
     moving: list[Tensor]  # parameters whose directions have a constant part
     constant: list[Tensor]  # the constant parts
     unused: frozenset[int]  # parameters that stay fixed, since the losses do not depend on them
-    sizes: Sizes | None = None  # sizes of logged values on such batches; None before a step, then compared when due
+    sizes: Sizes | None = None  # batch sizes of logged values; None before the first step, which is compared if due
 
 
 class LocalSteps:
@@ -65,7 +65,7 @@ class LocalSteps:
                 if self._run_traced(bound, clients, group):
                     return
                 is_outdated = bound.trace.round < self.module.traces.round
-                self._bound[key] = self._bind(clients, group) if is_outdated else None  # not for such batches
+                self._bound[key] = self._bind(clients, group) if is_outdated else None  # no trace for such batches
         self._run_untraced(clients, groups)
 
     # ------------------------------------------------------------------ without traces
@@ -122,7 +122,7 @@ class LocalSteps:
         """Return the trace of such a step, with or without moving parameters in place, or None.
 
         The trace only depends on the step. Several clients use a trace for any number of clients, or one for all of the
-        chunk. On an accelerator, small chunks only use the latter, since larger models would not fit for other numbers.
+        chunk. On an accelerator, small chunks only use the latter: a large model may not fit for other numbers.
         A single client uses one trace for full batches, one for a single example, and one for any other size.
         """
         step, work, full, examples = self.step, self.work, self.batch_size, group.examples
@@ -154,7 +154,7 @@ class LocalSteps:
         return None
 
     def _inputs(self, clients: Clients, group: BatchGroup, size: int) -> list[Tensor]:
-        """Return the tensors of a step, unchanged or resized to a number of clients, or of one client's examples."""
+        """Return the tensors of a step, unchanged or resized to ``size`` clients, or examples of a single client."""
         step, views, leaves = self.step, clients.views, group.leaves
         local, own = clients.of(step.local.values()), clients.of(step.own)
         if size and clients.is_one:
@@ -182,9 +182,9 @@ class LocalSteps:
         return [*output.directions, *new], output.loss, output.values
 
     def _once(self, trace: Trace, clients: Clients) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
-        """Return the result of :meth:`Trace.once`; of several clients, computed for the whole chunk if it can be split.
+        """Return the result of :meth:`Trace.once`; for several clients, compute it once per chunk if it can be split.
 
-        It saves 10 % of a round of W2 with SCAFFOLD, whose groups of clients change all the time.
+        This saves 10 % of a round of W2 with SCAFFOLD, where groups of clients change all the time.
         """
         step, count = self.step, len(self.work.y)
         if not clients.is_one:
@@ -229,10 +229,10 @@ class LocalSteps:
     def _run_checked(self, bound: _Bound, clients: Clients, group: BatchGroup) -> Found | None:
         """Take a bound trace's first step; compare it with the module's unless that was done in this round.
 
-        A trace for any number of examples is compared on batches of every size, since numbers that Python computes from
-        the size may differ at other sizes than the recorded ones. Such a size runs untraced.
+        A trace for any number of examples is compared on batches of every size. Numbers that Python computes from the
+        size may differ at sizes other than the recorded ones. Sizes where the trace is wrong run untraced.
 
-        Return None, with nothing changed, if the trace is wrong, or fails.
+        Return None, with nothing changed, if the trace is wrong or fails.
         """
         module, trace, kind = self.module, bound.trace, kinds(group.first)
         is_new = kind not in trace.checked
@@ -249,7 +249,7 @@ class LocalSteps:
             else:
                 own, own_loss, own_values = self.step.of_module(clients, group)
         expected = OwnStep(own_loss, own_values, module.sizes)
-        # a short move has too few digits of its direction: try one of length 1 first
+        # a short move has too few digits of its direction: first try a move with rate 1
         rate, eps = -self._rate, torch.finfo(point.dtype).eps
         is_tried = bool(trace.graph.moves) and rate < _LEAST_RATE * eps
         error: RuntimeError | None = None
@@ -311,7 +311,7 @@ class LocalSteps:
                 direction.add_(part)
 
     def _again(self, clients: Clients, group: BatchGroup, before: Tensor) -> StepOutput:
-        """Return the first client's step of the traced function at parameters from before, without the trace."""
+        """Return the first client's step of the traced function at the parameters ``before``, without the trace."""
         after = clients.y.clone()
         clients.y.copy_(before)
         with torch.no_grad():
@@ -321,7 +321,7 @@ class LocalSteps:
 
 
 def _other_log(values: dict[str, Tensor], expected: OwnStep, sizes: Sizes | None) -> str | None:
-    """Return how the module logs otherwise than its trace, except for values; None if it does not.
+    """Return how the module's logging differs from its trace's, except for values; None if it does not.
 
     ``sizes`` are the batch sizes that the module logged with on earlier such batches, if any.
     """

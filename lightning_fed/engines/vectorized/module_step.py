@@ -43,7 +43,7 @@ _EXACT = (0.0, 0.0)
 _WARN_AFTER = 3  # rounds in which the step has to be traced again
 
 _ROUNDING = 100
-"""How much more a trace's gradient may differ from the module's than two ways of computing the module's do."""
+"""The error that a trace's gradient may have, in units of the difference between two ways of computing the module's."""
 
 
 Sizes: TypeAlias = dict[str, float | None]
@@ -59,10 +59,10 @@ class OwnStep(NamedTuple):
 
 
 class OwnStreams(TorchFunctionMode):
-    """Notes in ``found`` whether a step draws from other streams than those that the run seeds.
+    """Records in ``found`` how a step draws from streams other than the run's seeded ones.
 
-    A stream that the step seeds gives one client after another the same numbers. Clients at once share it, and only the
-    first of them would get these.
+    If clients run one by one, a stream that the step seeds gives each of them the same numbers. Clients at once share
+    the stream, and only the first one would get these numbers.
     """
 
     def __init__(self) -> None:
@@ -72,19 +72,19 @@ class OwnStreams(TorchFunctionMode):
         self._stance: AbstractContextManager[Any] = nullcontext()
 
     def __enter__(self) -> "OwnStreams":
-        """Begin to listen."""
-        if "torch._dynamo" in sys.modules:  # compiled networks run as they are, or this class would be compiled too
+        """Start recording."""
+        if "torch._dynamo" in sys.modules:  # run compiled networks eagerly, or this class would be compiled, too
             self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
-        """Listen no more."""
+        """Stop recording."""
         super().__exit__(*error)
         self._stance.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch, and look at its generator."""
+        """Call a PyTorch function, and check its generator."""
         kwargs = kwargs or {}
         if kwargs.get("generator") not in (None, torch.default_generator):
             self.found = "draws from a generator of its own"
@@ -94,7 +94,7 @@ class OwnStreams(TorchFunctionMode):
 
 
 class _OfOneClient:
-    """Stands for numbers that differ from client to client, and raises an error if one is read."""
+    """A placeholder for numbers that differ between clients; raises an error if one is read."""
 
     def __getattr__(self, name: str) -> Any:
         raise FederatedError(
@@ -105,7 +105,7 @@ class _OfOneClient:
 
 
 class _Step(nn.Module):
-    """Passes the module's parameters to ``functional_call``, to call ``training_step``."""
+    """Wraps a module, so that ``functional_call`` calls its ``training_step``."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
@@ -121,11 +121,11 @@ class ModuleStep:
     def __init__(self, trainer: pl.Trainer, flat: FlatParameters) -> None:
         self.trainer, self.flat = trainer, flat
         self.is_random = False  # whether the step draws random numbers
-        self.compared: set[Trace] = set()  # with the module in this round
+        self.compared: set[Trace] = set()  # traces compared with the module in this round
         module = self.module = trainer.lightning_module
         self.reads_index = _reads_index(module.training_step)
         with trainer.precision_plugin.train_step_context():
-            self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)  # of functions that call it
+            self.traces = Traces(torch.get_default_dtype(), rank_zero_warn)  # of functions that call the module
         self._call = _Step(module)
         self._parameter_positions = _parameter_positions(self._call, flat.params)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -133,12 +133,12 @@ class ModuleStep:
         self._tolerances = _MIXED_TOLERANCES if is_mixed else _TOLERANCES
         self.options: dict[str, dict[str, Any]] = {}  # the other arguments of `self.log` by value name
         self.context: Callable[[], AbstractContextManager[Any]] = trainer.precision_plugin.train_step_context
-        self.sizes: Sizes = {}  # of values logged in the last call
-        self._values: dict[str, Tensor] = {}  # logged in it
-        self._unused: dict[Any, frozenset[int]] = {}  # parameters, by the shapes of a step
+        self.sizes: Sizes = {}  # batch sizes of values logged in the last call
+        self._values: dict[str, Tensor] = {}  # values logged in the last call
+        self._unused: dict[Any, frozenset[int]] = {}  # unused parameters, by the shapes of a step
         self._times_outdated = 0
-        self._has_looked = False  # at the generators of Python and NumPy, in this round
-        self._has_listened = False  # to the step's streams, in this round
+        self._has_looked = False  # whether Python's and NumPy's generators were checked in this round
+        self._has_listened = False  # whether the step's streams were checked in this round
 
     def begin_round(self) -> None:
         """Reset the checks that are done once per round."""
@@ -154,7 +154,7 @@ class ModuleStep:
     ) -> tuple[Sequence[Tensor], Tensor, dict[str, Tensor]]:
         """Return gradients, loss and logged values as a pure function of tensors, for ``vmap`` and for traces.
 
-        ``torch.func.grad`` would also allow second derivatives, but then some operations use formulas of many steps
+        ``torch.func.grad`` would also allow second derivatives. But then some operations use formulas of many steps
         instead of a kernel: the backward of a group norm takes twenty passes.
         """
 
@@ -171,7 +171,7 @@ class ModuleStep:
     def own_gradient(
         self, point: Sequence[Tensor], leaves: Sequence[Tensor], spec: Any, batch_idx: int = 0
     ) -> tuple[list[Tensor | None], Tensor, dict[str, Tensor]]:
-        """Return the same from the module itself, with None for parameters that the loss does not depend on.
+        """Return the same as :meth:`gradient` from the module itself, with None for parameters that the loss ignores.
 
         Without ``torch.func``, a step of one client takes two thirds of the time. Traces are compared with this.
         """
@@ -244,8 +244,8 @@ class ModuleStep:
     ) -> str | None:
         """Return how a trace's loss or gradients differ from the module's by more than rounding; None if neither does.
 
-        Gradients that were taken from a move of the parameters, ``point``, and divided by its ``rate``, have their
-        rounding. ``again`` computes the module's in another way: near an optimum they are rounding, and differ as much.
+        Gradients may be a move of the parameters ``point``, divided by its ``rate``, with the parameters' rounding.
+        ``again`` computes the module's in another way: near an optimum, they are only rounding, and differ as much.
         """
         theirs = list[Tensor]()
         for own_grad, like in zip(own_grads, grads, strict=True):
@@ -273,9 +273,9 @@ class ModuleStep:
         return None
 
     def is_outdated(self, trace: Trace, what: str) -> bool:
-        """Return whether a wrong trace is of an earlier round, and drop all traces if so.
+        """Return whether a wrong trace is from an earlier round, and drop all traces if so.
 
-        Its step has changed since, and is traced again. A resumed run traces it again, and must have the same bits.
+        The step has changed since then, and is traced again: a resumed run does so, too, and must have the same bits.
         """
         if trace.round == self.traces.round:
             return False
@@ -290,7 +290,7 @@ class ModuleStep:
         return True
 
     def give_up(self, what: str) -> None:
-        """Use no more traces and warn, since the module differs from its trace."""
+        """Stop using traces and warn, since the module differs from its trace."""
         self.traces.forbid(
             f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads changing values"
             " other than self and the batch. Local steps run untraced from here on, which is slower."
@@ -298,9 +298,9 @@ class ModuleStep:
 
     @contextmanager
     def same_draws_as_trial(self, several: bool) -> Iterator[None]:
-        """Raise if a step draws random numbers, or of ``several`` clients from own streams, but did not in its trial.
+        """Raise if a step draws random numbers, or from own streams for ``several`` clients, but did not in its trial.
 
-        PyTorch's generator is looked at every time; those of Python and NumPy, and own streams, once per round.
+        PyTorch's generator is checked every time. Python's and NumPy's, and own streams, are checked once per round.
         """
         device, is_random = self.flat.y.device, self.is_random
         looks, listens = not (is_random or self._has_looked), several and not self._has_listened
@@ -317,12 +317,12 @@ class ModuleStep:
             raise self.new_draws_error()
 
     def new_draws_error(self) -> FederatedError:
-        """Return the error for a step that draws random numbers, and did not in its trial."""
+        """Return the error for a step that draws random numbers, but did not in its trial."""
         remedy = "Let it draw from the first round on (from torch's generator)"
         return changed_since_trial(self.module, "draws random numbers", remedy)
 
     def check_bound(self, views: Sequence[Tensor]) -> None:
-        """Raise if a step of one client has assigned to a parameter's ``.data``, which is no longer its row then."""
+        """Raise if a single client's step has assigned to a parameter's ``.data``, which is then no longer its row."""
         for name, p, view in zip(self.flat.names, self.flat.params, views, strict=True):
             if p.data_ptr() != view.data_ptr():
                 what = f"assigns to .data of the parameter {name!r}"
@@ -353,14 +353,14 @@ class ModuleStep:
             )
         if not isinstance(value, Tensor):
             _check_logged(name, value, options)
-            self.traces.forbid()  # a trace would repeat this number for ever
+            self.traces.forbid()  # a trace would repeat this number forever
             value = torch.tensor(float(value))
         self._values[name] = value.detach().clone()  # a parameter would change later
         self.sizes[name] = size  # type: ignore[assignment]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Collect the arguments of ``self.log`` inside, instead of passing them to Lightning; refuse some readings."""
+        """Inside, collect the arguments of ``self.log`` instead of logging, and refuse reads of the batch progress."""
         attributes, loop = self.module.__dict__, self.trainer.fit_loop
         own, several = attributes.pop("log", None), loop.runs_several
         attributes["log"], loop.runs_several = self._log, True

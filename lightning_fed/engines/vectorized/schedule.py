@@ -28,10 +28,10 @@ _SHARE = 8  # a shape recurs if one in this many steps of the round so far had i
 
 
 class StartGroup(NamedTuple):
-    """Adjacent clients of a chunk whose local schedules begin at one step; they finish before the next group begins."""
+    """Adjacent clients of a chunk with local schedules that begin at the same step; groups run one after another."""
 
     clients: range  # rows in the chunk, those with the most steps first
-    first_step: int  # of the schedule, 0 without one
+    first_step: int  # the step of the schedule, 0 without one
     steps: Sequence[StepGroup]
 
 
@@ -51,10 +51,10 @@ class Schedule:
     ) -> tuple[list[int], list[StartGroup]]:
         """Return the client of each row of the chunk, and the clients' steps.
 
-        Clients whose local schedules begin at one step (``starts``) have one rate at each of their steps. They step
+        Clients whose local schedules begin at the same step (``starts``) have the same rate at each step. They step
         together, or in the order of :func:`interleaved` if a step only changes parameters (``is_bare``) and batches are
-        ``rows`` of tensors. That is faster if their smaller batches come at different times, since traces are for full
-        batches.
+        ``rows`` of tensors. This order is faster if clients' smaller batches come at different times, since traces are
+        for full batches.
         """
         sizes, full = [[1] * plan.participant.steps for plan in plans], 1  # as if all batches were full
         module, size = self.module, self.batch_size
@@ -139,7 +139,7 @@ class RecurringShapes:
 
     def note(self, groups: Sequence[BatchGroup]) -> bool:
         """Count the batches of a step; return whether their shapes recur."""
-        recur = [self._recurs(group) for group in groups]  # counts each of them
+        recur = [self._recurs(group) for group in groups]  # a list, so that each one is counted
         return all(recur)
 
     def _recurs(self, group: BatchGroup) -> bool:
@@ -158,7 +158,7 @@ def interleaved(sizes: Sequence[Sequence[int]], full: int) -> Iterator[StepGroup
     its steps in order; the order between clients does not affect the result. Clients with equal batch sizes throughout
     also take smaller ones together.
     """
-    at = [0] * len(sizes)  # the next batch of each
+    at = [0] * len(sizes)  # the next batch of each client
     active = len(sizes)
     are_alike = sizes.count(sizes[0]) == len(sizes)
     while True:

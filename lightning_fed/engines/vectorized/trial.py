@@ -1,4 +1,4 @@
-"""Whether settings and module allow several clients at once: a trial step, and what steps must not begin to do."""
+"""Checks that settings and module allow several clients at once: a trial step, and a tracker of later changes."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, Ow
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
 _LOW = (torch.bfloat16, torch.float16)
-_SEED = 0x6C61777320  # of the trial, which no step is likely to set itself
+_SEED = 0x6C61777320  # seeds the trial; steps are unlikely to set it themselves
 _WARN_AFTER = 3  # consecutive rounds that begin with a changed attribute
 
 
@@ -54,7 +54,7 @@ class StepState:
         parts = list(parts_of(module))
         self._marks = TensorMarks(module, with_trained=True)
         self._copies = TensorCopies([*own_tensors(parts), *attribute_tensors(parts)])
-        self._metrics = Snapshot(own for own in parts if isinstance(own[1], METRICS))  # only to put them back
+        self._metrics = Snapshot(own for own in parts if isinstance(own[1], METRICS))  # only to restore them
         self._attributes = attributes_of(module)
         self._accepted: Snapshot | None = None
 
@@ -66,7 +66,7 @@ class StepState:
     def notes(self) -> list[tuple[dict[str, Any], str, str]]:
         """Return the attributes that were None and are strings now, if no others have changed.
 
-        Each is the dictionary that holds it, its name, and its value, of which this puts a new copy there.
+        Each is the dictionary that holds it, its name, and a new copy of its value, which this also stores there.
         """
         filled = [(held, key, held[key]) for held, key in self._attributes.filled()]
         # Python has one object for all equal strings of one character
@@ -80,7 +80,7 @@ class StepState:
         return notes if other is None else []
 
     def accept(self) -> Snapshot:
-        """Take the attributes as they are for unchanged, and return them; :meth:`restore` is unaffected."""
+        """Treat the current attributes as unchanged, and return their snapshot; :meth:`restore` is unaffected."""
         self._accepted = Snapshot(without_metrics(self.module))
         return self._accepted
 
@@ -134,7 +134,7 @@ class TrialStep:
                         " from torch's global generator, which the run seeds for them"
                     )
                 if noted is not None:
-                    before.restore()  # clients at once, whose step cannot depend on numbers, must note the same
+                    before.restore()  # clients at once must note the same, in a step that cannot depend on numbers
                 grads = self._measured(step.flat.views, *batch)
                 self._check_state(before)
                 step.is_random = random != random_state(step.flat.y.device)
@@ -142,7 +142,7 @@ class TrialStep:
                     self._check_repeats(first, group)
                     self._check_state(before)
                     self._check_values(grads, group)
-                # a search for anomalies reads the gradients' numbers, which a trace does not have
+                # anomaly detection reads the gradients' numbers, which a trace does not have
                 if step.is_random or self._reads_trainer(group) or torch.is_anomaly_enabled():
                     step.traces.forbid()
             except FederatedError:
@@ -164,7 +164,7 @@ class TrialStep:
                 noted.restore()
 
     def _check_memory(self) -> None:
-        """Raise if an attribute is a view of the parameters, as a hook may make one; each client has its own here."""
+        """Raise if an attribute is a view of the parameters (a hook may make one): each client has its own here."""
         memory = self.step.flat.y.untyped_storage().data_ptr()
         trained = {id(p) for p in self.step.flat.params}
         for (_, name), value in attribute_tensors(parts_of(self.module)):
@@ -178,10 +178,10 @@ class TrialStep:
     def _noted(
         self, before: StepState, first: OwnStep, group: BatchGroup, draw_again: Callable[[], None]
     ) -> Snapshot | None:
-        """Accept strings that only the first step notes in place of None, and return them; None if there are none.
+        """Accept strings that only the first step stores in place of None; return a snapshot with them, or None.
 
-        Hugging Face's classifiers note the kind of their labels so. A second step must give the same result, and must
-        not write the strings again: it might write others later.
+        Hugging Face's classifiers store the kind of their labels this way. A second step must give the same result, and
+        must not write the strings again: it might write others later.
         """
         notes = before.notes() if self.at_once > 1 else []  # a step of one client may read numbers
         if not notes:
@@ -194,7 +194,7 @@ class TrialStep:
     def _check_values(self, grads: Sequence[Tensor], group: BatchGroup) -> None:
         """Compare with the gradient of one client, to detect operations that ``vmap`` gets wrong.
 
-        In half precision both are recomputed in float32, if the module runs in it.
+        In half precision, both are recomputed in float32 if the module runs in float32.
         """
         step, views, leaves, batch = self.step, self.step.flat.views, group.leaves, (group.spec, group.batch_idx)
         tolerance = _TOLERANCE
@@ -236,11 +236,11 @@ class TrialStep:
         return list(grads)
 
     def _check_repeats(self, first: OwnStep, group: BatchGroup) -> None:
-        """Raise if a step gives another result after another, since it then has hidden state or reads gradients."""
+        """Raise if a repeated step gives another result: it then has hidden state or reads gradients."""
         step, params = self.step, self.step.flat.params
         grads = [p.grad for p in params]
         for p in params:
-            p.grad = torch.ones_like(p)  # as a step before leaves one; clients at once leave none
+            p.grad = torch.ones_like(p)  # an earlier step leaves one; clients at once leave none
         try:
             again = step.own_step(step.flat.views, group.leaves, group.spec, group.batch_idx)
         finally:
@@ -283,8 +283,8 @@ class TrialStep:
     def _check_recurrent(self, layers: Iterable[nn.Module], shares_state: bool = False) -> None:
         """Raise if a step failed in a recurrent layer.
 
-        A trained layer caches its weights, which would stay those of several clients. A frozen layer works for several
-        clients, except for its initial state, which it creates for one.
+        A trained layer caches its weights, and would keep the weights of several clients. A frozen layer works for
+        several clients, except for its initial state, which it creates for one.
         """
         names = {layer: name for name, layer in self.module.named_modules()}
         for layer in layers:
@@ -343,7 +343,7 @@ def _layers_of(error: Exception) -> Iterator[nn.Module]:
 
 @contextmanager
 def _at_full_precision(step: ModuleStep) -> Iterator[None]:
-    """Run a module's step in float32 inside, with the same values of parameters and buffers; restore them.
+    """Inside, run a module's step in float32, with the same values of parameters and buffers; restore them on exit.
 
     Gradients of the same step for several clients and for one differ by rounding. In half precision this is a
     hundredth, and much more after cancellation, such as for a model that fits its data.
@@ -388,7 +388,7 @@ class ChangeTracker:
         self.module = trainer.lightning_module
         self._attributes = Snapshot()
         self._tensors: TensorMarks | None = None  # see begin_work
-        self._worked = 0  # times that clients worked in this round
+        self._worked = 0  # how many times clients have worked in this round
         self._in_a_row = 0  # consecutive rounds before which an attribute changed
 
     def remember(self) -> None:
@@ -419,7 +419,7 @@ class ChangeTracker:
         """Raise if ``training_step`` has begun to have side effects.
 
         Attributes are compared after the first clients of a round, and by :meth:`end_round`. Tensors are compared after
-        all: what a client that is run alone changes would be overwritten before the next.
+        all clients: the next one would overwrite the changes of a client that runs alone.
         """
         self._worked += 1
         assert self._tensors is not None
@@ -428,16 +428,16 @@ class ChangeTracker:
         self._tensors = None
 
     def end_round(self) -> None:
-        """Raise if later clients' work changed an attribute, whose value others of its chunk have not seen."""
+        """Raise if later clients' work changed an attribute: other clients of the chunk have not seen the new value."""
         if self._worked > 1:
             self._check(self._attributes.changed())
 
     def _check(self, found: Key | None) -> None:
         if found is None:
             return
-        self._attributes.restore()  # so that the sequential engine may begin the round again
+        self._attributes.restore()  # the sequential engine may restart the round
         is_undone = self._attributes.changed() is None and (self._tensors is None or self._tensors.changed() is None)
-        # numbers in tensors cannot be put back, and may have changed unseen
+        # numbers in tensors cannot be restored, and may have changed undetected
         is_undone &= next(attribute_tensors(without_metrics(self.module)), None) is None
         what = f"changes the {found[0]} {found[1]!r} of {type(self.module).__name__}"
         raise changed_since_trial(self.module, what, kind=OnlySequentialError if is_undone else FederatedError)
