@@ -240,7 +240,7 @@ class ClientStatesStorage:
         self._folder: StoreFolder | None = None
         self._locks = ExitStack()  # folder locks, while a checkpoint is written
         self._run, self._versions = "", 0  # this run's name, and its number of written versions
-        self._is_copy = False  # whether this is a copy of a fitted trainer's storage; its states are in memory until a fit
+        self._is_copy = False  # whether this is a copy of a fitted trainer's storage, with states in memory until a fit
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a trainer's copy, which must not use this one's files."""

@@ -34,7 +34,7 @@ _UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, 
 class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
     """Writes a checkpoint to a temporary file, flushes and renames it; verifies its content on reading.
 
-    If the process or the machine dies at any time, a checkpoint is the old or the new one, and a link such as ``last``
+    If the process or the machine dies at any time, a checkpoint is the old or the new one. A link such as ``last``
     points to a complete one. Each local file is newer than the one saved or loaded before it, even if the clock was set
     back, since ``ckpt_path="last"`` is the newest. fsspec handles remote paths, and uploads complete files.
     """
