@@ -24,7 +24,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
-MEMORY_LIMIT = 2**30  # from this size of all clients' states on, client_states="auto" uses the disk
+MEMORY_LIMIT = 2**30  # client_states="auto" uses the disk if all clients' states are larger
 FOLDER = "client_states"
 _FORMAT = 2  # the disk store's format
 _GARBAGE = 8  # at most one in this many versions is garbage after a checkpoint is saved
@@ -37,14 +37,14 @@ Reference = Mapping[str, Any]
 class StoreFolder:
     """A folder of shards; one run at a time uses it."""
 
-    patience = 10.0  # seconds to wait for another run; data loaders of a killed one may hold the lock that long
+    patience = 10.0  # seconds to wait for another run; a killed run's data loaders may hold the lock that long
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = FileLock(path / "lock", thread_local=False)
         self.newest = ""  # the last version, whose checkpoint may not exist yet
         self.written = self._remaining = 0  # versions since the last garbage collection, and versions left then
-        # the checkpoints seen in it: which file each was, and the version that it refers to
+        # the checkpoints seen in the folder: each file's identity, and the version that it refers to
         self._referred: dict[str, tuple[tuple[int, ...], str | None]] = {}
 
     def acquire(self) -> None:
@@ -66,7 +66,7 @@ class StoreFolder:
             raise _old_format(self.path)
 
     def register(self, reference: Reference, checkpoint: Path) -> None:
-        """Record the path of a version's checkpoint, which may be a copy, or moved."""
+        """Record the path of a version's checkpoint, which may have been copied or moved."""
         found = relative(checkpoint, self.path)
         for shard in shards_of(reference):
             row = (reference["version"], found, shard.number)
@@ -76,8 +76,8 @@ class StoreFolder:
     def collect_if_due(self, rank: int) -> None:
         """Call :meth:`collect` if many versions may have become garbage since its last call.
 
-        It checks all versions and checkpoints, which would take a run with thousands of checkpoints longer and longer
-        for each one added.
+        It checks all versions and checkpoints. In a run with thousands of checkpoints, a call at every save would take
+        longer and longer.
         """
         if self.written and _GARBAGE * self.written >= self._remaining:
             self.collect(rank)
@@ -85,8 +85,8 @@ class StoreFolder:
     def collect(self, rank: int) -> None:
         """Delete data in shards that neither checkpoints nor this process's stores need.
 
-        Each process cleans its shards. The first one also cleans those of other runs, which may have been killed.
-        Nothing is deleted while a folder or a checkpoint cannot be opened, since it may need any version.
+        Each process cleans its shards. The first one also cleans the shards of other runs, which may have been killed.
+        It deletes nothing while a folder or a checkpoint cannot be opened, since that may need any version.
         """
         found: dict[Index, set[tuple[str, str]]] = {}
         with suppress(OSError), ExitStack() as opened:
@@ -112,8 +112,8 @@ class StoreFolder:
     def _wanted(self, versions: set[tuple[str, str]]) -> set[str]:
         """Return the versions that a checkpoint may refer to, given each version's known checkpoint.
 
-        It reads the checkpoints, since they may have been renamed, or replaced by others of the same name. It reads a
-        file that has not changed since the last time only once, which is most of the time of a save.
+        It reads the checkpoints, since they may have been renamed, or replaced by others of the same name. It skips
+        files that have not changed since the last call: reading them would take most of a save's time.
         """
         known = {(name, os.path.normpath(self.path / checkpoint)) for name, checkpoint in versions}
         files = {path for _, path in known}
@@ -136,7 +136,7 @@ class StoreFolder:
 
 
 def _index(shard: Path) -> Index:
-    """Return the index of a shard: that of this process's store, if there is one."""
+    """Return the index of a shard, reusing the index of this process's store if there is one."""
     return INDICES.get(shard) or Index(shard)
 
 
@@ -146,7 +146,7 @@ def _is_cleaned_here(shard: str, rank: int) -> bool:
 
 
 def _clean_after(store: DiskClientStore, rank: int, is_shared: bool) -> None:
-    """Collect garbage when a store is gone, unless a run uses the folder; after a wait if it is shared."""
+    """Collect garbage once a store is gone, unless a run uses the folder; wait for the lock if it is shared."""
     weakref.finalize(store, _clean, store.folder, store.index, rank, 1.0 if is_shared else 0.0, os.getpid())
 
 
@@ -188,7 +188,7 @@ def _find_store(reference: Reference, checkpoint: Path) -> Path:
     if reference.get("format") != _FORMAT:
         raise _old_format(next(iter(folders), path))
     names = [shard.name for shard in shards_of(reference)]
-    if folders:  # the first one that has all, or else the first one
+    if folders:  # the first folder with all shards, else the first one
         return max(folders, key=lambda folder: all((folder / name).is_dir() for name in names))
     raise FederatedError(
         f"{checkpoint} keeps its client states in the folder {str(path)!r} next to it, and there is no such folder."
@@ -208,7 +208,7 @@ def _referred_version(checkpoint: str) -> str | None:
     """Return the version that a checkpoint refers to, "" if none, None if it is damaged.
 
     Raises:
-        OSError: If it cannot be opened now, such as without the permission or with too many open files.
+        OSError: If it cannot be opened now, for example without permission or with too many open files.
     """
     try:
         saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
@@ -236,11 +236,11 @@ class ClientStatesStorage:
 
     def __init__(self, trainer: pl.Trainer, where: str, folder: str | None) -> None:
         self.trainer, self.where, self.wanted_folder = trainer, where, folder
-        self.checkpoint: Path | None = None  # being written
+        self.checkpoint: Path | None = None  # the checkpoint being written
         self._folder: StoreFolder | None = None
         self._locks = ExitStack()  # folder locks, while a checkpoint is written
         self._run, self._versions = "", 0  # this run's name, and its number of written versions
-        self._is_copy = False  # of a fitted trainer's storage; its states are in memory until a fit
+        self._is_copy = False  # whether this is a copy of a fitted trainer's storage, with states in memory until a fit
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a trainer's copy, which must not use this one's files."""
@@ -267,7 +267,7 @@ class ClientStatesStorage:
             return self.where
         kept = [*server.new_client().values(), *(server.buffers[name] for name in server.kept_buffers)]
         size = sum(value.nbytes for value in kept)
-        size += 2 * (server.x.nbytes + server.personal.nbytes) if settings.keeps_solver else 0  # as for Adam
+        size += 2 * (server.x.nbytes + server.personal.nbytes) if settings.keeps_solver else 0  # two, as for Adam
         if settings.compression is not None and settings.compression.error_feedback:
             size += server.x.nbytes * len(server.algorithm.reduces)
         most, rounds, count = len(server.ids), self.trainer.max_epochs, getattr(settings.sampler, "count", None)
@@ -285,7 +285,7 @@ class ClientStatesStorage:
         """Return the folder, identical in all processes."""
         trainer = self.trainer
         beside = next((path for c in trainer.checkpoint_callbacks if (path := getattr(c, "dirpath", None))), None)
-        parent = beside or trainer.log_dir or trainer.default_root_dir  # log_dir is exchanged: all processes read it
+        parent = beside or trainer.log_dir or trainer.default_root_dir  # log_dir is broadcast: all processes read it
         chosen = str(self.wanted_folder or os.path.join(parent, FOLDER))
         if "://" in chosen:
             raise FederatedError(
@@ -337,7 +337,7 @@ class ClientStatesStorage:
         clients.load_version(source, shards, ranks.rank, ranks.size)
 
     def resolved(self, saved: Any) -> Any:
-        """Return a checkpoint's client states, or their absolute path."""
+        """Return a checkpoint's client states, or its reference to them with absolute paths."""
         if not is_reference(saved):
             return saved
         path = Path(os.path.abspath(str(self.trainer.ckpt_path)))
@@ -390,7 +390,7 @@ class ClientStatesStorage:
                 yield
                 if folder is not None:
                     if isinstance(saving := self.trainer.strategy.checkpoint_io, pl.plugins.AsyncCheckpointIO):
-                        saving.teardown()  # waits for the file, or its states would count as garbage
+                        saving.teardown()  # wait for the file: otherwise its states would count as garbage
                     folder.collect_if_due(self.trainer.global_rank)
         finally:
             self.checkpoint = None

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: only values that load without running code; others are left out by name."""
+"""The contents of a checkpoint: only values that load without running code, and the names of all others."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -24,17 +24,17 @@ _Path = tuple[str, ...]
 
 
 class SafeContents:
-    """Removes values that do not load without running code from a run's checkpoints, and warns once of each."""
+    """Removes values that do not load without running code from a run's checkpoints, and warns once about each."""
 
     def __init__(self) -> None:
-        self._unsafe: dict[_Path, Any] = {}  # found so far, to skip testing the same object again
+        self._unsafe: dict[_Path, Any] = {}  # the unsafe values so far, to skip testing the same object again
         self._reported: set[_Path] = set()
 
     def of(self, checkpoint: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
         """Return a checkpoint that loads with ``weights_only=True``.
 
-        It leaves out whole entries: a hyper-parameter, an entry of a schedule's or data module's state or one that a
-        hook adds, or a callback's state. NumPy numbers become Python numbers.
+        It leaves out whole entries: hyper-parameters, callbacks' states, entries of schedules' and data modules'
+        states, and entries that hooks add. NumPy numbers become Python numbers.
         """
         safe = {key: value if key == "state_dict" else _without_numpy(value) for key, value in checkpoint.items()}
         entries = list(_entries(safe))
@@ -87,7 +87,7 @@ class SafeContents:
 def fill_in(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
     """Add the entries left out of a checkpoint, as the trainer's module and data module would save them now.
 
-    So hooks that load the checkpoint find every entry that they saved.
+    Hooks that load the checkpoint then find every entry that they saved.
     """
     claims = checkpoint.get(_LEFT_OUT)
     if not isinstance(claims, list) or not claims:
@@ -126,7 +126,7 @@ def _entries(checkpoint: dict[str, Any]) -> Iterator[tuple[_Path, dict[str, Any]
 
 
 def check_loads(value: Any, what: str) -> None:
-    """Raise if a value that a run must not leave out of its checkpoints does not load without running code."""
+    """Raise if a value that checkpoints must contain does not load without running code."""
     safe = _without_numpy(value)
     if not _loads(safe):
         raise FederatedError(
@@ -138,7 +138,7 @@ def check_loads(value: Any, what: str) -> None:
 def _loads(value: Any) -> bool:
     """Return whether a value can be saved, and loaded without running code.
 
-    Tensors always can. They are left out, since a callback may hold as many as the model, or one for each checkpoint.
+    Tensors always can. It skips them, since a callback may hold as many as the model, or one for each checkpoint.
     """
     buffer = io.BytesIO()
     try:

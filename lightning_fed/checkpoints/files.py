@@ -34,9 +34,9 @@ _UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, 
 class AtomicCheckpointIO(pl.plugins.io.TorchCheckpointIO):
     """Writes a checkpoint to a temporary file, flushes and renames it; verifies its content on reading.
 
-    If the process or the machine dies at any time, a checkpoint is the old one or the new one, and a link such as
-    ``last`` leads to a complete one. Each local file is newer than the one saved or loaded before it, even if the clock
-    was set back, since ``ckpt_path="last"`` is the newest. fsspec handles remote paths, and uploads complete files.
+    If the process or the machine dies at any time, a checkpoint is the old or the new one. A link such as ``last``
+    points to a complete one. Each local file is newer than the one saved or loaded before it, even if the clock was set
+    back, since ``ckpt_path="last"`` is the newest. fsspec handles remote paths, and uploads complete files.
     """
 
     _newest = 0  # the time of the last file, in nanoseconds
@@ -167,7 +167,7 @@ def link(file: Path, name: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> list[Path]:
-    """Remove the files of killed saves in a folder, and return them; skip saves in progress and what must stay."""
+    """Remove a folder's files of killed saves, and return them; skip saves in progress and undeletable files."""
     gone = []
     for part in folder.glob(f".*{_PART}") if folder.is_dir() else ():
         with suppress(OSError):
@@ -178,7 +178,7 @@ def remove_temporary_files(folder: Path) -> list[Path]:
 
 
 class _Stream:
-    """A file for ``torch.save``, which would otherwise change errors of the disk."""
+    """A file for ``torch.save`` that keeps the errors of the disk, which ``torch.save`` would change."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -194,7 +194,7 @@ class _Stream:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing, since the file is flushed at its end."""
+        """Do nothing: the file is flushed at its end."""
 
 
 def _write(checkpoint: dict[str, Any], stream: IO[bytes]) -> None:
@@ -219,9 +219,9 @@ def _copy(file: Path, part: Path) -> None:
 
 
 def _lock(stream: IO[bytes]) -> None:
-    """Lock a file as being written; the lock ends with the process."""
+    """Lock a file while it is written; the lock ends with the process."""
     if fcntl is not None:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system may not support locks
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

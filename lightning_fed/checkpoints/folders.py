@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: what to resume from, what to evaluate, the place for that of a stopped run."""
+"""A run's checkpoint folders: the checkpoint to resume or evaluate, and the path for a stopped run's checkpoint."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +26,8 @@ def adapt_checkpoint_callbacks(trainer: pl.Trainer, is_fit: bool) -> None:
     Checkpoints due every n steps are due every n rounds, since the global step counts rounds. Lightning would check it
     after each batch, in the middle of the next round. ``last`` becomes the last due round. Lightning only saves it in
     rounds of the top k, so a run killed long after its best round would lose all rounds since. Due checkpoints are
-    saved once the round is complete. Links to checkpoints always lead to a file. This changes the instances, so it also
-    works for subclasses.
+    saved once the round is complete. Links to checkpoints always point to a file. Patching the instances also covers
+    subclasses.
     """
     writers = [c for c in trainer.checkpoint_callbacks if isinstance(c, pl.callbacks.ModelCheckpoint)]
     for callback in writers:
@@ -70,8 +70,8 @@ def _check_writable(path: Any) -> None:
 def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Restore the ModelCheckpoints' scores that Lightning saves but does not load.
 
-    These are the newest score of the top k, and for a run that goes on in a new folder the best checkpoints so far.
-    Otherwise the best one of such a run would be that of its later rounds alone. The files stay where they are. If the
+    A run that resumes in the same folder gets the newest score of the top k. A run in a new folder gets the best
+    checkpoints so far: otherwise, its best one would ignore earlier rounds. The files stay where they are. If the
     folder was moved, the run continues with the files in their new location.
     """
     resumed = local_path(trainer.ckpt_path)
@@ -90,7 +90,7 @@ def restore_scores(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]])
 def _moved(
     trainer: pl.Trainer, callback: pl.callbacks.ModelCheckpoint, state: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the state of a ModelCheckpoint whose folder was moved to where it saves now; None if it was not."""
+    """Return a ModelCheckpoint's state with the new location of its folder, or None if the folder was not moved."""
     before, now = state.get("dirpath"), callback.dirpath
     if before in (None, now) or now is None or "://" in before or _exists(trainer, before):
         return None
@@ -105,9 +105,9 @@ def _moved(
 
 
 def _restore_best(trainer: pl.Trainer, callback: pl.callbacks.ModelCheckpoint, scores: Mapping[str, Any]) -> None:
-    """Give a ModelCheckpoint the best ones of another folder; those that are gone no longer count.
+    """Give a ModelCheckpoint the best checkpoints of another folder; missing files no longer count.
 
-    Remote ones do not count either, since Lightning would remove them when there are better ones.
+    Remote files do not count either, since Lightning would remove them once there are better ones.
     """
     there = [path for path in scores if local_path(path) is not None and _exists(trainer, path)]
     there.sort(key=scores.__getitem__, reverse=callback.mode == "max")  # best first
@@ -122,9 +122,9 @@ def _restore_best(trainer: pl.Trainer, callback: pl.callbacks.ModelCheckpoint, s
 def newest(trainer: pl.Trainer, whole: bool = True) -> str | None:
     """Return the newest checkpoint of a run, or None.
 
-    It searches the folders of the trainer's ModelCheckpoints and of stopped SLURM jobs; then, if the logger numbers its
-    versions automatically, its earlier versions; and the files of OnExceptionCheckpoints. It may return a damaged one,
-    since the user must choose to continue from an older one.
+    It searches the folders of the trainer's ModelCheckpoints and of stopped SLURM jobs. If these have none and a logger
+    numbers its versions automatically, it searches earlier versions. It adds the files of OnExceptionCheckpoints. It
+    may return a damaged checkpoint, since the user must choose to continue from an older one.
     """
     found_folders = folders(trainer, whole)
     root = local_path(trainer.default_root_dir)
@@ -182,14 +182,14 @@ def save_last_round(trainer: pl.Trainer, round: int, kept: tuple[int, Any] | Non
 
 
 def _saving_callbacks(trainer: pl.Trainer, whole: bool = True) -> Iterator[pl.callbacks.ModelCheckpoint]:
-    """Yield the callbacks that save checkpoints, with ``whole`` only those that a run can resume from."""
+    """Yield the callbacks that save checkpoints; ``whole`` skips those that only save weights."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint) and not (whole and callback.save_weights_only):
             yield callback
 
 
 def _path_of_last(trainer: pl.Trainer, keeper: pl.callbacks.ModelCheckpoint, resumed: str | None) -> str:
-    """Return a path for the last checkpoint that does not overwrite one of another run."""
+    """Return a path for the last checkpoint that does not overwrite another run's checkpoint."""
     candidates = keeper._monitor_candidates(trainer)
     path, version = keeper.format_checkpoint_name(candidates, keeper.CHECKPOINT_NAME_LAST), keeper.STARTING_VERSION
     own = {keeper.last_model_path, resumed}
@@ -215,10 +215,10 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
 def _save_after_round(
     callback: pl.callbacks.ModelCheckpoint, hook: str, trainer: pl.Trainer, module: pl.LightningModule
 ) -> None:
-    """Call a hook that saves once the round is complete, for those who save weights alone first.
+    """Call a saving hook once the round is complete, first for callbacks that only save weights.
 
-    Before, other hooks of the round's end have not been called, nor are they in a run that resumes after this round.
-    Only a checkpoint that is written after those of weights alone knows their files.
+    A checkpoint saved earlier would miss the other hooks of the round's end: a resumed run does not call them again.
+    Weights-only checkpoints come first, because a checkpoint only records files that were written before it.
     """
     save = partial(getattr(type(callback), hook), callback, trainer, module)
     if getattr(trainer.fit_loop, "is_closing", False):
@@ -229,7 +229,7 @@ def _save_after_round(
 
 def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
     """Save a due round among the top k, or else as the last one."""
-    if callback.save_last and not callback.last_model_path:  # this file holds the path of the link that leads to it
+    if callback.save_last and not callback.last_model_path:  # the file saved below holds the path of the link to it
         callback.last_model_path = _path_of_last(trainer, callback, None)
     try:
         type(callback)._save_topk_checkpoint(callback, trainer, monitor_candidates)
@@ -239,7 +239,7 @@ def _save_due(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, monit
             raise
         monitors.note(type(callback).__name__, callback.monitor, trainer.callback_metrics)
     if callback.save_last and callback._last_global_step_saved != trainer.global_step:
-        callback._last_checkpoint_saved = ""  # a link to it would lead to an older round
+        callback._last_checkpoint_saved = ""  # otherwise the link would point to an older round
         callback._save_last_checkpoint(trainer, monitor_candidates)
 
 
@@ -251,15 +251,15 @@ def _save_last(callback: pl.callbacks.ModelCheckpoint, trainer: pl.Trainer, moni
         type(callback)._save_last_checkpoint(callback, trainer, monitor_candidates)
 
 
-_RUNS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")  # without a logger, and in folders for its name and version
+_RUNS = ("checkpoints", "*/checkpoints", "*/*/checkpoints")  # without a logger, and below its name and version
 _SHOWN = 8
 
 
 def last_of_newest_run(trainer: pl.Trainer) -> str | None:
     """Return the newest checkpoint to evaluate, possibly with weights only, or None.
 
-    It searches the folders of the trainer's ModelCheckpoints; if they are empty, the folders of all runs under the
-    trainer's :func:`roots`. A trainer that has trained only searches its own run.
+    It searches the folders of the trainer's ModelCheckpoints. If they are empty, it searches the folders of all runs
+    under the trainer's :func:`roots`. A trainer that has trained only searches its own run.
     """
     if trainer.fit_loop.round > 0:
         return newest(trainer, whole=False)

@@ -1,4 +1,4 @@
-"""Restoring the server's state of a run from a checkpoint, with errors in terms of the checkpoint."""
+"""Restores a run's server state from a checkpoint or an earlier fit, with errors that name the source."""
 
 import copy
 import hashlib
@@ -55,7 +55,7 @@ def _continue(
     keeps_states: bool,
     origin: Origin,
 ) -> None:
-    """Restore a new server to the state of another one of the same run, except for client states."""
+    """Restore a new server from the state of another server of the same run, except for client states."""
     settings.check_transport(saved.get("transport", {}), origin)
     schedules = [] if server.step.scheduler is None else [server.step.scheduler]
     with warning_of_options("server's optimizer", server.step.optimizer, schedules, origin):
@@ -83,7 +83,7 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
 
 
 def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]:
-    """Return a checkpoint's notes of clients' work and data, the optimizer and the parameters.
+    """Return a checkpoint's notes on clients' work and data, the optimizer and the parameters.
 
     Parameters' names and shapes, and clients' numbers of examples if known, are stored as checksums.
     """
@@ -109,7 +109,7 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
 def warning_of_options(
     what: str, optimizer: torch.optim.Optimizer, schedules: Sequence[Any], origin: Origin, remedy: str = ""
 ) -> Iterator[None]:
-    """Warn of options of an optimizer and its schedules that loading their states inside has changed."""
+    """Warn if loading states inside changes options of an optimizer or its schedules."""
     built, planned = options_of(optimizer), [schedule_options(schedule) for schedule in schedules]
     yield
     its = origin.name[0].lower() + origin.name[1:]
@@ -121,12 +121,12 @@ def warning_of_options(
 
 
 def digest(content: bytes) -> str:
-    """Return a short checksum, which tells whether two processes or runs have the same."""
+    """Return a short checksum, to compare the contents of two processes or runs."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states: bool, origin: Origin) -> None:
-    """Warn if work or data changed; raise if parameters changed, or data while clients keep states."""
+    """Warn if work or data changed; raise if parameters, data of kept client states, or step counts do not fit."""
     differing = {name for name in saved.keys() & mine.keys() if saved[name] != mine[name]}
     if "parameters" in differing:
         raise FederatedError(
@@ -147,7 +147,7 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             f"{origin.name} {origin.ran} local_schedule={counted}, so its clients have not counted the steps that"
             f" 'continue' goes on from. {origin.remedy('the local_schedule')}"
         )
-    raised_later = {"optimizer", "schedules"}  # when their state is loaded
+    raised_later = {"optimizer", "schedules"}  # loading their state raises
     if others := sorted(differing - {"sizes"} - raised_later):
         listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
         rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
@@ -159,7 +159,7 @@ class EarlierFit:
 
     module: pl.LightningModule
     server: Server
-    noted: Mapping[str, Any]  # the run's identity
+    noted: Mapping[str, Any]  # the run's identity, transport and work
     optimizer: dict[str, Any]
     schedules: Sequence[dict[str, Any]]
 
@@ -177,7 +177,7 @@ class EarlierFit:
                 f"This trainer has already run {self.server.round} rounds on another model. Make a new"
                 " FederatedTrainer, or resume with fit(..., ckpt_path=...)."
             )
-        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process only has its own clients
+        keeps_states = any(ranks.gather(len(self.server.clients) > 0))  # each process only counts its own clients
         saved = {**self.server.state_dict({}), **self.noted}
         _continue(server, saved, prepared.settings, notes, keeps_states, EARLIER_FIT)
         before, optimizer = self.noted["work"], prepared.optimizer.base
@@ -257,13 +257,13 @@ def start_server(
 
 
 def sampler_state(settings: Settings) -> dict[str, Any]:
-    """Return what a sampler that learns has learned, for checkpoints."""
+    """Return the name and state of a sampler that learns, for checkpoints."""
     sampler: Any = settings.sampler
     return {"name": type(sampler).__name__, "state": copy.deepcopy(sampler.state_dict())}
 
 
 def _start_sampler(settings: Settings, restored: Mapping[str, Any] | None) -> None:
-    """Bring a sampler that learns to where the run stands."""
+    """Restore the state of a sampler that learns, or reset it to the start of a new run."""
     sampler: Any = settings.sampler
     name, saved = type(sampler).__name__, (restored or {}).get("sampler")
     if saved is not None and saved["name"] == name:

@@ -28,7 +28,7 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return PyTorch's spec, extended by the action."""
+        """Return PyTorch's spec, with the action after the import."""
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)

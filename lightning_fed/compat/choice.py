@@ -1,4 +1,4 @@
-"""Which Lightning is to be used, ``lightning`` or ``pytorch_lightning``; neither is imported here."""
+"""The choice of the Lightning package, ``lightning`` or ``pytorch_lightning``, without importing either."""
 
 import os
 import sys
@@ -16,13 +16,13 @@ NAMES = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
 }
-"""By package, the module that stands for ``pl``, and what it is built on."""
+"""By package, the module imported as ``pl``, and the package that it builds on."""
 
 
 def choose(imported: set[str], asked: str | None, lightning_is_installed: bool) -> tuple[str, str]:
-    """Return the package to use, and why.
+    """Return the package to use, and the reason.
 
-    ``imported`` has those of the two that are imported already, ``asked`` is what the environment variable names.
+    ``imported`` has the packages that are already imported. ``asked`` is the value of the environment variable.
     """
     if asked is not None and asked not in NAMES:
         raise ImportError(f"{VARIABLE}={asked!r}: set it to {' or '.join(NAMES)}, or unset it.")

@@ -1,4 +1,4 @@
-"""The Lightning package in use, ``lightning`` or ``pytorch_lightning``; only this file decides.
+"""The Lightning package in use, ``lightning`` or ``pytorch_lightning``; only this file imports it.
 
 The two packages contain the same code under two names, so their classes differ. All of lightning_fed imports Lightning
 from here, as ``pl``. The package in use is the one imported before the first use of a class of lightning_fed, else the
@@ -58,8 +58,8 @@ _OF_OTHER = tuple(f"{module}." for module in NAMES[OTHER])
 
 
 def refuse_foreign(*values: Any) -> None:
-    """Raise for a user's modules, callbacks and other objects, also in lists, from the other package."""
-    from lightning_fed.core.errors import FederatedError  # not before Lightning is chosen: it imports PyTorch
+    """Raise if a user's modules, callbacks or other objects, also in lists, are from the other package."""
+    from lightning_fed.core.errors import FederatedError  # lazily: only needed with a user's objects
 
     for value in values:
         if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """The only file that imports Lightning's private names, which may change.
 
-Tested with Lightning 2.6.6; a missing name raises here, at import, with the version found. ``private_names.yaml`` in
+Tested with Lightning 2.6.6. A missing name raises here, at import, with the version found. ``private_names.yaml`` in
 this folder gives the purpose of each private name, of other packages too, and its possible replacement.
 """
 
@@ -42,9 +42,9 @@ except AttributeError as error:
         f" ({error}). Install a tested version: {install_command()}."
     ) from error
 
-# Lightning 2.6 uses PyTorch's tree specs in a way that newer releases deprecate, which users cannot change
+# users cannot change that Lightning 2.6 uses PyTorch's tree specs in a way that newer releases deprecate
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-# a resumed run writes to a new folder, and the scores that Lightning then leaves out are restored here
+# a resumed run writes to a new folder; lightning_fed restores the scores that Lightning then leaves out
 warnings.filterwarnings("ignore", message="The dirpath has changed from")
 logging.getLogger(f"{pl.__name__}.utilities.rank_zero").addFilter(  # advertisements
     lambda record: not str(record.msg).startswith("\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud")

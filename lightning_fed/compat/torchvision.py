@@ -21,7 +21,7 @@ _library: torch.library.Library | None = None  # keeps the declarations alive
 def declare_missing_operators() -> None:
     """Declare torchvision's operators if it is installed, not imported, and cannot load its native library.
 
-    It may be about to be imported, since its import begins with PyTorch's.
+    Its import may be in progress, since it begins with PyTorch's.
     """
     global _library
     if "torchvision.extension" in sys.modules or _library is not None:

@@ -1,4 +1,4 @@
-"""The core that all other packages use; imports torch only where a name needs it, and never Lightning."""
+"""The core that all other packages use. It imports torch only for names that need it, and never Lightning."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: commands that only raise errors do without PyTorch."""
+    """Import a name lazily, so that commands that only raise errors do not need PyTorch."""
     if name not in __all__:
         raise AttributeError(f"module 'lightning_fed.core' has no attribute {name!r}")
     module = "types" if name in ("ClientId", "State", "Vector") else "rounds"

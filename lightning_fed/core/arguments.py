@@ -44,7 +44,7 @@ def kind_of(value: object) -> str:
 
 
 def _refusal(owner: object, name: str, value: Any, rule: str) -> FederatedError:
-    """Return the error for an argument that breaks a rule; ``owner`` is what takes it, or its name."""
+    """Return the error for an argument that breaks a rule; ``owner`` is the object that takes it, or its name."""
     of = owner if isinstance(owner, str) else type(owner).__name__
     return FederatedError(f"{of}({name}={format_value(value)}): {name} must {rule}.")
 
@@ -127,7 +127,7 @@ def check_patterns(owner: object, patterns: Any, least: int = 0, name: str = "pe
 
 
 class ArgumentsRepr(NamesUnset):
-    """Gives an object a repr as Python code, from the attributes with the names of its arguments.
+    """A mixin with a repr as Python code, from the attributes named like the arguments.
 
     Example:
         >>> class Draw(ArgumentsRepr):

@@ -14,12 +14,12 @@ class Buffers:
 
     Args:
         owners: The owning module and its name for the buffer, by qualified name. Buffers are looked up on every use,
-            since a module may assign a new tensor. Parameters that are treated as buffers are among them.
+            since a module may assign a new tensor. They include parameters that are treated as buffers.
         mode: "average": clients start from the server's buffers, and the server averages real and complex buffers by
             examples, and takes others from the largest client. "server": the clients' changes of buffers are discarded.
             "local": every client keeps its own buffers; the server's mean over the last cohort is for evaluation, and
             for clients in their first round.
-        personal: The names of buffers that stay on the client in any mode, and are not averaged.
+        personal: The names of buffers that stay on the client in any mode and are not averaged.
 
     Attributes:
         owners: The same.
@@ -47,7 +47,7 @@ class Buffers:
 
 
 def held_by(owner: nn.Module, key: str) -> torch.Tensor:
-    """Return a module's buffer, or parameter that is treated as one, by the module's name for it."""
+    """Return a module's buffer, or a parameter treated as one, by the module's name for it."""
     return owner.get_buffer(key) if key in owner._buffers else owner.get_parameter(key)
 
 
@@ -78,7 +78,7 @@ class BufferMean:
     def update(self, buffers: State, size: int, index: int, count: int = 1) -> None:
         """Add the buffers of a client with ``size`` examples, by its stored index.
 
-        How often it was drawn, ``count``, multiplies the weight, not the size.
+        ``count``, the number of times it was drawn, multiplies the weight, not the size.
         """
         self._total += size * count
         picked = {}

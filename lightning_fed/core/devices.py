@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fed.core.errors import FederatedError
 
 _NO_MEMORY = ("DefaultCPUAllocator", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""Parts of the messages of the CPU, MPS and NVIDIA's libraries, which raise no specific error type."""
+"""Parts of out-of-memory messages: the CPU, MPS and NVIDIA's libraries do not raise a specific error type."""
 
 
 class Memory(NamedTuple):
@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def release_memory(error: BaseException, device: torch.device) -> None:
-    """Free the device memory of failed work: the error holds the local variables of all functions it left."""
+    """Free the device memory of failed work: its error keeps the local variables of all functions it left."""
     failed: BaseException | None = error
     while failed is not None:
         traceback.clear_frames(failed.__traceback__)
@@ -120,7 +120,7 @@ def accumulation(device: torch.device) -> dict[str, Any]:
 def widened(value: Tensor) -> Tensor:
     """Return a tensor converted for sums; see :func:`accumulation`."""
     kind = torch.complex128 if value.is_complex() else torch.float64
-    return value.to(accumulation(value.device)["device"]).to(kind)  # MPS converts before it copies
+    return value.to(accumulation(value.device)["device"]).to(kind)  # in two steps: MPS would convert before it copies
 
 
 def narrowed(total: Tensor, like: Tensor) -> Tensor:

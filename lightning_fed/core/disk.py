@@ -1,4 +1,4 @@
-"""Flushing to disk what other files refer to."""
+"""Flush folders to disk, for files that other files refer to."""
 
 import os
 from contextlib import suppress

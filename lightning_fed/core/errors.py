@@ -26,7 +26,7 @@ class ClientError(FederatedError):
 
 
 def refusal_in(error: BaseException | None) -> FederatedError | None:
-    """Find our own error in the chain of another one: the parser wraps what a class raises when it is made."""
+    """Return our own error in the chain of another one, or None: the parser wraps errors of constructors."""
     while error is not None and not isinstance(error, FederatedError):
         error = error.__cause__ or error.__context__
     return error

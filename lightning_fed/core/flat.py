@@ -39,7 +39,7 @@ class Layout:
         return torch.cat([part.reshape(-1) for part in parts])
 
     def joined_state(self, columns: Sequence[State], like: State) -> State:
-        """Return the state whose :meth:`state_views` these are; the entries of ``like`` show which are vectors."""
+        """Return the inverse of :meth:`state_views`; the entries of ``like`` show which are vectors."""
         return {
             name: self.joined([column[name] for column in columns])
             if value.shape == (self.numel,)
@@ -48,7 +48,7 @@ class Layout:
         }
 
     def state_views(self, state: State) -> list[State]:
-        """Return ``state`` once per shape, its vectors as views, all other entries (0-dim, odd shapes) unchanged."""
+        """Return ``state`` once per shape: vectors become views, other entries (0-dim, odd shapes) are unchanged."""
         columns = [self.views(v) if v.shape == (self.numel,) else [v] * len(self.shapes) for v in state.values()]
         rows = zip(*columns, strict=True) if columns else [()] * len(self.shapes)
         return [dict(zip(state, row, strict=True)) for row in rows]
@@ -58,8 +58,8 @@ class FlatParameters:
     """Parameters of a module as views of one vector ``whole`` [P + Q].
 
     The parameter objects stay the same, so optimizers, tied weights and hooks keep working. Loading a model is one copy
-    into ``y``, the first P numbers, which server and clients exchange. The other Q, of :attr:`personal`, stay on each
-    client.
+    into ``y``, the first P numbers, which server and clients exchange. The other Q numbers, :attr:`personal`, stay on
+    each client.
 
     Args:
         named: (name, parameter) pairs, without duplicates, in the module's order.
@@ -113,19 +113,19 @@ class FlatParameters:
         self.bind()
 
     def cut(self, vector: Vector) -> list[Tensor]:
-        """Return one view per parameter of a vector: of all parameters [P + Q], or of the exchanged ones [P]."""
+        """Return one view per parameter, for a vector of all parameters [P + Q] or of the exchanged ones [P]."""
         return (self.layout if len(vector) == self.layout.numel else self.whole_layout).views(vector)
 
     def bind(self, views: Sequence[Tensor] | None = None) -> None:
         """Bind the parameters to these tensors of equal shapes, by default to ``whole``.
 
-        Personal ones stay if no tensors are given for them.
+        Personal parameters stay bound if no tensors are given for them.
         """
         for p, view in zip(self.params, self.views if views is None else views, strict=False):
             p.data = view
 
     def gather(self) -> None:
-        """Copy parameters that are bound to other tensors, by ``p.data = ...``, into ``whole``, and bind them to it."""
+        """Copy parameters that ``p.data = ...`` bound to other tensors into ``whole``, and bind them to it."""
         if list(map(Tensor.data_ptr, self.params)) != self._places:
             for p, view in zip(self.params, self.views, strict=True):
                 view.copy_(p.detach())

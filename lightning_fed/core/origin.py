@@ -1,4 +1,4 @@
-"""The source that a run continues from, for messages, and differences of options of optimizers and schedules."""
+"""Messages about the source that a run continues from, and changed options of optimizers and schedules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-_PLAIN = (int, float, str, bool, list, tuple, Mapping, type(None))  # what can be compared and shown
+_PLAIN = (int, float, str, bool, list, tuple, Mapping, type(None))  # values that can be compared and shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def schedule_options(schedule: Any) -> dict[str, Any]:
-    """Return the plain arguments that a schedule keeps in its state, which its steps do not change."""
+    """Return the plain arguments in a schedule's state; its steps do not change them."""
     given = signature(type(schedule)).parameters.keys() - {"last_epoch"}
     return {name: v for name, v in schedule.state_dict().items() if name in given and isinstance(v, _PLAIN)}
 
@@ -64,8 +64,8 @@ def differing_options(
     Args:
         built: The options of every group before loading.
         loaded: The options of every group after loading.
-        is_scheduled: Whether a schedule changes the rates, and perhaps momentum, which then always differ; if it
-            records its initial rates, these are compared.
+        is_scheduled: Whether a schedule changes the rates, and perhaps momentum. These then always differ, so initial
+            rates, if recorded, are compared instead.
         origin: The source that the run continues from.
     """
     moving = {"lr", "momentum", "betas"} if is_scheduled else {"initial_lr"}

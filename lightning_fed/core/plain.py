@@ -1,4 +1,4 @@
-"""Options as plain values, which checkpoints hold and every process writes alike."""
+"""Options as plain values, which checkpoints can hold, and which are the same in every process."""
 
 import functools
 import math
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def as_plain(value: Any) -> Any:
-    """Return an option made of numbers, texts and collections alone; anything else becomes a text.
+    """Return an option as numbers, text and collections only; anything else becomes text.
 
-    Functions and classes become their names, and tensors their checksums. Reading such a value runs no code, equal
-    values are equal, and an address never differs between processes. A value that cannot be read, such as one that
-    contains itself, becomes the name of its type.
+    Functions and classes become their names, and tensors their checksums. Reading the result runs no code. Equal
+    options give equal results, without memory addresses, which differ between processes. A value that cannot be read,
+    such as one that contains itself, becomes the name of its type.
 
     Example:
         >>> as_plain({"rate": 0.5, "of": (math.sqrt, None)})
@@ -26,7 +26,7 @@ def as_plain(value: Any) -> Any:
     """
     try:
         return _plain(value)
-    except (RuntimeError, TypeError, ValueError):  # also a RecursionError
+    except (RuntimeError, TypeError, ValueError):  # a RecursionError is a RuntimeError
         return _name(type(value))
 
 
@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
         value = value.item()
     if value is None or isinstance(value, (bool, torch.dtype)):
         return value
-    if isinstance(value, (int, float, str)):  # those of an enum have a class of their own
+    if isinstance(value, (int, float, str)):  # enum members have their own classes
         kind = next(kind for kind in (int, float, str) if isinstance(value, kind))
         return "nan" if isinstance(value, float) and math.isnan(value) else kind(value)
     if isinstance(value, dict):

@@ -14,8 +14,8 @@ from lightning_fed.core.types import ClientId, Metrics, State, Vector
 class Step:
     """The input of a method at one local step; every vector has the shape of the gradient.
 
-    A hook may be called with whole vectors [P], with one parameter's view of them, or with a cohort [S, P]: it must be
-    elementwise and must not change anything in place.
+    A hook may get whole vectors [P], one parameter's view of them, or a cohort [S, P]. It must be elementwise, and must
+    not change anything in place.
 
     Attributes:
         x: The server parameters at the start of the round.
@@ -113,7 +113,7 @@ class AdvanceSolver(Protocol):
 
 @dataclass(slots=True)
 class Cohort:
-    """The facts about a round that a method may read on the server.
+    """The data of a round that a method may read on the server.
 
     Attributes:
         size: The number of distinct clients that completed, |S|.
@@ -156,7 +156,7 @@ class ClientReport:
     seconds: float
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a call, which takes a third of the time: processes exchange many reports."""
+        """Pickle as a constructor call, in a third of the time: processes exchange many reports."""
         own = (self.client_id, self.size, self.steps, self.loss, self.metrics, self.update_norm, self.seconds)
         return type(self), own
 
@@ -171,8 +171,8 @@ class RoundReport:
         dropped: The ids of sampled clients that were left out: too slow, lost, empty, or failed.
         sizes: Number of training examples by id.
         steps: Local steps by id.
-        weights: Weights in the average by id, which sum to one; or in the unbiased estimate of a sampler with
-            ``probabilities`` or of :class:`lightning_fed.server.OptimalClientSampling`, which need not.
+        weights: Weights in the average by id, which sum to one. They need not in the unbiased estimates of a sampler
+            with ``probabilities`` and of :class:`lightning_fed.server.OptimalClientSampling`.
         metrics: The cohort's example-weighted training metrics.
         clients: Each client's report by id.
         loss: The example-weighted mean training loss.
@@ -183,8 +183,8 @@ class RoundReport:
         bytes_down: Bytes sent to the clients.
         seconds: Wall time of the round without validation.
         failed: The reason of each failed client by id; with ``on_client_error="drop"``.
-        gradients: The number of per-example gradients computed: those of local steps, twice if the method takes a
-            second one on every batch, and those of full-batch gradients.
+        gradients: The number of per-example gradients in local steps and full-batch gradients. Local steps count twice
+            if the method takes a second gradient on every batch.
     """
 
     round: int

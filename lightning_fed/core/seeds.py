@@ -12,7 +12,7 @@ import torch
 
 from lightning_fed.core.devices import get_device_random_state, seed_device, set_device_random_state
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, whose multiples differ in all bits
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio; its multiples differ in all bits
 
 
 class Purpose(IntEnum):
@@ -69,17 +69,17 @@ def derive_seed(seed: int, purpose: Purpose, round: int = 0, client: int = 0) ->
 def generator(
     seed: int, purpose: Purpose, round: int = 0, client: int = 0, reuse: torch.Generator | None = None
 ) -> torch.Generator:
-    """Return a CPU generator for one random stream, a new one unless given; see :func:`derive_seed`."""
+    """Return a CPU generator for one random stream, ``reuse`` or a new one; see :func:`derive_seed`."""
     return (reuse or torch.Generator()).manual_seed(derive_seed(seed, purpose, round, client))
 
 
 class KeyedStream:
     """Random bytes that cannot be predicted without the run's seed: SHAKE-256 of its key and a counter.
 
-    PyTorch's generators have 32 bits of seed, which can be tried one after another, and are not made for secrets.
+    PyTorch's generators are not made for secrets, and have 32-bit seeds, which can be tried one after another.
 
     Args:
-        key: The numbers that the stream depends on: the run's seed, the purpose, the round and the client, say.
+        key: The numbers that the stream depends on, such as the run's seed, the purpose, the round and the client.
     """
 
     def __init__(self, *key: int) -> None:
@@ -99,11 +99,11 @@ class KeyedStream:
 def seed_global(seed: int, device: torch.device | None = None) -> None:
     """Seed the global generators that user code uses: torch (CPU and ``device``), Python's and NumPy's.
 
-    NumPy has PyTorch's generator, so one seed would give both the same numbers: the images that PyTorch flips would be
-    those that NumPy flips.
+    NumPy has the same generator as PyTorch, so one seed would give both the same numbers. Both would flip the same
+    images, for example.
 
-    ``torch.manual_seed`` also visits every lazily initialized backend, which takes about a millisecond: too much for
-    once per client.
+    ``torch.manual_seed`` also visits every lazily initialized backend. That takes about a millisecond, which is too
+    slow for once per client.
     """
     torch.default_generator.manual_seed(seed)
     seed_device(device, seed)

@@ -15,10 +15,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lightning_fed.core.errors import FederatedError
 
 STEP_COUNTS = ("step", "mu_product")
-"""The statistics that only depend on the number of steps: one number for any shape of the parameter."""
+"""The statistics that only depend on the number of steps: one number for a parameter of any shape."""
 
 _CPU = torch.device("cpu")
-_SGD_STEP: Any = torch.optim.SGD.step  # the first optimizer of a class wraps its step, with "hooked" as a mark
+_SGD_STEP: Any = torch.optim.SGD.step  # the first optimizer of a class wraps its step, and marks it as "hooked"
 _SGD_STEP = _SGD_STEP.__wrapped__ if hasattr(_SGD_STEP, "hooked") else _SGD_STEP
 _SGD_OPTIONS = itemgetter("momentum", "maximize", "differentiable", "fused")
 _UNSUPPORTED = {
@@ -48,7 +48,7 @@ def refuse_unsupported(optimizer: Optimizer, role: str) -> None:
                 " RMSprop."
             )
     closure = signature(type(optimizer).step).parameters.get("closure")
-    is_sam = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # in all well-known versions
+    is_sam = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # all well-known versions have both
     if is_sam or (closure is not None and closure.default is Parameter.empty):
         raise FederatedError(
             f"{role} {type(optimizer).__name__} is not supported: its step requires a closure to evaluate the loss"
@@ -73,12 +73,12 @@ class JointOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of all, in order."""
+        """The parameter groups of all parts, in order."""
         return [group for part in self.parts for group in part.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Do nothing: the groups are those of the parts."""
+        """Do nothing: the parts own the groups."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the groups and the state of every part."""
@@ -97,7 +97,7 @@ class JointOptimizer(Optimizer):
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers with a state of their own that an optimizer wraps, as Lookahead does."""
+    """Return the optimizers with a separate state that an optimizer wraps, as Lookahead does."""
     found, waiting = list[Optimizer](), [optimizer]
     while waiting:
         for value in vars(waiting.pop()).values():
@@ -130,7 +130,7 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether functions are registered to be called before or after steps, of this or of any optimizer."""
+    """Return whether hooks are registered before or after the steps of this optimizer, or of all optimizers."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
@@ -143,7 +143,7 @@ def take_plain_step(optimizer: Optimizer, has_decay: bool) -> bool:
         has_decay: Whether gradients already contain the weight decay.
 
     Returns:
-        False, and nothing is done, if the step is another one or has more to do: options, hooks, a replaced ``step``.
+        False, without a step, if ``optimizer.step()`` does more or differs: options, hooks, a replaced ``step``.
     """
     method, own = type(optimizer).step, optimizer.__dict__.get("step")
     if type(optimizer) is not torch.optim.SGD or getattr(method, "__wrapped__", None) is not _SGD_STEP:
@@ -159,7 +159,7 @@ def take_plain_step(optimizer: Optimizer, has_decay: bool) -> bool:
         decays = group["weight_decay"] and not has_decay
         if decays or any(_SGD_OPTIONS(group)) or type(group["lr"]) is not float:
             return False
-    optimizer.__dict__["_opt_called"] = True  # as the ``step`` does that a scheduler has put there
+    optimizer.__dict__["_opt_called"] = True  # a scheduler's wrapper of ``step`` sets it too
     with torch.no_grad():
         for group in groups:
             moving, grads = list[Tensor](), list[Tensor]()
@@ -197,7 +197,7 @@ def coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
 
 @cache
 def _couples(cls: Any) -> bool:
-    """Return whether a class takes the steps of one that adds the decay to the gradient; a subclass may take others."""
+    """Return whether a class has the ``step`` of one that adds decay to the gradient; a subclass may override it."""
     return any(issubclass(cls, known) and unwrap(cls.step) is unwrap(known.step) for known in _COUPLED)
 
 

@@ -10,14 +10,14 @@ class UnsetAttributeError(FederatedError, AttributeError):
 
 
 class NamesUnset:
-    """Tells the author of a subclass which ``__init__`` of a base class was not called."""
+    """A mixin whose errors name the base class ``__init__`` that a subclass did not call."""
 
-    if not TYPE_CHECKING:  # or mypy would take any attribute for granted
+    if not TYPE_CHECKING:  # otherwise mypy would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Raise for an attribute that is not there."""
+            """Raise for a missing attribute."""
             cls = type(self)
-            if hasattr(cls, name):  # a property, whose own AttributeError has led here
+            if hasattr(cls, name):  # the AttributeError of a property has led here
                 return object.__getattribute__(self, name)
             inits = ((base, vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base))
             for place, (base, init) in enumerate(inits):

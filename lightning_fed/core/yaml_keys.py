@@ -1,4 +1,4 @@
-"""YAML whose mappings have no key twice: YAML itself would take the last in silence."""
+"""YAML without repeated keys in a mapping: PyYAML would silently keep the last one."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import yaml
 
 
 class RepeatedKeyError(yaml.constructor.ConstructorError):
-    """A mapping has a key twice.
+    """A mapping has a repeated key.
 
     Attributes:
         key: The key.
@@ -19,10 +19,10 @@ class RepeatedKeyError(yaml.constructor.ConstructorError):
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, in which a mapping's keys differ, and have no parts."""
+    """PyYAML's safe loader, restricted to mappings with distinct scalar keys."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping as it is written, before ``<<`` puts others into it; raise if a key comes twice."""
+        """Return a mapping as written, before ``<<`` merges others into it; raise for a repeated or non-scalar key."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:

@@ -24,7 +24,7 @@ from lightning_fed.server.sampling import Sampler
 class Arrival(NamedTuple):
     """A client's message and its origin."""
 
-    round: int  # number of server steps in the model that its client started from
+    round: int  # number of server steps in the model at its client's start
     client: int  # position in the population
 
 
@@ -35,7 +35,7 @@ class Between:
     begin: list[int]  # positions of the clients that begin, without repetition
     arrive: list[Arrival]  # messages used by the server step
     left: list[Arrival]  # messages still in transit after it
-    time: float  # arrival of the last one, in simulated seconds
+    time: float  # arrival of the last message used, in simulated seconds
 
 
 class Arrivals:
@@ -122,8 +122,8 @@ class Asynchronous(Aggregator):
         self.clock = ClientClock() if clock is None else clock
         self._arrivals: Arrivals | None = None
         self._round = -1
-        self._messages: dict[tuple[int, ClientId], State] = {}  # by the round in which their client began, and its id
-        self._on_their_way: list[tuple[int, ClientId]] = []  # after the last step
+        self._messages: dict[tuple[int, ClientId], State] = {}  # keyed by the round in which a client began, and its id
+        self._on_their_way: list[tuple[int, ClientId]] = []  # keys of the messages in transit after the last step
 
     @abstractmethod
     def weight(self, staleness: int) -> float:
@@ -228,7 +228,7 @@ class Asynchronous(Aggregator):
         return {"messages": [(*key, dict(self._messages[key])) for key in self._on_their_way]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], x: Vector) -> None:
-        """Restore the messages in transit of a checkpoint; invalid ones are a ValueError."""
+        """Restore a checkpoint's messages in transit; raise a ValueError for invalid ones."""
         self._arrivals = None
         self._messages = {
             (began, client_id): {name: value.to(x.device) for name, value in messages.items()}
@@ -337,10 +337,10 @@ class FedAsync(Asynchronous):
         x^{r+1} = (1 - \alpha_r) x^r + \alpha_r y, \qquad \alpha_r = \alpha \, s(\tau)
 
     with :math:`\tau` the server steps since the client began, and s(tau) = 1 ("constant"), :math:`(1 + \tau)^{-a}`
-    ("polynomial"), or 1 up to b and then :math:`1 / (a (\tau - b) + 1)` ("hinge"). A model that nobody overtook has
-    :math:`\tau = 0`, and so the weight :math:`\alpha`; in the paper's Algorithm 1, read literally, its :math:`t - \tau`
-    is 1. The paper's clients have a proximal term: use :class:`lightning_fed.algorithms.FedProx`. Leave the server's
-    optimizer at SGD with rate 1; another one is applied to :math:`\alpha_r (y - x^r)`.
+    ("polynomial"), or 1 up to b and then :math:`1 / (a (\tau - b) + 1)` ("hinge"). A model that no other overtakes has
+    :math:`\tau = 0` and the weight :math:`\alpha`. The paper's Algorithm 1, read literally, gives it
+    :math:`t - \tau = 1`. The paper's clients have a proximal term: use :class:`lightning_fed.algorithms.FedProx`. Keep
+    the server's optimizer at SGD with rate 1. Any other optimizer is applied to :math:`\alpha_r (y - x^r)`.
 
     Args:
         concurrency: The number of clients training at a time.

@@ -19,9 +19,9 @@ _LABEL_NAMES = ("targets", "labels", "target", "label")
 class Attack(ArgumentsRepr):
     """Bad clients of a simulation, the same in every round; see the subclasses.
 
-    A subclass overrides :meth:`message`, which changes what bad clients send, or :meth:`batch`, which changes what they
-    train on. Their reports (losses, norms, numbers of steps) and the states that they keep stay those of their own
-    training.
+    A subclass overrides :meth:`message` to change the messages of bad clients, or :meth:`batch` to change the batches
+    that they train on. Their reports (losses, norms, numbers of steps) and their client states still come from their
+    own training.
 
     Args:
         clients: The bad clients: a list of ids, or a share of the population in [0, 1], drawn from the run's seed.
@@ -74,7 +74,7 @@ class Attack(ArgumentsRepr):
         return frozenset(map(population.index_of, self.clients))
 
     def message(self, message: Vector, stream: torch.Generator) -> Vector:
-        """Return what a bad client sends in place of a message, of the same shape.
+        """Return the message of the same shape that a bad client sends instead.
 
         Args:
             message: The honest message.
@@ -83,7 +83,7 @@ class Attack(ArgumentsRepr):
         return message
 
     def batch(self, batch: Any) -> Any:
-        """Return what a bad client trains on in place of a batch."""
+        """Return the batch that a bad client trains on instead."""
         return batch
 
 
@@ -91,7 +91,7 @@ class SignFlipAttack(Attack):
     """Bad clients send their messages with the opposite sign, times a factor.
 
     Li et al., *RSA: Byzantine-Robust Stochastic Aggregation Methods for Distributed Learning from Heterogeneous
-    Datasets*, AAAI 2019 (https://arxiv.org/abs/1811.03761), whose experiments flip signs and multiply by a constant.
+    Datasets*, AAAI 2019 (https://arxiv.org/abs/1811.03761). Its experiments flip signs and multiply by a constant.
 
     Args:
         clients: The bad clients: a list of ids, or a share of the population in [0, 1], drawn from the run's seed.
@@ -120,7 +120,7 @@ class NoiseAttack(Attack):
     """Bad clients send Gaussian noise.
 
     The "Gaussian" clients of Blanchard et al., *Machine Learning with Adversaries: Byzantine Tolerant Gradient
-    Descent*, NeurIPS 2017 (https://arxiv.org/abs/1703.02757), Section 5, whose noise has the standard deviation 200.
+    Descent*, NeurIPS 2017 (https://arxiv.org/abs/1703.02757), Section 5. Their noise has the standard deviation 200.
 
     Args:
         clients: The bad clients: a list of ids, or a share of the population in [0, 1], drawn from the run's seed.
@@ -147,7 +147,7 @@ class LabelFlipAttack(Attack):
     """Bad clients train on labels C - 1 - y in place of y.
 
     Fang et al., *Local Model Poisoning Attacks to Byzantine-Robust Federated Learning*, USENIX Security 2020
-    (https://arxiv.org/abs/1911.11815), the label flipping that they compare their attacks with.
+    (https://arxiv.org/abs/1911.11815), compare their attacks with this label flipping.
 
     The labels of a batch are the last entry of a tuple or list, or the entry "targets", "labels", "target" or "label"
     of a mapping. For other batches, flip the labels in the clients' data sets.
@@ -186,7 +186,7 @@ class LabelFlipAttack(Attack):
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
             found = labels.dtype if isinstance(labels, Tensor) else kind_of(labels)
             raise FederatedError(f"{self!r} flips classes, integers of a tensor; the labels of a batch are {found}.")
-        classes = labels.long()  # booleans have no subtraction, and unsigned types no minimum
+        classes = labels.long()  # booleans do not support subtraction, nor unsigned types min()
         if labels.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < self.num_classes:
             raise FederatedError(
                 f"{self!r} found the labels {int(classes.min())} to {int(classes.max())} in a batch: they must be"

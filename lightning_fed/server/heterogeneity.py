@@ -12,7 +12,7 @@ from lightning_fed.core.client_weights import ClientWeights
 from lightning_fed.core.seeds import Purpose, derive_seed, generator
 from lightning_fed.core.types import ClientId
 
-_LARGEST_EXPONENT = 700.0  # beyond 709 there is no float
+_LARGEST_EXPONENT = 700.0  # exp() of more than 709 overflows a float
 _PER_CLIENT, _SLOW, _JITTER = 1, 2, 3  # the random streams of a clock; SystemsHeterogeneity has its own
 
 
@@ -21,19 +21,19 @@ class SystemsHeterogeneity(ArgumentsRepr):
 
     Three independent causes, each a function of (seed, round, client):
 
-    - **stragglers**: a share of the cohort does only :math:`U\{1, \dots, E\}` of the E requested epochs, or of the
-      steps if the work is one epoch or a number of steps. This is the setting of Li et al., *Federated Optimization in
+    - **stragglers**: a share of the cohort does only :math:`U\{1, \dots, E\}` of the E requested epochs. If the work is
+      one epoch or a number of steps, E counts the steps. This is the setting of Li et al., *Federated Optimization in
       Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127), section 5.2.
-    - **deadline**: a client of relative speed :math:`v_i`, log-normal with median 1 and the same in every round, can do
-      :math:`\lfloor v_i \cdot \text{deadline} \rfloor` steps.
+    - **deadline**: a client completes at most :math:`\lfloor v_i \cdot \text{deadline} \rfloor` steps. Its relative
+      speed :math:`v_i` is log-normal with median 1, and the same in every round.
     - **dropout**: a client does its work, but its message never arrives.
 
-    ``policy`` applies to stragglers and to clients past the deadline: "keep" uses their partial work, as FedProx does;
+    ``policy`` applies to stragglers and to clients past the deadline. "keep" uses their partial work, as FedProx does.
     "drop" leaves them out of the round, as FedAvg does in that paper. A client without a single step is always left
     out: its weight is zero and its state is unchanged. K_i is the number of steps taken, so every method stays exact.
 
     Note:
-        The authors' code of FedProx never draws E, and uses one seed for all clients and rounds. Here E is drawn as in
+        The FedProx authors' code never draws E, and uses one seed for all clients and rounds. This class draws E as in
         the paper, and every draw has its own seed.
 
     Args:
@@ -115,8 +115,8 @@ class ClientClock(ArgumentsRepr):
         t_i = \text{seconds}_i \cdot [n_i] \cdot \text{slow\_factor}^{[i \text{ is slow}]}
               \cdot e^{\text{spread} \cdot u_i + \text{jitter} \cdot u_{i, r}}
 
-    with :math:`u` standard normal and :math:`u_i` the same in every round. The slow clients are drawn once, a rounded
-    share of all. All times are functions of the seed, the client and the round.
+    with :math:`u` standard normal and :math:`u_i` the same in every round. The slow clients are a rounded share of all
+    clients, drawn once. All times are functions of the seed, the client and the round.
 
     Args:
         seconds: A number for all clients, a mapping from id to seconds, or the path of a JSON object or a CSV file with
@@ -179,7 +179,7 @@ class ClientClock(ArgumentsRepr):
         return seconds
 
     def _base_of(self, seed: int, population: Sequence[ClientId]) -> Tensor:
-        """Return the part of the clients' seconds that is equal in every round, float64 [N]."""
+        """Return the part of the clients' seconds that all rounds share, float64 [N]."""
         count = len(population)
         base = torch.ones(count, dtype=torch.float64)
         base *= self.seconds.of(population) if isinstance(self.seconds, ClientWeights) else self.seconds

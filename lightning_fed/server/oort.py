@@ -1,4 +1,4 @@
-"""Oort: clients of high statistical utility that are not too slow, with exploration."""
+"""Oort: prefers clients with high statistical utility that are not too slow, and explores new ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,62 +15,61 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.server.heterogeneity import ClientClock
 from lightning_fed.server.sampling import CountingSampler, first_drawn, has_examples
 
-_EXPLOIT, _EXPLORE = 1, 2  # the streams of a round
+_EXPLOIT, _EXPLORE = 1, 2  # the random streams of a round
 
 
 class OortSampler(CountingSampler):
-    r"""Draw clients by the utility of their data and their speed, and explore those that have not taken part (Oort).
+    r"""Draw clients by data utility and speed, and explore clients that have not taken part (Oort).
 
     Lai, Zhu, Madhyastha, and Chowdhury, *Oort: Efficient Federated Learning via Guided Participant Selection*, OSDI
-    2021 (https://arxiv.org/abs/2010.06081), Algorithm 1. In round R = 1, 2, ..., with L(i) a client's last round and
-    D(i) its last duration, a client that has taken part has the utility
+    2021 (https://arxiv.org/abs/2010.06081), Algorithm 1. Let L(i) be a client's last round and D(i) its last duration.
+    In round R = 1, 2, ..., a client that has taken part has the utility
 
     .. math::
         \left( \min(U(i), \text{the clip quantile of } U) + \sqrt{0.1 \log R / L(i)} \right)
         \cdot \left( \frac{T}{D(i)} \right)^{\alpha\, [T < D(i)]}, \qquad
         U(i) = |B_i| \sqrt{\frac{1}{|B_i|} \sum_{k \in B_i} \text{loss}(k)^2}.
 
-    :math:`(1 - \varepsilon) K` clients are drawn in proportion to it, of those with at least c times the utility of
-    the :math:`(1 - \varepsilon) K`-th best; :math:`\varepsilon K` are drawn of those that have not taken part, in
-    proportion to their speed where a clock tells it. :math:`\varepsilon` is multiplied by its decay after each round
-    while it is above its least value. The pacer raises T by :math:`\Delta` when the clients of the last W rounds had
-    less utility U, added up, than those of the W rounds before.
+    The sampler draws :math:`(1 - \varepsilon) K` clients in proportion to it, if they have at least c times the utility
+    of the :math:`(1 - \varepsilon) K`-th best. The other :math:`\varepsilon K` have not taken part, and are drawn in
+    proportion to their speed if ``clock`` simulates it. Each round multiplies :math:`\varepsilon` by its decay until it
+    reaches its least value. The pacer raises T by :math:`\Delta` if the total U of the last W rounds' clients is below
+    the total of the W rounds before.
 
-    Exact: the formulas above, with the paper's constants as defaults. With two exceptions by default:
+    The formulas are exact, with the paper's constants as defaults. By default, there are two exceptions:
 
-    - The loss of each example is not in a client's report. U(i) is :math:`|B_i|` times the mean training loss, which
-      is smaller: by Jensen's inequality both agree if all examples have one loss. For the exact one, let
-      ``training_step`` log the mean of squared losses of the examples in a batch, and pass its name as
-      ``squared_loss``.
-    - Times of this machine are not times of devices. Without a ``clock`` there is no system penalty, and no pacer.
+    - A client's report lacks the loss of each example. U(i) is :math:`|B_i|` times the mean training loss, which is at
+      most the exact value, by Jensen's inequality. Both agree if all examples have one loss. For the exact value, let
+      ``training_step`` log the batch mean of squared example losses, and pass its name as ``squared_loss``.
+    - This machine's times are not device times. Without a ``clock``, there is no system penalty and no pacer.
 
-    Left open by the paper, and settled here: numbers of clients are rounded, and if there are too few clients on one
-    side, the other side takes their places. All draws are without replacement, ties by stored order. The quantile is
-    interpolated. Clients built on demand that turn out to be empty are not drawn. Clients that took part in more than
-    ``most_rounds`` rounds, if set, are drawn last, uniformly.
+    The paper leaves some cases open. Numbers of clients are rounded. If one of the two groups has too few clients, the
+    other one fills their places. All draws are without replacement, and stored order breaks ties. The quantile is
+    interpolated. Clients built on demand that turn out to be empty are skipped. If ``most_rounds`` is set, clients that
+    took part in more rounds are drawn last, uniformly.
 
-    The authors' code differs from Algorithm 1: it scales utilities to [0, 1] before it adds the second term, T is a
-    percentile of the durations, the pacer raises T every W rounds if U hardly changes, and unexplored clients are drawn
-    by size.
+    The authors' code differs from Algorithm 1. It scales utilities to [0, 1] before it adds the second term. T is a
+    percentile of the durations. The pacer raises T every W rounds if U hardly changes. Unexplored clients are drawn by
+    size.
 
     Args:
         clients_per_round: K, as a count or a share.
-        exploration: The first :math:`\varepsilon`.
+        exploration: The initial :math:`\varepsilon`.
         exploration_decay: Its factor after each round.
-        least_exploration: The value at which it no longer decays.
+        least_exploration: The value at or below which it stops decaying.
         cutoff: c.
-        clip: The quantile at which utilities are clipped, which bounds what a client gains by a high loss; 1 to not
-            clip.
+        clip: The quantile at which utilities are clipped, to bound a client's gain from a high loss. 1 disables
+            clipping.
         alpha: :math:`\alpha`, the exponent of the system penalty.
         pacer_step: :math:`\Delta`, in seconds, and the first T. Required with a clock.
         window: W, in rounds.
-        clock: Durations: a :class:`ClientClock` of simulated times; "reports" for the measured seconds of clients'
-            reports, with which a run does not repeat itself; or None.
+        clock: The source of durations: a :class:`ClientClock` for simulated times, "reports" for the seconds in
+            clients' reports, or None. With "reports", a run is not reproducible.
         squared_loss: The name of the logged mean of squared losses.
         most_rounds: See above; 10 in the paper's example.
 
     Raises:
-        FederatedError: If a value is out of range, or a clock comes without a pacer step, or the other way round.
+        FederatedError: If a value is out of range, or only one of ``clock`` and ``pacer_step`` is given.
     """
 
     def __init__(
@@ -110,10 +109,10 @@ class OortSampler(CountingSampler):
             check_texts(self, squared_loss=squared_loss)
         self.squared_loss = squared_loss
         self.most_rounds = None if most_rounds is None else check_count(self, "most_rounds", most_rounds)
-        self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, the number of rounds, D of reports
-        self._achieved: list[float] = []  # the sum of U of each round's clients, of the last 2 W rounds
+        self._clients: dict[ClientId, tuple[float, int, int, float]] = {}  # U, L, the number of rounds, the reported D
+        self._achieved: list[float] = []  # the sum of U over each round's clients, for the last 2 W rounds
         self._preferred = self.pacer_step or 0.0  # T
-        self._empty: set[ClientId] = set()  # clients found to have no examples, which are not built again
+        self._empty: set[ClientId] = set()  # clients without examples, to avoid building them again
 
     def exploration_in(self, round: int) -> float:
         r"""Return :math:`\varepsilon` in a round, from 0."""
@@ -163,7 +162,7 @@ class OortSampler(CountingSampler):
         count: int,
         stream: torch.Generator,
     ) -> list[int]:
-        """Return at most ``count`` of the places, drawn by speed, without clients that turn out to be empty."""
+        """Draw at most ``count`` of the places by speed, and skip clients that turn out to be empty."""
         found = list[int]()
         if not count:
             return found
@@ -199,7 +198,7 @@ class OortSampler(CountingSampler):
         return torch.where(slow, utility * (self._preferred / durations.clamp(min=1e-300)) ** self.alpha, utility)
 
     def update(self, round: int, reports: Mapping[ClientId, ClientReport]) -> None:
-        """Note utilities and durations of the clients that have trained, and pace."""
+        """Record the utilities and durations of clients that trained, and run the pacer."""
         achieved = 0.0
         for client_id, report in reports.items():
             utility = self._utility(report)
@@ -214,7 +213,7 @@ class OortSampler(CountingSampler):
             self._preferred += self.pacer_step or 0.0
 
     def _utility(self, report: ClientReport) -> float:
-        """Return U(i), 0 for a client that took no steps or whose loss is not a number."""
+        """Return U(i), or 0 if the client took no steps or its loss is not finite."""
         if not report.steps:
             return 0.0
         root = abs(report.loss)
@@ -228,7 +227,7 @@ class OortSampler(CountingSampler):
         return report.size * root if math.isfinite(root) else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of clients, and the state of the pacer."""
+        """Return the records of clients, and the state of the pacer."""
         return {
             "clients": {client_id: list(row) for client_id, row in self._clients.items()},
             "achieved": list(self._achieved),

@@ -1,4 +1,4 @@
-"""Clients chosen by the norms of their updates: in this round, or in the rounds before."""
+"""Client selection by update norms, of this round or of earlier rounds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,25 +22,25 @@ from lightning_fed.server.sampling import CountingSampler, Sampler, included
 
 
 class OptimalClientSampling(Aggregator):
-    r"""The unbiased estimate of the mean from the updates of a few clients, which are drawn by this round's norms.
+    r"""An unbiased estimate of the mean from the updates of a few clients, drawn by this round's norms.
 
     Chen, Horváth, and Richtárik, *Optimal Client Sampling for Federated Learning*, TMLR 2022
     (https://arxiv.org/abs/2010.13723), Algorithm 1 (OCS). All clients of the cohort train, and send the norm of their
     weighted update, :math:`u_i = w_i \lVert U_i \rVert`. The server answers with the probabilities :math:`p_i` of
-    Equation 7, which have the least variance for m expected clients. Client i sends :math:`U_i` with probability
+    Equation 7, which minimize the variance for m expected clients. Client i sends :math:`U_i` with probability
     :math:`p_i`, independently of the others, and the server uses
 
     .. math::
         \sum_{i \in S} \frac{w_i}{p_i} U_i
 
-    in place of the mean :math:`\sum_i w_i U_i` over the cohort, which is its mean over the draws of S. This saves
-    messages, not local work. The round's bytes count the updates that are sent, and for each client its norm and its
-    probability, 8 bytes each. If no client sends, the sum is zero, and the server takes its step along zero.
+    in place of the cohort's mean :math:`\sum_i w_i U_i`, which is its expected value over the draws of S. This saves
+    messages, not local work. The round's bytes count the updates that are sent, and 8 bytes each for every client's
+    norm and probability. If no client sends, the sum is zero, and the server takes its step along zero.
 
-    It needs a method whose clients send the change of their models alone, such as FedAvg or FedProx. Clients that do
-    not send keep what they have learned for themselves, such as Ditto's personal models. It works in simulations only:
-    real sites would have to wait for their probability. Algorithm 2 (AOCS), which needs only sums over the clients to
-    approximate the probabilities, is not offered.
+    It needs a method whose clients only send the change of their models, such as FedAvg or FedProx. Clients that do
+    not send still keep their new states, such as Ditto's personal models. It only works in simulations: real sites
+    would have to wait for their probability. Algorithm 2 (AOCS) approximates the probabilities from sums over the
+    clients, and is not implemented.
 
     Args:
         expected_clients: m, the expected number of clients that send their update. In a cohort of at most m, all do.
@@ -67,7 +67,7 @@ class OptimalClientSampling(Aggregator):
 
 
 class _DrawnAggregation(Aggregation):
-    """Holds the updates of a cohort until all norms are known, and sums those of the clients that are drawn."""
+    """Holds a cohort's updates until all norms are known, and sums the updates of the drawn clients."""
 
     is_one_by_one = True
 
@@ -78,7 +78,7 @@ class _DrawnAggregation(Aggregation):
         self._norms: dict[int, float] = {}
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Hold the updates of clients, and note their norms; a non-finite update is a :class:`ClientError`."""
+        """Store clients' updates and norms; raise a :class:`ClientError` for a non-finite update."""
         self._check_names(send)
         self._note_steps(steps)
         for index, value in zip(steps, send["delta"], strict=True):
@@ -92,7 +92,7 @@ class _DrawnAggregation(Aggregation):
         return {"steps": {index: self._steps[index] for index in self._held}, "norms": self._norms}
 
     def merge(self, partials: Sequence[Mapping[str, Any]], ranks: Collectives, x: Vector) -> None:
-        """Draw from the clients of all processes, and add their sums."""
+        """Draw from the clients of all processes, and reduce the sums."""
         for partial in partials:
             self._note_steps(partial["steps"])
             self._norms = {**self._norms, **partial["norms"]}
@@ -131,29 +131,29 @@ class _DrawnAggregation(Aggregation):
 
 
 class UpdateNormSampler(CountingSampler):
-    r"""Include clients independently, more often those whose last update was long, and weight them without bias.
+    r"""Include clients independently, preferring long last updates, and weight them without bias.
 
-    With :math:`u_i = w_i \lVert U_i \rVert`, :math:`U_i` the change of a client's model in its last round, client i is
-    included with probability
+    Let :math:`U_i` be the change of client i's model in its last round, and :math:`u_i = w_i \lVert U_i \rVert`. The
+    sampler includes client i with probability
 
     .. math::
         p_i = (1 - \gamma)\, p^*_i + \gamma \frac{m}{N},
 
     where :math:`p^*` are the probabilities of Chen, Horváth, and Richtárik, *Optimal Client Sampling for Federated
-    Learning*, TMLR 2022 (https://arxiv.org/abs/2010.13723), Equation 7, of m expected clients. The server moves along
-    :math:`\sum_{i \in S} (w_i / p_i) U_i` (their Equation 2), whose mean over the draws is the step of full
-    participation, :math:`\sum_i w_i U_i`, for any norms.
+    Learning*, TMLR 2022 (https://arxiv.org/abs/2010.13723), Equation 7, for m expected clients. The server moves along
+    :math:`\sum_{i \in S} (w_i / p_i) U_i` (their Equation 2). For any norms, its expected value over the draws is the
+    step of full participation, :math:`\sum_i w_i U_i`.
 
-    This is not their Algorithm 1 (OCS) or 2 (AOCS). Both have all clients train in each round, and save messages only:
-    they know the norms of this round's updates. Here clients that are not drawn do not train, norms are those of each
-    client's last round, and the variance is no longer the smallest one. Two choices are ours. A client that has not
-    taken part counts with the mean of the known norms, so that the first round draws by :math:`w_i`. The share
-    :math:`\gamma` keeps every probability positive: an update that was zero once may be long later.
+    This is not their Algorithm 1 (OCS) or 2 (AOCS). Both train all clients in each round, to get the norms of this
+    round's updates, and only save messages. Here, clients that are not drawn do not train. The norms are from each
+    client's last round, so the variance is not the smallest one. Two choices are ours. A client that has not taken
+    part gets the mean of the known norms, so the first round draws by :math:`w_i`. The share :math:`\gamma` keeps every
+    probability positive: an update that was zero once may be long later.
 
-    The weights of a round do not sum to one. This needs a method whose clients send the change of their models alone,
-    such as FedAvg or FedProx; ``weighting`` "examples" or "uniform"; and no clients that are dropped. Running
-    statistics of normalization layers are averaged over the cohort as usual. A client that is built on demand and turns
-    out to be empty counts as one whose update is zero.
+    The weights of a round do not sum to one. The sampler needs a method whose clients only send the change of their
+    models, such as FedAvg or FedProx. It needs ``weighting`` "examples" or "uniform", and no dropped clients. Running
+    statistics of normalization layers are averaged over the cohort as usual. A client built on demand that turns out
+    to be empty counts as a zero update.
 
     Args:
         clients_per_round: m, the expected size of the cohort, as a count or a share.
@@ -194,7 +194,7 @@ class UpdateNormSampler(CountingSampler):
         return included(self.probabilities(round, population), population, generator(seed, Purpose.COHORT, round))
 
     def update(self, round: int, reports: Mapping[ClientId, ClientReport]) -> None:
-        """Note the norms of the updates of clients that have trained."""
+        """Record the update norms of clients that trained."""
         self._norms |= {i: float(r.update_norm) for i, r in reports.items() if r.steps and math.isfinite(r.update_norm)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class UpdateNormSampler(CountingSampler):
 
 
 def check_sends_changes(who: str, algorithm: Algorithm) -> None:
-    """Raise if the method's clients send more than the change of their models, of which ``who`` makes an estimate."""
+    """Raise if the method's clients send more than the change of their models, which ``who`` estimates."""
     if dict(algorithm.reduces) != {"delta": "weighting"} or averaged_points(algorithm):
         raise FederatedError(
             f"{who} cannot be combined with {algorithm!r}, whose clients send"
@@ -227,8 +227,8 @@ def optimal_probabilities(norms: Tensor, m: int) -> Tensor:
             1 & \text{for the others,}
         \end{cases}
 
-    with the largest l such that :math:`0 < m + l - N \le \sum_{j \le l} u_{(j)} / u_{(l)}`. If fewer than m norms are
-    positive, which the equation leaves open, these clients have probability 1, and the others share the rest alike.
+    with the largest l such that :math:`0 < m + l - N \le \sum_{j \le l} u_{(j)} / u_{(l)}`. The equation leaves fewer
+    than m positive norms open. Here, these clients have probability 1, and the others share the rest equally.
 
     Args:
         norms: The weighted norms u_i [N] of the clients' updates, float64.
@@ -245,7 +245,7 @@ def optimal_probabilities(norms: Tensor, m: int) -> Tensor:
     order = norms.argsort(stable=True)
     ascending = norms[order]
     sums, count = ascending.cumsum(0), m - n + torch.arange(1, n + 1)
-    # a zero norm is below any number of them; l >= N - m + 1 has a positive norm, since more than m are positive
+    # products, not quotients by zero norms; the norm at l >= N - m + 1 is positive, since more than m are positive
     fits = (count > 0) & (count * ascending <= sums)
     l = int(fits.nonzero().max()) + 1  # noqa: E741 - the paper's name
     found = torch.ones_like(norms)

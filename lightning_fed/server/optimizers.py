@@ -1,4 +1,4 @@
-"""Server optimizers of the federated literature as torch optimizers, computed by the base optimizers."""
+"""Server optimizers from the federated literature, as torch optimizers that use the base optimizers."""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lightning_fed.core.arguments import check_number, check_one_of
 from lightning_fed.core.errors import FederatedError
 
 Params: TypeAlias = Any
-"""What a torch optimizer takes: parameters, named parameters or parameter groups."""
+"""The input of a torch optimizer: parameters, named parameters or parameter groups."""
 
 
 class _ServerOptimizer(Optimizer):
@@ -39,7 +39,7 @@ class _ServerOptimizer(Optimizer):
         group = self.param_groups[-1]
         check_number(self, "lr", group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"], "[0, inf)")
         if "tau" in group:
-            check_number(self, "tau", group["tau"], "(0, 1e150]")  # its square is a number too
+            check_number(self, "tau", group["tau"], "(0, 1e150]")  # so its square is finite too
         if "bias_correction" in group:
             check_one_of(self, "bias_correction", group["bias_correction"], (True, False))
         try:
@@ -48,7 +48,7 @@ class _ServerOptimizer(Optimizer):
             raise FederatedError(f"{type(self).__name__}: {error}") from None
 
     def _rule(self, group: dict[str, Any]) -> BaseOptimizer:
-        """Return the formulas with a group's hyper-parameters, which are checked."""
+        """Return the formulas with a group's hyper-parameters; raise if they are invalid."""
         options = {name: group[name] for name in inspect.signature(self._formulas).parameters if name in group}
         v0 = group["tau"] ** 2 if group["v0"] is None else group["v0"]
         rule: BaseOptimizer = self._formulas(**{**options, "eps": group["tau"], "v0": v0})

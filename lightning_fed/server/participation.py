@@ -1,4 +1,4 @@
-"""The clients of a run: ids, sizes, weights, and which of them have participated."""
+"""The clients of a run: their ids, sizes, weights and participation."""
 
 import math
 from bisect import bisect_left
@@ -52,7 +52,7 @@ class Population(Sequence[ClientId]):
 
     def index_of(self, client_id: ClientId) -> int:
         """Return the stored index of a client; raise if the id is unknown."""
-        if isinstance(client_id, bool | float):  # equal to an int, and so to a client
+        if isinstance(client_id, bool | float):  # it may equal an int id
             pass
         elif self._index is None:
             if isinstance(client_id, int) and client_id in self.ids:
@@ -75,7 +75,7 @@ class Population(Sequence[ClientId]):
         return self._sizes[client_id] if client_id in self._sizes else self._read_size(client_id)
 
     def _read_size(self, client_id: ClientId) -> int:
-        """Return the size of a client that is built on demand; raise an error with its name if that fails."""
+        """Return the size of a client built on demand; raise an error with its id if that fails."""
         try:
             return self._size_of(client_id)
         except FederatedError:
@@ -129,7 +129,7 @@ class Participation:
         return torch.from_numpy(self._bits.copy() if 64 * len(indices) >= self._num_clients else indices)
 
     def load(self, saved: torch.Tensor) -> None:
-        """Replace the set with one that :meth:`saved` returned; a set of other clients is a ValueError."""
+        """Replace the set with the result of :meth:`saved`; raise a ValueError if it is for other clients."""
         count, found = self._num_clients, saved.cpu().numpy()
         if saved.dtype == torch.int64 and saved.ndim == 1:
             if (np.diff(found) <= 0).any() or (len(found) and not 0 <= found[0] <= found[-1] < count):
@@ -162,9 +162,9 @@ class Participant:
 def unbiased(
     members: Sequence[Participant], chances: Any, population: Population, weighting: Weighting
 ) -> list[Participant]:
-    """Return members with the share w_i / p_i of clients that were drawn independently.
+    """Return independently drawn members with their shares w_i / p_i.
 
-    ``chances`` are the probabilities p_i [N] of the population's clients; ``weighting`` is "examples" or "uniform".
+    ``chances`` has the probabilities p_i [N] of the population's clients. ``weighting`` is "examples" or "uniform".
     """
     try:
         found = torch.as_tensor(chances, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Power-of-Choice: of some random candidates, the clients with the highest loss."""
+"""Power-of-Choice: selects the clients with the highest loss among random candidates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,26 @@ from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId
 from lightning_fed.server.sampling import CountingSampler, WeightedSampler, has_examples
 
-_TIES = 1  # the stream of a round that orders clients of equal loss
+_TIES = 1  # the random stream of a round that breaks ties between equal losses
 
 
 class PowerOfChoiceSampler(CountingSampler):
-    r"""Draw d candidates, and take those m of them with the highest loss (Power-of-Choice).
+    r"""Draw d candidates, and take the m with the highest loss (Power-of-Choice).
 
     Cho, Wang, and Joshi, *Client Selection in Federated Learning: Convergence Analysis and Power-of-Choice Selection
-    Strategies*, 2020 (https://arxiv.org/abs/2010.01243), Section 4. Candidates are drawn one after the other without
+    Strategies*, 2020 (https://arxiv.org/abs/2010.01243), Section 4. The sampler draws candidates one at a time without
     replacement, client k with probability :math:`p_k = n_k / n`. Ties are broken at random. The paper takes the simple
     mean of the chosen clients' models: set the trainer's ``weighting="uniform"``.
 
     - ``losses="fresh"`` is :math:`\pi_{\text{pow-}d}`: the candidates compute their loss :math:`F_k(x)` at the server
-      model. It costs a forward pass over the data of d clients a round, and the transfer of the model to them, which
-      the round's bytes include. Candidates that do not answer are not taken.
-    - ``losses="last"`` is :math:`\pi_{\text{rpow-}d}`: the mean training loss of a client's last local work stands in
-      for :math:`F_k(x)`, and clients that have not taken part come first. It costs nothing.
+      model. It costs a forward pass over the data of d clients per round, and a transfer of the model to them. The
+      round's bytes include the transfer. Candidates that do not answer are skipped.
+    - ``losses="last"`` is :math:`\pi_{\text{rpow-}d}`: the mean training loss of a client's last local work replaces
+      :math:`F_k(x)`, and clients that have not taken part come first. It has no extra cost.
 
-    The paper's third variant, :math:`\pi_{\text{cpow-}d}`, which computes the loss on one batch, is not offered. The
+    The paper's third variant, :math:`\pi_{\text{cpow-}d}`, computes the loss on one batch, and is not implemented. The
     choice is biased towards clients with a high loss, at the expense of the mean over all clients. A larger d is
-    faster and more biased; d = m is sampling by p_k.
+    faster and more biased; d = m samples by p_k.
 
     Args:
         clients_per_round: m, as a count or a share.
@@ -113,7 +113,7 @@ class PowerOfChoiceSampler(CountingSampler):
         return [candidates[place] for place in sorted(place for _, _, place in ranked[:m])]
 
     def update(self, round: int, reports: Mapping[ClientId, ClientReport]) -> None:
-        """Note the losses of the clients that have trained."""
+        """Record the losses of clients that trained."""
         if self.losses == "last":
             self._last |= {i: float(r.loss) for i, r in reports.items() if r.steps and not math.isnan(r.loss)}
 

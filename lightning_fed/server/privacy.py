@@ -26,7 +26,7 @@ ORDERS = [1 + i / 10 for i in range(1, 100)] + [*range(12, 64), 64, 80, 96, 128,
 
 
 class SetOnce:
-    """Options of privacy that are set once: what is accounted for is sums with one noise."""
+    """Privacy options that can be set only once, since the accounting assumes the same noise for all sums."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a new attribute; raise if it is set already."""
@@ -42,8 +42,8 @@ class DifferentialPrivacy(SetOnce, Aggregator):
     r"""The mean of clipped messages with Gaussian noise (DP-FedAvg).
 
     McMahan et al., *Learning Differentially Private Recurrent Language Models*, ICLR 2018
-    (https://arxiv.org/abs/1710.06963), Algorithm 1 with the estimator :math:`\tilde f_f` and uniform weights: every
-    client participates independently with probability q, and for any cohort S
+    (https://arxiv.org/abs/1710.06963), Algorithm 1 with the estimator :math:`\tilde f_f` and uniform weights. Every
+    client participates independently with probability q. For any cohort S,
 
     .. math::
         m \leftarrow \frac{1}{q N} \left( \sum_{i \in S} \frac{m_i}{\max(1, \lVert m_i \rVert / C)}
@@ -76,7 +76,7 @@ class DifferentialPrivacy(SetOnce, Aggregator):
         self.max_norm = check_number(self, "max_norm", max_norm, "(0, inf)")
         self.noise_multiplier = check_number(self, "noise_multiplier", noise_multiplier, "(0, inf)")
         self.delta = check_number(self, "delta", delta, "(0, 1)")
-        self._account: tuple[float, Any] | None = None  # of a run: q, and the Rényi divergences of a round
+        self._account: tuple[float, Any] | None = None  # in a run: q, and the Rényi divergences of a round
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
         """Return the aggregator with the sampler's probability and an accountant.
@@ -100,7 +100,7 @@ class DifferentialPrivacy(SetOnce, Aggregator):
                 f"aggregator={self!r} cannot be combined with {type(algorithm).__name__}, {flaw}. Use a method that"
                 " sends one message, such as FedAvg or FedProx."
             )
-        # a subclass may draw otherwise
+        # refuse subclasses too: they may draw differently
         if type(sampler) is not BernoulliSampler or not isinstance(sampler.probability, int | float):
             raise FederatedError(
                 f"aggregator={self!r} needs clients that take part independently with one probability, found"
@@ -114,7 +114,7 @@ class DifferentialPrivacy(SetOnce, Aggregator):
     def cohort(self, secret: int, round: int, population: Sequence[ClientId]) -> list[ClientId]:
         """Return the clients of a round, each drawn independently, for the aggregator of a run.
 
-        A generator's 32 bits of seed could be tried one after another, so that the cohort would hide nobody.
+        It does not use a generator: anyone could try all of its 32-bit seeds, and find the cohort.
         """
         assert self._account is not None
         drawn = KeyedStream(secret, Purpose.COHORT, round).uniform(len(population)) < self._account[0]
@@ -175,14 +175,14 @@ class PrivateAggregation(ClippedAggregation):
         return total
 
     def compute(self, x: Vector) -> tuple[State, Vector | None]:
-        """Return the noisy sum divided by the expected number of clients, also for an empty cohort."""
+        """Return the noisy sum divided by the expected number of clients, even for an empty cohort."""
         return {self._name: narrowed(self._noisy_sum(x, 0) / self._expected, x)}, None
 
 
 def gaussian_noise(count: int, std: float, entropy: Callable[[int], bytes] = os.urandom) -> Tensor:
     """Return independent Gaussian numbers [count] (Box and Muller, 1958).
 
-    ``entropy`` returns a number of random bytes, by default the operating system's.
+    ``entropy`` returns a given number of random bytes, by default from the operating system.
     """
     parts = []
     for start in range(0, (count + 1) // 2, _BLOCK):
@@ -195,7 +195,7 @@ def gaussian_noise(count: int, std: float, entropy: Callable[[int], bytes] = os.
 
 
 def spent(rdp: Any, delta: float) -> float:
-    r"""Return :math:`\varepsilon` of the Rényi divergences of :data:`ORDERS`; a bound below zero is none."""
+    r"""Return :math:`\varepsilon` for the Rényi divergences at :data:`ORDERS`; a negative bound becomes zero."""
     with warnings.catch_warnings():  # at the first or last order the result is still a valid bound
         warnings.simplefilter("ignore")
         found, _ = accountant("Privacy").get_privacy_spent(orders=ORDERS, rdp=rdp, delta=delta)
@@ -216,27 +216,27 @@ class ClientPrivacy(SetOnce, ArgumentsRepr):
     r"""Local steps on clipped gradients of single examples with Gaussian noise (DP-SGD).
 
     Abadi et al., *Deep Learning with Differential Privacy*, CCS 2016 (https://arxiv.org/abs/1607.00133), Algorithm 1,
-    in every local step of every client: from the gradients :math:`g_j` of the examples of a batch,
+    in every local step of every client. The gradients :math:`g_j` of the examples in a batch give
 
     .. math::
         g \leftarrow \frac{1}{B} \left( \sum_j \frac{g_j}{\max(1, \lVert g_j \rVert / C)}
         + \mathcal{N}(0, z^2 C^2 I) \right)
 
-    and the method and the local optimizer see only g. All that a client sends in the run is then
+    The method and the local optimizer only see g. Everything that a client sends in the run is then
     :math:`(\varepsilon_i, \delta)`-differentially private with respect to one of its examples. The client's number of
     examples is assumed to be public. Opacus' accountant (Rényi differential privacy) gives :math:`\varepsilon_i`, which
     depends on the client's batches and on how often it took part.
 
     - ``sampling="poisson"``: every example is in a batch independently with probability q = 1 / (batches in an epoch),
-      and B is the expected batch size. :math:`\varepsilon` is that of the subsampled Gaussian mechanism, with respect
+      and B is the expected batch size. :math:`\varepsilon` is for the subsampled Gaussian mechanism, with respect
       to adding or removing an example.
-    - ``sampling="shuffle"``: the batches of an ordinary local epoch, and B is the size of the batch. Every local epoch
+    - ``sampling="shuffle"``: clients use the batches of an ordinary local epoch, and B is the batch size. Each epoch
       uses each example at most once, so it counts as one Gaussian mechanism. Sampling does not amplify privacy here.
       :math:`\varepsilon` is with respect to replacing an example by one without a gradient.
 
-    Noise and Poisson batches follow from the run's seed, the round and the client, by SHAKE-256. Runs resume exactly.
-    The guarantee holds against anyone who does not know the seed: pass ``seed=secrets.randbits(128)``. On real sites
-    they follow from a secret of each site and from the task, so the guarantee holds against the server too.
+    SHAKE-256 derives noise and Poisson batches from the run's seed, the round and the client. Runs resume exactly.
+    The guarantee holds against anyone who does not know the seed: pass ``seed=secrets.randbits(128)``. Real sites
+    derive them from the site's secret and the task, so the guarantee holds against the server too.
 
     Requires the extra ``privacy``.
 
@@ -283,7 +283,7 @@ class ClientPrivacy(SetOnce, ArgumentsRepr):
         r"""Return :math:`\varepsilon` after some noisy sums over samples of a data set.
 
         Args:
-            counts: How many sums there were, by 1/q. "shuffle" counts epochs, with q = 1.
+            counts: The number of sums, by 1/q. "shuffle" counts epochs, with q = 1.
         """
         sums = {(self.noise_multiplier, batches): count for batches, count in counts.items()}
         return epsilon_of(sums, self.delta)
@@ -310,16 +310,16 @@ def epsilon_of(sums: Mapping[tuple[float, int], int], delta: float) -> float:
 
 @cache
 def _rdp_of_one(batches: int, noise_multiplier: float) -> Any:
-    """Return the Rényi divergences of one noisy sum over a sample with q = 1 / batches, in 0.1 seconds."""
+    """Return the Rényi divergences of one noisy sum over a sample with q = 1 / batches; cached, as it takes 0.1 s."""
     analysis = accountant("ClientPrivacy")
     return analysis.compute_rdp(q=1.0 / batches, noise_multiplier=noise_multiplier, steps=1, orders=ORDERS)
 
 
 class PrivacyLedger:
-    """The noisy sums that every client has taken part with so far, from which its privacy follows.
+    """The noisy sums of every client so far, which determine its privacy.
 
-    ``batches_of`` returns the batches in an epoch of a client by stored index and number of examples, ``steps_of`` the
-    local steps in a local epoch of a number of batches.
+    ``batches_of`` returns the batches in a client's epoch, given its stored index and number of examples. ``steps_of``
+    returns the local steps in a local epoch, given its number of batches.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class PrivacyLedger:
         self._epsilons: dict[int, float] = {}
 
     def add(self, index: int, size: int, steps: int) -> None:
-        """Add the planned local steps of a client of a number of examples in one round."""
+        """Add the local steps planned in one round for a client with ``size`` examples."""
         batches = self._batches_of(index, size)
         batches, count = self.privacy.sums(batches, steps, self._steps_of(batches))
         if count:
@@ -355,7 +355,7 @@ class PrivacyLedger:
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
 
     def load(self, saved: Any) -> None:
-        """Replace the counts with those that :meth:`saved` returned; anything else is a ValueError."""
+        """Replace the counts with the result of :meth:`saved`; raise a ValueError for anything else."""
         if not isinstance(saved, Tensor) or saved.dtype != torch.int64 or saved.ndim != 2 or saved.shape[1] != 3:
             raise ValueError("the privacy that clients have spent is not an int64 tensor [n, 3]")
         if len(saved) and (int(saved[:, 0].min()) < 0 or int(saved[:, 1:].min()) < 1):

@@ -1,4 +1,4 @@
-"""Client samplers: the cohort of a round as a function of (seed, round), or of what clients have reported as well."""
+"""Client samplers: they draw the cohort of a round from (seed, round), and some also from clients' reports."""
 
 import inspect
 import math
@@ -21,17 +21,17 @@ LossesOf: TypeAlias = Callable[[Sequence[ClientId]], Mapping[ClientId, float]]
 
 
 class LearningSampler(Protocol):
-    r"""A sampler that reads clients' reports: any object with these methods, which need not inherit from this class.
+    r"""A sampler that reads clients' reports. Any object with these methods works, without inheriting from this class.
 
-    Each run works on a copy of the sampler that its trainer got, and begins with that copy's state. Checkpoints hold
-    the state, so that a resumed run draws the cohorts of the uninterrupted one. A sampler must draw from its state, the
-    seed and the round alone: all processes of a run draw, and must draw the same cohort.
+    Each run copies the trainer's sampler, and begins with that copy's state. Checkpoints save the state, so a resumed
+    run draws the same cohorts as an uninterrupted one. A sampler must only draw from its state, the seed and the
+    round: every process of a run draws, and all must get the same cohort.
 
     A sampler may define two more methods.
 
     - ``needs_losses_of(seed, round, population)`` returns the ids of clients whose training loss at the server model
-      it must know. The run measures these losses, and calls ``sampler(seed, round, population, losses)``, where
-      ``losses`` is a mapping by id without the clients that do not answer.
+      it needs. The run measures these losses, and calls ``sampler(seed, round, population, losses)``. ``losses`` maps
+      ids to losses, without the clients that do not answer.
     - ``probabilities(round, population)`` returns the probability :math:`p_i` of each client [N] to be in the cohort,
       for a sampler that includes every client independently. The round's sum is then the unbiased estimate of the mean
       over all clients, :math:`\sum_{i \in S} (w_i / p_i) m_i`, in place of the mean over the cohort.
@@ -46,8 +46,8 @@ class LearningSampler(Protocol):
 
         Args:
             round: The round, from 0.
-            reports: The reports of the clients that took part, by id. Reports from sites are claims: their numbers are
-                checked for their type and range, not for their truth.
+            reports: The reports of the clients that took part, by id. Reports from sites are claims: only the type
+                and the range of their numbers are checked.
         """
         ...
 
@@ -299,7 +299,7 @@ def draw(
     run_seed: int,
     losses_of: LossesOf | None = None,
 ) -> list[ClientId]:
-    """Call a sampler of two or three arguments, or four if it needs losses; ``seed`` may differ from the run's seed."""
+    """Call a sampler with two or three arguments, or four if it needs losses; ``seed`` may differ from the run's."""
     is_own = type(sampler).__call__ is not AvailabilitySampler.__call__  # a subclass may override it
     if isinstance(sampler, AvailabilitySampler) and not is_own:
         return sampler.cohort(seed, round, population, run_seed)
@@ -314,10 +314,10 @@ def draw(
 
 
 def _ids(found: Any, who: str, round: int) -> list[ClientId]:
-    """Return client ids that a user's sampler has returned, those in arrays and tensors as Python numbers."""
+    """Return the client ids from a user's sampler, with elements of arrays and tensors as Python numbers."""
     try:
         items = None if isinstance(found, str | bytes | set | frozenset) else iter(found)
-    except TypeError:  # also of a tensor without dimensions
+    except TypeError:  # a 0-dim tensor raises it too
         items = None
     if items is None:
         hint = " A set has no order of its own: sort it." if isinstance(found, set | frozenset) else ""
@@ -326,7 +326,7 @@ def _ids(found: Any, who: str, round: int) -> list[ClientId]:
     for item in items:
         client_id = item
         if hasattr(item, "item"):
-            with suppress(ValueError, RuntimeError):  # of several elements
+            with suppress(ValueError, RuntimeError):  # the item has several elements
                 client_id = item.item()
         if not isinstance(client_id, int | str) or isinstance(client_id, bool):  # True and 1.0 are equal to 1
             raise FederatedError(
@@ -338,12 +338,12 @@ def _ids(found: Any, who: str, round: int) -> list[ClientId]:
 
 
 def has_examples(population: Sequence[ClientId], client_id: ClientId) -> bool:
-    """Return whether a client has examples; one that is built on demand may turn out to have none."""
+    """Return whether a client has examples; a client built on demand may turn out to have none."""
     if (size_of := getattr(population, "size", None)) is None:
         return True
     try:
         return bool(size_of(client_id) > 0)
-    except ClientError:  # the round reports it when the client is to train
+    except ClientError:  # the round reports the error when the client trains
         return True
 
 
@@ -360,17 +360,17 @@ def _choose(k: int, population: Sequence[ClientId], stream: torch.Generator) -> 
 
 
 def first_drawn(weights: Tensor, count: int, stream: torch.Generator) -> Tensor:
-    """Return the places of ``count`` draws in proportion to weights [n], without replacement; weight zero comes last.
+    """Return the places of ``count`` draws without replacement, by weights [n]; zero weights come last.
 
-    The first of independent exponential clocks are such draws.
+    The earliest of independent exponential clocks are such draws.
     """
     exponential = -torch.rand(len(weights), generator=stream, dtype=torch.float64).log()
-    times = exponential.log() - weights.log()  # logarithms, since a quotient by a very small weight would be infinite
+    times = exponential.log() - weights.log()  # logarithms: division by a very small weight would overflow
     return torch.where(weights > 0, times, math.inf).argsort(stable=True)[:count]
 
 
 def included(p: float | Tensor, population: Sequence[ClientId], stream: torch.Generator) -> list[ClientId]:
-    """Return the clients that are drawn independently, with one probability or one each [N]."""
+    """Draw every client independently, with one probability for all or one per client [N]."""
     drawn = torch.rand(len(population), generator=stream, dtype=torch.float64)
     return [population[i] for i in (drawn < p).nonzero()[:, 0].tolist()]
 

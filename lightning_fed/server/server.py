@@ -84,7 +84,7 @@ class ServerStep:
 
     @property
     def takes_mean(self) -> bool:
-        """Whether the optimizer is plain SGD with rate one, whose step along the mean change is the mean model."""
+        """True if the optimizer is plain SGD with rate one: its step along the mean change gives the mean model."""
         (group, *others) = self.optimizer.param_groups
         return is_plain_sgd(self.optimizer) and not others and group["lr"] == 1 and not group["weight_decay"]
 
@@ -117,7 +117,7 @@ class ServerStep:
         return {name: value for name, value in named if type(value) in (int, float) and not name.startswith("_")}
 
     def end_round(self) -> None:
-        """Step the scheduler, which there is, also after a round without clients."""
+        """Step the scheduler, which must exist, even after a round without clients."""
         assert self.scheduler is not None
         with steps_not_counted():
             self.scheduler.step()
@@ -145,7 +145,7 @@ class ServerStep:
             self.scheduler.load_state_dict(state["schedule"])
 
 
-FORMAT = 3  # of :meth:`Server.state_dict`; increment it when older versions cannot read a change
+FORMAT = 3  # the format of :meth:`Server.state_dict`; increment it when older versions cannot read a change
 
 _WEIGHTINGS = ("examples", "uniform", "steps")
 
@@ -204,7 +204,7 @@ class Server:
         self.counts_steps = False  # whether clients keep the number of their local steps
         self.longest_steps: int | None = 0  # sum over rounds of the most local steps of a client; None if unknown
         self.advance_solver: AdvanceSolver | None = None  # steps the local optimizer's state, for methods that mimic it
-        self.ledger: PrivacyLedger | None = None  # of record-level privacy
+        self.ledger: PrivacyLedger | None = None  # the ledger of record-level privacy
         self._participation = Participation(len(ids))
         self._options: dict[str, Any] | None = plain_options(algorithm.options())  # compared after the first round
 
@@ -296,7 +296,7 @@ class Server:
         return norm
 
     def _check_options(self, before: Mapping[str, Any]) -> None:
-        """Raise if the method's options have changed in the first round: a resumed run would not have them."""
+        """Raise if the method's options changed in the first round: a resumed run would lose the change."""
         now = plain_options(self.algorithm.options())
         for key in now.keys() | before.keys():
             if now.get(key) != before.get(key):
@@ -324,7 +324,7 @@ class Server:
     def identity(self) -> dict[str, Any]:
         """Return copies of the method's name and options, the client ids and the seed."""
         clients: Any = len(self.ids)
-        if self.ids != range(clients):  # loading NumPy numbers would have to run code
+        if self.ids != range(clients):  # loading NumPy numbers would run code
             clients = [i.item() if hasattr(i, "item") else i for i in self.ids]
         return {
             "seed": self.seed,
@@ -405,7 +405,7 @@ class Server:
             self.lora.load_state_dict(saved["lora"], origin)
         longest = saved.get("longest_steps")  # absent in checkpoints of earlier versions
         self.longest_steps = None if longest is None else int(longest)
-        if self.ledger is not None:  # the settings have been compared, so the other run had one too
+        if self.ledger is not None:  # the settings were compared before, so the other run had one too
             self.ledger.load(saved["ledger"])
 
 

@@ -17,12 +17,12 @@ from lightning_fed.core.types import State, Vector
 class Compressor(ArgumentsRepr, ABC):
     """Compresses a client's messages.
 
-    Each message of more than one number is compressed separately, a tensor sent under two names only once. Messages in
-    ``Algorithm.uncompressed`` are sent unchanged.
+    Each message of more than one number is compressed separately. A tensor sent under two names is compressed once.
+    Messages in ``Algorithm.uncompressed`` are sent unchanged.
     """
 
     error_feedback: bool = False
-    """Whether a client adds the residuals of earlier messages, which it keeps between its rounds."""
+    """Whether a client keeps the residuals of its messages between rounds, and adds them to later ones."""
 
     @abstractmethod
     def __call__(self, message: Vector, stream: torch.Generator) -> tuple[Vector, int]:
@@ -38,12 +38,12 @@ class TopK(Compressor):
     r"""Send the entries of largest magnitude, with error feedback.
 
     Stich, Cordonnier and Jaggi, *Sparsified SGD with Memory*, NeurIPS 2018 (https://arxiv.org/abs/1809.07599),
-    Algorithm 1, on messages in place of gradients; error feedback is that of Seide et al., Interspeech 2014:
+    Algorithm 1, on messages in place of gradients, with the error feedback of Seide et al., Interspeech 2014:
 
     .. math::
         \hat m_i = \mathrm{top}_k(e_i + m_i), \qquad e_i \leftarrow e_i + m_i - \hat m_i
 
-    The residual :math:`e_i`, zero at first, is client state, one vector per message. It adds the omitted entries to the
+    The residual :math:`e_i` is client state: one vector per message, initially zero. It adds the omitted entries to the
     client's later messages, so clients that participate once gain nothing.
 
     Each entry counts as its value and a 4-byte index (8 bytes in messages of more than 2**31 entries).
@@ -79,7 +79,7 @@ class QSGD(Compressor):
     r"""Unbiased stochastic quantization.
 
     Alistarh et al., *QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding*, NeurIPS 2017
-    (https://arxiv.org/abs/1610.02132), Section 3.1, in buckets of consecutive entries: with the bucket's
+    (https://arxiv.org/abs/1610.02132), Section 3.1, in buckets of consecutive entries. With the bucket's
     Euclidean norm and s levels, an entry becomes
 
     .. math::
@@ -87,8 +87,8 @@ class QSGD(Compressor):
         \ell_j = \left\lfloor s \frac{\lvert m_j \rvert}{\lVert m \rVert} + u_j \right\rfloor, \quad u_j \sim U[0, 1)
 
     Each entry counts as :math:`\lceil \log_2(2 s + 1) \rceil` bits for level and sign, and each bucket adds its norm.
-    The paper's variable-length code would take less. What the server receives has the message's type, to which bfloat16
-    rounds. Errors accumulate in sums that a method carries across rounds (SCAFFOLD's c, FedDyn's d).
+    The paper's variable-length code would take less. The server receives a message of the same dtype, so bfloat16 adds
+    rounding. Errors accumulate in sums that a method carries across rounds (SCAFFOLD's c, FedDyn's d).
 
     Args:
         levels: The levels s: 127 takes 8 bits per entry, 7 takes 4, 1 takes 2.
@@ -117,7 +117,7 @@ class QSGD(Compressor):
         norms = torch.linalg.vector_norm(values, dim=1, keepdim=True)
         units = norms.where(norms > 0, 1.0) / s
         coins = torch.rand(values.shape, generator=stream, dtype=dtype).to(message.device)
-        level = (values.abs() / units + coins).floor().clamp(max=s)  # rounding may exceed s
+        level = (values.abs() / units + coins).floor().clamp(max=s)  # rounding may push it above s
         sent = (values.sign() * level * units).view(-1)[:count].to(message.dtype)
         if message.dtype == torch.float16 and bool(sent.isinf().any()):
             raise FederatedError(
@@ -149,7 +149,7 @@ def compress(
             got[name] = done[key]
         else:
             whole = (message + residuals[name] if name in residuals else message).reshape(-1)
-            # a copy, since the residual and the client's change are read afterwards
+            # clone: the residual and the client's change are read afterwards
             sent, own = _checked(compressor, compressor(whole.clone(), stream), whole)
             if compressor.error_feedback:
                 kept[name] = (whole - sent).view_as(message)
@@ -159,7 +159,7 @@ def compress(
 
 
 def _checked(compressor: Compressor, found: Any, message: Vector) -> tuple[Vector, int]:
-    """Return what a compressor has returned; raise unless it is a message of this shape and a number of bytes."""
+    """Return a compressor's result; raise unless it is a message of this shape and a number of bytes."""
     if isinstance(found, tuple) and len(found) == 2:
         sent, size = found
         if isinstance(sent, Tensor) and sent.shape == message.shape and isinstance(size, Integral) and int(size) >= 0:

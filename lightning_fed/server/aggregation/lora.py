@@ -19,7 +19,7 @@ from lightning_fed.server.aggregation.mean import Collectives
 
 
 def lora_needs_mean(reason: str) -> str:
-    """Return the error for a run whose server does not take the mean of the clients' models, and why."""
+    """Return the error for a server that does not take the mean of the clients' models, with the reason."""
     return (
         f"lora='exact' needs a server that only takes the mean of the clients' models, and {reason}. Use FedAvg() or"
         " another method that takes it, such as FedProx(mu=0.1), with the default server optimizer; or set"
@@ -28,9 +28,9 @@ def lora_needs_mean(reason: str) -> str:
 
 
 def takes_mean_model(algorithm: Algorithm) -> bool:
-    """Return whether the server takes the mean of the clients' models, and there are no other models of all layers.
+    """Return whether the server takes the mean of the clients' models, and no hook uses other models of all layers.
 
-    Steps are tried on a few numbers; a method whose hooks fail on them counts as one that does.
+    It tries the hooks on a few numbers. If they fail, it returns True.
     """
     has_others = algorithm.overrides("evaluate_at") or algorithm.overrides("evaluate_client_at")
     if has_others or algorithm.reduces.get("delta") == "population" or not algorithm.local_work:
@@ -48,7 +48,7 @@ def takes_mean_model(algorithm: Algorithm) -> bool:
             # other messages are larger, as if clients differed: FedExP then extrapolates
             mean = {name: value.clone() if name == "delta" else 100 * value for name, value in send.items()}
             direction, _ = algorithm.update_server(x, server, mean, Cohort(3, 10, 0, gradients, x.sum()))
-    except Exception:  # it may read data of a round; the first round then raises
+    except Exception:  # a hook may need the data of a real round; the first round then raises
         return True
     return send.get("delta") is delta and direction is mean["delta"]
 
@@ -79,13 +79,13 @@ class LoraPair:
 class ProductSums:
     """The weighted sum over a round's clients of the products of their changes of B and A.
 
-    Changes are small, so the residual of their products has less rounding than that of the matrices, and it is the
-    same: a covariance does not depend on the origin.
+    The products of changes give the same residual as the products of the matrices, since a covariance does not depend
+    on the origin. Changes are small, so it has less rounding.
     """
 
     def __init__(self, pairs: Sequence[LoraPair]) -> None:
         self.pairs = pairs
-        self.weight, self.clients = 0.0, 0  # of clients with a weight
+        self.weight, self.clients = 0.0, 0  # over clients with positive weight
         self.sums = [torch.zeros(pair.shape, **accumulation(pair.base.device)) for pair in pairs]
 
     @torch.no_grad()
@@ -125,14 +125,14 @@ class ExactLora:
 
     def __init__(self, pairs: Sequence[LoraPair]) -> None:
         self.pairs = pairs
-        self._columns = 0  # of the factors of all residuals so far, in units of the adapter's rank
-        self._held: dict[int, int] = {}  # that number when a client was last sent the base weights, by stored index
+        self._columns = 0  # columns in the factors of all residuals so far, in units of the adapter's rank
+        self._held: dict[int, int] = {}  # `_columns` when a client last got the base weights, by stored index
 
     @torch.no_grad()
     def close_round(self, before: Vector, after: Vector, products: ProductSums) -> None:
         """Add a round's residual to the base weights, given the server parameters [P] before and after its step."""
         if products.clients < 2:
-            return  # there is none, and the base weights keep their bits
+            return  # there is no residual, and the base weights keep their bits
         moved = widened(after) - widened(before)
         for pair, total in zip(self.pairs, products.sums, strict=True):
             (a,), (b,) = (part.to(total.device) for part in pair.cut(moved[None]))
@@ -142,10 +142,10 @@ class ExactLora:
         self._columns += products.clients - 1
 
     def send(self, clients: Iterable[int], x: Vector) -> int:
-        """Return the bytes of the residuals that these clients, by stored index, do not have yet, and note them.
+        """Return the bytes of the residuals that these clients, by stored index, lack, and mark them as sent.
 
-        The residuals of a round with k clients are k - 1 products of rank r. Those of several rounds are sent as their
-        factors, or as a dense matrix if that is smaller. A client that is new has the base weights of the start.
+        The residuals of a round with k clients are k - 1 products of rank r. Residuals of several rounds are sent as
+        their factors, or as a dense matrix if that is smaller. A new client has the initial base weights.
         """
         size = 0
         for index in clients:
@@ -163,7 +163,7 @@ class ExactLora:
 
     @property
     def moved_weights(self) -> State:
-        """The base weights by number, none before the first residual."""
+        """The base weights by number; empty before the first residual."""
         return self.weights if self._columns else {}
 
     def _checksum(self) -> str:
@@ -173,11 +173,11 @@ class ExactLora:
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checksum of the base weights, and what clients have been sent."""
+        """Return the checksum of the base weights, and the number of columns sent to each client."""
         return {"base": self._checksum(), "columns": self._columns, "held": dict(self._held)}
 
     def load_state_dict(self, saved: Mapping[str, Any], origin: Origin = CHECKPOINT) -> None:
-        """Load the result of :meth:`state_dict`; raise if the module has other base weights."""
+        """Load the result of :meth:`state_dict`; raise if the module's base weights differ."""
         if saved["base"] != self._checksum():
             raise FederatedError(
                 f"{origin.name} {origin.ran} lora='exact' on other base weights than the model has, which hold a part"

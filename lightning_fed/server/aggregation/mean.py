@@ -35,7 +35,7 @@ class Collectives(Protocol):
     def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this process's share of the columns of all rows, in the order of ranks.
 
-        ``rows`` [n, P] are this process's, ``counts`` the number of rows of each process.
+        ``rows`` [n, P] belong to this process. ``counts`` has the number of rows of each process.
         """
         ...
 
@@ -43,15 +43,15 @@ class Collectives(Protocol):
 class Aggregation:
     """Sums of the messages of a cohort, each weighted as the method declared in ``Algorithm.reduces``.
 
-    ``weighting`` is the rule that "weighting" means in this run, ``cohort`` the participants with their planned steps,
-    and ``population`` the number of clients N. With local work, participants with ``steps == 0`` have weight zero.
+    ``weighting`` is the rule for "weighting" in this run. ``cohort`` has the participants with their planned steps.
+    ``population`` is the number of clients N. With local work, participants with ``steps == 0`` have weight zero.
     """
 
     needs_clients: bool = True
     """Whether a round without clients changes nothing."""
 
     is_one_by_one: bool = False
-    """Whether clients are added one at a time, since one may be rejected, and without their parameters."""
+    """Whether clients are added without their parameters and one at a time, since one may be rejected."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class Aggregation:
             for rule, weighs in self._rules.items()
         }
         # whether the sum estimates the mean over all clients, with weights that need not sum to one
-        self.is_estimate = bool(cohort) and cohort[0].share is not None  # all have one, or none
+        self.is_estimate = bool(cohort) and cohort[0].share is not None  # all members have a share, or none
         self._totals = {rule: 1.0 if self.is_estimate else sum(raw.values()) for rule, raw in self._raw.items()}
         for total in self._totals.values():
             if self._members and total <= 0:
                 raise no_weight([p.client_id for p in self._members.values()])
         self._weight_sums = dict.fromkeys(self._rules, 0.0)
         self._added: list[int] = []
-        self.senders: Collection[int] | None = None  # by stored index, if not all that train send; known at the end
+        self.senders: Collection[int] | None = None  # stored indices, if not all trained clients send; known at the end
         self._sums: State = {}
         self.models: Tensor | None = None  # the weighted sum [P] of models y; after `compute`, of their changes y - x
         self.models_weight = 0.0
@@ -97,7 +97,7 @@ class Aggregation:
         return [raw[index] / total if index in raw else 0.0 for index in indices]
 
     def _note_steps(self, steps: Mapping[int, int]) -> None:
-        """Update weights that depend on steps if clients took other numbers of steps than planned."""
+        """Update weights that depend on steps if clients did not take the planned number of steps."""
         for index, count in steps.items():
             if self._steps.get(index) == count:
                 continue
@@ -109,8 +109,8 @@ class Aggregation:
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
         """Add the messages of some clients [S, ...]; the grouping affects the sums only by float64 rounding.
 
-        ``steps`` has the local steps that each took, by stored index, in the order of the rows, and ``models`` their
-        parameters y [S, P], summed instead of the message "delta" if it equals ``y - x``.
+        ``steps`` has each client's local steps by stored index, in the order of the rows. ``models`` has their
+        parameters y [S, P] if the message "delta" equals ``y - x``, and is summed in its place.
         """
         self._check_names(send)
         self._note_steps(steps)
@@ -179,7 +179,7 @@ class Aggregation:
             moved = _add(self.models, x[None], [-1.0 if is_whole else -self.models_weight])
             if factor != 1.0:
                 moved = moved * factor
-            if "delta" in means:  # from clients whose "delta" is not their model's change
+            if "delta" in means:  # some clients' "delta" is not their model's change
                 means["delta"], mean_model = means["delta"] + moved, None
             else:
                 means["delta"] = moved
@@ -195,7 +195,7 @@ def _add(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor
         value, weight = rows[0], weights[0]
         if found.device.type != "cpu" or found.dtype == value.dtype or found.numel() <= _BLOCK:
             return found.add_(value, alpha=weight)
-        # add_ first converts a tensor of another type as a whole, which allocates twice the message's size
+        # in blocks: add_ would first convert the whole tensor, which allocates twice the message's size
         for block, part in zip(found.view(-1).split(_BLOCK), value.reshape(-1).split(_BLOCK), strict=True):
             block.add_(part, alpha=weight)
         return found
@@ -210,11 +210,11 @@ def _add(total: Tensor | None, rows: Tensor, weights: Sequence[float]) -> Tensor
 
 
 FULL_GRAD = "full_grad_"
-"""The prefix of a point's name in messages of full-batch gradients at that point."""
+"""The prefix of message names for full-batch gradients; the name of their point follows."""
 
 
 def averaged_points(algorithm: Algorithm, round: int | None = None) -> tuple[str, ...]:
-    """Return the points whose full-batch gradients clients send, in a round, or in any round if None."""
+    """Return the points of the full-batch gradients that clients send in ``round``, or in any round if it is None."""
     readers = algorithm.full_grad_for if round is None else algorithm.full_grad_readers(round)
     return algorithm.full_grad_at if readers in ("cohort", "both") else ()
 
@@ -229,7 +229,7 @@ class Aggregator(ArgumentsRepr, ABC):
     """Whether clients may have unequal weights."""
 
     argument: str = "aggregator"
-    """The argument of the trainer that takes it."""
+    """The trainer's argument for it."""
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> "Aggregator":
         """Return a copy of the aggregator for a run with these settings.

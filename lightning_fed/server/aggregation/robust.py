@@ -30,12 +30,12 @@ class NormClipping(Aggregator):
     .. math::
         m \leftarrow \sum_i p_i \frac{m_i}{\max(1, \lVert m_i \rVert / M)}
 
-    A bad client still moves the mean, by at most :math:`p_i M`. Messages are summed as they arrive, as for the plain
+    A bad client can still move the mean, by at most :math:`p_i M`. Messages are summed as they arrive, as in the plain
     mean.
 
     Args:
-        max_norm: :math:`M > 0`. One number for methods that send a single message; for others a number per message:
-            those of ``reduces``, and ``full_grad_x`` for full-batch gradients at x.
+        max_norm: :math:`M > 0`. One number for methods that send a single message, else a number per message. The
+            names are those in ``reduces``, and ``full_grad_x`` for full-batch gradients at x.
 
     Raises:
         FederatedError: If a number is not positive and finite.
@@ -55,7 +55,7 @@ class NormClipping(Aggregator):
             self.max_norm = check_number(self, "max_norm", max_norm, "(0, inf)")
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
-        """Return the aggregator; raise unless it has a bound for exactly the messages of the method."""
+        """Return the aggregator; raise unless its bounds are for exactly the messages of the method."""
         names = [*algorithm.reduces, *(FULL_GRAD + point for point in averaged_points(algorithm))]
         given = {names[0]: self.max_norm} if not isinstance(self.max_norm, dict) else self.max_norm
         if set(given) != set(names):
@@ -81,7 +81,7 @@ class ClippedAggregation(Aggregation):
         self.bounds = bounds if isinstance(bounds, Mapping) else dict.fromkeys(self.reduces, bounds)
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Clip and add the messages of clients; a non-finite message is a :class:`ClientError`."""
+        """Clip and add clients' messages; raise a :class:`ClientError` for a non-finite message."""
         self._check_names(send)
         clipped = {
             name: torch.stack([self._clipped(name, value, index) for value, index in zip(values, steps, strict=True)])
@@ -111,7 +111,7 @@ class CollectedAggregation(Aggregation):
         self._ranks: Collectives | None = None
 
     def update(self, steps: Mapping[int, int], send: State, models: Tensor | None = None) -> None:
-        """Collect the messages of clients; a non-finite message is a :class:`ClientError`."""
+        """Collect clients' messages; raise a :class:`ClientError` for a non-finite message."""
         self._check_names(send)
         for row, index in enumerate(steps):
             copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor sent under two names is stored once
@@ -151,7 +151,7 @@ class CollectedAggregation(Aggregation):
         return {name: self._combined(name, there, counts, x) for name in self.reduces}, None
 
     def _combined(self, name: str, there: Sequence[int], counts: Sequence[int], x: Vector) -> Tensor:
-        """Return the combined message of the clients ``there``, ordered by process, with ``counts`` of each."""
+        """Return the combined message of the clients ``there``, ordered by process, with ``counts`` in each."""
         shape, ranks = self._shapes[name], self._ranks
         mine = [self._collected[index].pop(name).reshape(-1) for index in sorted(self._collected)]
         rows = torch.stack(mine).to(x.dtype) if mine else x.new_empty(0, shape.numel())
@@ -186,7 +186,7 @@ class CollectedAggregation(Aggregation):
         return part
 
     def _weights(self, rule: str, there: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the clients' weights [S], and how often to repeat each message if weights are equal."""
+        """Return the messages' weights, and the number of repeats of each one, 1 unless weights are equal."""
         members = [self._members[index] for index in there]
         if rule == "population":  # in a sum over clients, each counts once
             return torch.full((len(there),), 1 / len(there), dtype=torch.float64), [1] * len(there)
@@ -217,7 +217,7 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, messages: Tensor, weights: Tensor, sum_: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return one message [P] for those of a cohort.
+        """Return one message [P] for the messages of a cohort.
 
         Args:
             messages: The clients' messages [S, P] in their stored order, possibly only some columns.
@@ -257,9 +257,9 @@ class CoordinateMedian(RobustAggregator):
 class TrimmedMean(RobustAggregator):
     r"""The mean of every coordinate after removing its largest and smallest values.
 
-    Yin et al., ICML 2018 (https://arxiv.org/abs/1803.01498), Definition 2. Of the S values of a coordinate, the
-    :math:`\lfloor \beta S \rfloor` largest and smallest are removed, which tolerates that number of bad clients. All
-    clients have equal weight.
+    Yin et al., ICML 2018 (https://arxiv.org/abs/1803.01498), Definition 2. Of the S values of a coordinate, it removes
+    the :math:`\lfloor \beta S \rfloor` largest and smallest, which tolerates that number of bad clients. All clients
+    have equal weight.
 
     Args:
         beta: The share removed at either end, in [0, 1/2). Choose it above the share of bad clients, since a cohort may
@@ -304,8 +304,8 @@ class GeometricMedian(RobustAggregator):
 
     Args:
         iterations: The number of iterations after the weighted mean. The authors' code counts that mean as the first of
-            its 3 averages, which are 2 iterations. Each multiplies what bad messages add to the mean by about b / (1 -
-            b), b their share of the weight. Use 10 to 20 if they may be thousands of times longer than good ones.
+            its 3 averages, so it has 2 iterations. With b the weight share of bad messages, each multiplies their
+            effect by about b / (1 - b). Use 10 to 20 if they may be thousands of times longer than good ones.
         nu: The smoothing :math:`\nu > 0`.
 
     Raises:
@@ -344,7 +344,7 @@ def _by_columns(messages: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _weighted_mean(messages: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean [P] of messages [S, P], row by row, without a wider copy of all of them."""
+    """Return the weighted mean [P] of messages [S, P], row by row, to avoid a float64 copy of all messages."""
     total = torch.zeros_like(messages[0], dtype=weights.dtype)
     for message, weight in zip(messages, weights.tolist(), strict=True):
         total.add_(message, alpha=weight)
@@ -352,7 +352,7 @@ def _weighted_mean(messages: Tensor, weights: Tensor) -> Tensor:
 
 
 class _PairwiseRule(RobustAggregator):
-    """A rule on the squared distances between messages, for f bad clients of a large enough cohort."""
+    """A rule on squared distances between messages, for at most f bad clients in a large enough cohort."""
 
     weighted = False
 
@@ -365,16 +365,16 @@ class _PairwiseRule(RobustAggregator):
         """The smallest cohort that the rule is defined for."""
 
     def for_run(self, algorithm: Algorithm, weighting: Weighting | None, sampler: Sampler) -> Aggregator:
-        """Return the aggregator; raise if the sampler draws a number of clients that is too small."""
+        """Return the aggregator; raise if the sampler draws too few clients."""
         drawn = getattr(sampler, "clients_per_round", None)
         if isinstance(drawn, int):
             self._check_size(drawn, f"clients_per_round={drawn}")
         return super().for_run(algorithm, weighting, sampler)
 
     def of_round(self, *arguments: Any, **named: Any) -> Aggregation:
-        """Return an object that collects a cohort's messages; raise before the work of a cohort that is too small."""
+        """Return an object that collects a cohort's messages; raise before training if the cohort is too small."""
         aggregation = super().of_round(*arguments, **named)
-        if there := aggregation.members:  # in a sum over clients, a client drawn twice is there once
+        if there := aggregation.members:  # in a sum over clients, a client drawn twice counts once
             counts_once = "population" in aggregation.reduces.values()
             size = len(there) if counts_once else sum(member.count for member in there)
             self._check_size(size, f"a round with {size} clients")
@@ -442,13 +442,13 @@ class Krum(MultiKrum):
     r"""The message that is closest to its neighbors.
 
     Blanchard et al., *Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent*, NeurIPS 2017
-    (https://arxiv.org/abs/1703.02757), Section 4. Of n messages, the one with the smallest score
+    (https://arxiv.org/abs/1703.02757), Section 4. The result is the one of n messages with the smallest score
 
     .. math::
         s(i) = \sum_{i \to j} \lVert m_i - m_j \rVert^2
 
-    is the result, where the sum is over the :math:`n - f - 2` other messages closest to :math:`m_i`. Of equal scores,
-    the client first in stored order wins. All clients have equal weight. It costs :math:`O(n^2 P)` per message.
+    The sum is over the :math:`n - f - 2` other messages closest to :math:`m_i`. Among equal scores, the client first in
+    stored order wins. All clients have equal weight. It costs :math:`O(n^2 P)` per message.
 
     Args:
         num_bad: f, the largest number of bad clients in a round. A round needs :math:`n \ge 2f + 3` clients.
@@ -475,7 +475,7 @@ class Bulyan(_PairwiseRule):
     El Mhamdi et al., *The Hidden Vulnerability of Distributed Learning in Byzantium*, ICML 2018
     (https://arxiv.org/abs/1802.07927), Section 4, with Krum as its inner rule:
 
-    1. Krum selects a message, which moves from the received ones to the selection, until
+    1. Krum repeatedly moves a message from the received ones to the selection, until
        :math:`\theta = n - 2f` are selected.
     2. Every coordinate of the result is the mean of the :math:`\beta = \theta - 2f` selected values closest to their
        median.
@@ -483,9 +483,9 @@ class Bulyan(_PairwiseRule):
     Krum protects whole vectors. The second step also bounds what a bad client can do to a single coordinate.
 
     Note:
-        The paper leaves some cases open. With r messages left, Krum sums over :math:`\max(1, r - f - 2)` neighbors. Of
-        equal scores, the client first in stored order wins. The median of an even number of values is the mean of the
-        two middle ones. Of two values that are equally far from it, the lower one counts.
+        The paper leaves some cases open. With r messages left, Krum sums over :math:`\max(1, r - f - 2)` neighbors.
+        Among equal scores, the client first in stored order wins. The median of an even number of values is the mean
+        of the two middle ones. Of two values equally far from it, the lower one counts.
 
     Args:
         num_bad: f, the largest number of bad clients in a round. A round needs :math:`n \ge 4f + 3` clients.

@@ -29,12 +29,12 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 from lightning_fed.server.client_states.store import ClientStore, MemoryClientStore
 
-_SMALL_FILES = 256  # number of small files that are merged
+_SMALL_FILES = 256  # the number of small files that triggers their merge
 
 _NEWEST = "CREATE UNIQUE INDEX newest ON states (client) WHERE until IS NULL;"
-# Commit n writes file n. A state belongs to the versions from the number of its file until just before `until`, which
-# is NULL for the newest one. The version '' keeps the newest states for the store that uses them. `live`, `clients` and
-# `total` add up lengths, numbers and checksums of a file's newest.
+# Commit n writes file n. A state belongs to the versions from its file's number until just before `until`, NULL for the
+# newest state. The version '' keeps the newest states for the store that uses them. For a file's newest states, `live`
+# is their total length, `clients` their number, and `total` the sum of client indices and checksums.
 _SCHEMA = """
 PRAGMA journal_mode = OFF;
 PRAGMA synchronous = OFF;
@@ -74,9 +74,9 @@ _TO_REWRITE = """SELECT * FROM current WHERE file IN (
 class Shard(NamedTuple):
     """A process's part of a version."""
 
-    name: str  # of its folder
-    number: int  # of the last commit
-    clients: int  # with a state
+    name: str  # the name of its folder
+    number: int  # the number of the last commit
+    clients: int  # the number of clients with a state
     total: int  # sum of client indices and checksums
 
 
@@ -91,7 +91,7 @@ class Index:
 
     def __init__(self, folder: Path, is_used: bool = False) -> None:
         self.folder, self.path = folder, folder / "index.sqlite"
-        self.is_used = is_used  # by a store of this process, which needs the newest states
+        self.is_used = is_used  # a store of this process uses it, and needs the newest states
         self._db: sqlite3.Connection | None = None
 
     def connect(self) -> sqlite3.Connection:
@@ -132,8 +132,8 @@ class Index:
         return self.folder / f"{number}.states"
 
     def read(self, number: int, client: int, offset: int, length: int, checksum: int) -> bytes:
-        """Return the bytes of a client's state; the error for a damaged one names its file."""
-        path = self.file(number)  # not mapped into memory: truncation by another process would end this one
+        """Return the bytes of a client's state; raise an error that names the file if they are damaged."""
+        path = self.file(number)  # not mapped into memory: truncation by another process would kill this one
         with _named(path, reads=True), open(path, "rb") as file, suppress(TypeError, OverflowError):
             file.seek(offset)  # in a modified index, this may not be a number
             data = file.read(min(length, os.fstat(file.fileno()).st_size))
@@ -147,7 +147,7 @@ class Index:
         for number, client, *location in rows:
             data = self.read(number, client, *location)
             try:
-                tensors = sorted(load(data).items())  # in any order
+                tensors = sorted(load(data).items())  # the file may have any order
             except (SafetensorError, ValueError, KeyError, TypeError) as error:
                 path = self.file(number)
                 raise FederatedError(f"{path} holds no tensors for the client with index {client}: {error}.") from error
@@ -176,7 +176,7 @@ class Index:
         unused = db.execute("SELECT id FROM files WHERE NOT EXISTS (SELECT 1 FROM states WHERE file = id)").fetchall()
         db.executemany("DELETE FROM files WHERE id = ?", unused)
         paths = {self.file(number) for (number,) in unused}
-        if not self.is_used:  # including those left by a killed process
+        if not self.is_used:  # also delete files that a killed process left
             paths = {*self.folder.glob("*.states")} - {self.file(n) for (n,) in db.execute("SELECT id FROM files")}
         for path in paths:
             with suppress(OSError):
@@ -205,7 +205,7 @@ class DiskClientStore(ClientStore):
     date, and small files if there are many. So the disk use is at most about twice the size of the newest states.
     """
 
-    rewrite_bytes = 2**26  # bytes that a round copies, or as many as it writes if that is more
+    rewrite_bytes = 2**26  # a round copies at most this number of bytes, or as many as it writes if more
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -233,7 +233,7 @@ class DiskClientStore(ClientStore):
             yield db
 
     def get(self, index: int) -> State | None:
-        """Return a client's committed state, or None; the error for a damaged one names its file."""
+        """Return a client's committed state, or None; raise an error that names the file if it is damaged."""
         if not self._number:  # opening the index would take longer than a small client's local work
             return None
         with self._open() as db:
@@ -288,7 +288,7 @@ class DiskClientStore(ClientStore):
             self.index.sweep()
 
     def discard(self) -> None:
-        """Forget the staged states."""
+        """Discard the staged states and their file."""
         self._staged = {}
         with suppress(OSError):
             self.index.file(self._number + 1).unlink()
@@ -306,7 +306,7 @@ class DiskClientStore(ClientStore):
             if len(paths) > 1:
                 with ThreadPoolExecutor() as pool:
                     list(pool.map(_flush, paths))
-            elif paths:  # without a thread, which a limit of the system may refuse
+            elif paths:  # no thread: a system limit may refuse it
                 _flush(paths[0])
             self._flushed = self._number
             flush_folder(self.index.folder)
@@ -349,7 +349,7 @@ def read_version(folder: Path, shards: Sequence[Shard], rank: int = 0, processes
 
 @contextmanager
 def _attached(db: sqlite3.Connection, path: Path, shard: Shard) -> Iterator[None]:
-    """Attach a copy of an index, which a store may be using, with one version's states; check them."""
+    """Attach a copy of an index with one version's states, and check them; a store may be using the original."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         taken = Path(folder, path.name)
         with _named(path, reads=True):
@@ -390,7 +390,7 @@ def _to_bytes(state: State) -> bytes:
 
 @contextmanager
 def _named(path: Path, reads: bool = False) -> Iterator[None]:
-    """Convert errors of the disk and of SQLite into errors that name the file."""
+    """Convert disk and SQLite errors into errors that name the file."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:

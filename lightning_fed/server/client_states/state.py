@@ -18,7 +18,7 @@ PERSONAL = "personal.parameters"
 """The name of a client's personal parameters [Q], next to the method's state."""
 
 LOCAL_STEPS = "schedule.steps"
-"""The name of the number of a client's local steps in all its rounds, if its schedule counts them."""
+"""The name of a client's count of local steps over all its rounds, if its schedule counts them."""
 
 
 @dataclass
@@ -46,9 +46,9 @@ def method_part(client: State) -> State:
 
 
 def with_kept(keep: State, client: State, personal: Tensor, local_steps: int | Sequence[int] | None = None) -> State:
-    """Return clients' states with what methods do not use: personal parameters [Q] or [S, Q], counts of local steps.
+    """Return clients' states with the parts that methods do not use: personal parameters [Q] or [S, Q], step counts.
 
-    ``keep`` has the method's new states; if it is empty, those before are unchanged.
+    ``keep`` has the method's new states. If it is empty, the states in ``client`` are kept.
     """
     more = {PERSONAL: personal} if personal.shape[-1] else {}
     if local_steps is not None:
@@ -71,7 +71,7 @@ class Stacked(Sequence[State]):
     @overload
     def __getitem__(self, at: slice) -> "Stacked": ...
     def __getitem__(self, at: int | slice) -> "State | Stacked":
-        """Return the state of one client, or those of some."""
+        """Return the state of one client, or the stacked states of several."""
         part = {name: value[at] for name, value in self.together.items()}
         return Stacked(part) if isinstance(at, slice) else part
 
@@ -94,7 +94,7 @@ class ExpectedState:
     def sorted(self, index: int, state: State) -> ClientState:
         """Check a client's state against method, model and buffers; return it on the device of the training.
 
-        The local optimizer's state stays in host memory, from where :class:`FederatedOptimizer` loads it. Checksums
+        The local optimizer's state stays in host memory, where :class:`FederatedOptimizer` reads it. Checksums
         detect damaged files, but not intact files of another run.
         """
         parts = ClientState({})
@@ -176,7 +176,7 @@ class ClientStates:
 
 
 def _difference(state: State, wanted: State) -> str:
-    """Return the first name, shape or type that differs from the expected one, or an empty text."""
+    """Describe the first name, shape or type that differs from the expected one, or return an empty text."""
     for name, like in wanted.items():
         value = state.get(name)
         if value is None:
@@ -188,7 +188,7 @@ def _difference(state: State, wanted: State) -> str:
 
 
 def _solver_fault(state: State, num_params: int) -> str:
-    """Return which entry belongs to no parameter of the model, or an empty text. Shapes are not checked."""
+    """Describe the first entry without a parameter of the model, or return an empty text. Shapes are not checked."""
     for name in state:
         number = name.split(".")[1]
         if not number.isdecimal() or int(number) >= num_params:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed.core.types import State
 
 _FIRST = 64  # rows at the start
-_NEW = 0  # the row that a new client's state is read from
+_NEW = 0  # the scratch row for the state of a new client
 
 
 class StateRows:
@@ -116,15 +116,15 @@ def clone_rows(rows: Tensor) -> Sequence[Tensor]:
     if rows.device.type == "cpu" and rows[0].nbytes >= _PAGES:
         return [clone_tensor(row) for row in rows]
     copies: Sequence[Tensor] = torch.unbind_copy(rows)  # type: ignore[func-returns-value, assignment]
-    return copies  # at once, which takes half the time for small rows
+    return copies  # one call takes half the time for small rows
 
 
 class ClientStore(ABC):
     """Client states; only clients that have participated have one.
 
-    States written during a round are staged. :meth:`commit` makes them visible together with the server's step, so a
-    checkpoint saved in the middle of a round has the state after the last completed one. Staged states may be on any
-    device; committed ones are returned in host memory.
+    States written during a round are staged. :meth:`commit` makes them visible together with the server's step. A
+    checkpoint saved in the middle of a round thus has the state after the last completed one. Staged states may be on
+    any device; committed ones are returned in host memory.
     """
 
     @abstractmethod
@@ -169,7 +169,7 @@ class ClientStore(ABC):
 class MemoryClientStore(ClientStore):
     """Client states in host memory: small states of one kind in rows, others separately.
 
-    Staged states stay on their device until the round is complete, and then are copied to the host together, so that
+    Staged states stay on their device until the round is complete. They are then copied to the host together, so
     training does not wait for copies.
     """
 
