@@ -1,4 +1,4 @@
-"""Failed clients: the search for them in a chunk, their causes, and the limits at which the run stops."""
+"""Failed clients: the search for them in a chunk, their causes, and the limits that stop the run."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

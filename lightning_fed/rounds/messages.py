@@ -30,7 +30,7 @@ class Task:
     buffers: State = field(default_factory=dict)
     # the mean of n_i over the clients that have examples, or nan if the method cannot read it
     mean_examples: float = math.nan
-    first_step: int = 0  # the step of the run at which local work begins, for `local_schedule="total"`; else 0
+    first_step: int = 0  # the run's step when local work begins, for `local_schedule="total"`; else 0
 
 
 @dataclass(frozen=True, slots=True)
