@@ -134,7 +134,7 @@ class ClientWork(ClientHalf):
         check_separate_examples(self.plans)
 
     def use_seed(self, seed: int) -> None:
-        """Switch to a secret seed of this site, and skip gradients of examples that are not finite."""
+        """Switch to a secret seed of this site, and skip non-finite gradients of examples without an error."""
         self.plans.seed, self._round = seed, None
         for engine in self.engines:
             engine.seed = seed

@@ -46,7 +46,7 @@ class Rounds:
     def draw(self, losses_of: LossesOf | None = None) -> None:
         """Draw the next round's cohort; ``losses_of`` measures clients for samplers that need losses."""
         s, number = self.settings, self.server.round
-        most = None if s.is_private else s.max_update_ratio  # stopping would reveal the client; clipping bounds it
+        most = None if s.is_private else s.max_update_ratio  # stopping would reveal a client, and clipping bounds it
         self._faults = faults = Faults(s.drops_failed, s.max_failed_share, most, number)
         ask = partial(self.work.participants, round=number, failed=faults.add)
         self._cohort = self.sampling.draw(number, ask, losses_of and partial(self._losses, losses_of))

@@ -228,10 +228,10 @@ class RoundTotals:
         return {name.removeprefix(FULL_GRAD): value for name, value in means.items()}
 
     def compute(self, done: Sequence[ClientId]) -> tuple[State, Vector | None, State, float]:
-        """Return mean messages, mean model, new buffers and drift, given the clients whose messages count.
+        """Return the server step's averaged messages, mean model and new buffers, and the drift of the counted clients.
 
         The messages are empty without participants. The mean model [P] is None unless the message "delta" is the
-        clients' change. The drift is nan without clients, or if a change is unknown.
+        change of the models. The drift is nan without clients, or if a change is unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:

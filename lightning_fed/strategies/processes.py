@@ -182,8 +182,8 @@ class Ranks:
     def deliver(self, record: Record, sent: Sent) -> Callable[[], list[tuple[Record, Tensor]]]:
         """Send a record to all processes, and bytes to each; return a function that returns what arrives here.
 
-        Processes with shared memory wait for each other only in its call, which must be before the next exchange. The
-        call returns all records and bytes [n], by rank and in host memory. They are valid until the next exchange.
+        Processes with shared memory wait for each other only when it is called, which must be before the next exchange.
+        It returns all records and bytes [n], in the order of ranks and in host memory, valid until the next exchange.
         """
         if self.size == 1:
             return lambda: [(record, torch.empty(0, dtype=torch.uint8))]
@@ -237,7 +237,7 @@ class Ranks:
 def metrics_alone(trainer: pl.Trainer, what: str = "") -> Iterator[None]:
     """Make the module's metric objects compute from this process's data only, without exchanges.
 
-    ``what`` describes the work if processes are at different points of it. Exchanges by user code are then refused.
+    ``what`` describes the work if processes do it at different times; exchanges by user code are then refused.
     """
     if trainer.world_size == 1:
         yield

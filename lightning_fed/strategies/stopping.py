@@ -63,7 +63,7 @@ class Failure:
 
     @staticmethod
     def raise_first(failures: Sequence["Failure | None"], own: BaseException | None = None) -> None:
-        """Raise the same error in all processes to end them; return if none failed.
+        """Raise, in each process, the error that ends all of them; return if none failed.
 
         A failure of this process takes precedence over others' failures, and any failure over a request to stop.
         """

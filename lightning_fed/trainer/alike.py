@@ -33,8 +33,8 @@ def check_alike(
 ) -> None:
     """Raise in every process if any process has other settings or data than the first; all must call this.
 
-    Such processes would draw different cohorts or train on different data. They would wait for each other forever if
-    their numbers of exchanges differ.
+    Such processes would draw different cohorts or train on different data. They would wait for each other if their
+    numbers of exchanges differ.
     """
     split = prepared.split
     own = _described(prepared, population, notes, seed)

@@ -93,11 +93,11 @@ class FederatedLoop(_FitLoop):
         self._of_hooks: dict[str, float] = {}  # values that this process logged in hooks of the last round
         self._differing: set[str] = set()  # names of such values that processes do not agree on
         self._names: set[str] = set()  # names of logged values of rounds
-        self._reserved_names: set[str] = set()  # server values that sites have reported too
-        self._warned: set[ClientId] = set()  # clients with a warning about a failure
+        self._reserved_names: set[str] = set()  # names of server values that sites have reported
+        self._warned: set[ClientId] = set()  # clients already named in a warning about a failure
         self._stop = Stop.NO  # the strongest stop request to any process in this round
         self._has_checked_batches = False  # whether this fit has checked batches
-        self._says_why_it_continues = True  # logged after a request to stop too early
+        self._says_why_it_continues = True  # whether to log why after an early request to stop
 
     @property
     def done(self) -> bool:
@@ -314,7 +314,7 @@ class FederatedLoop(_FitLoop):
         interval = trainer._val_check_time_interval
         if interval is None:
             return True
-        stops = trainer.should_stop and self._can_stop_early  # like Lightning, a run that is asked to stop validates
+        stops = trainer.should_stop and self._can_stop_early  # a run that is asked to stop validates, as in Lightning
         return bool(trainer.strategy.broadcast(stops or time.monotonic() - trainer._last_val_time >= interval))
 
     def _run_round(self) -> RoundReport:
@@ -331,7 +331,7 @@ class FederatedLoop(_FitLoop):
         server_round, statuses = run.rounds.run(self._process_status)
         self._merge_statuses(statuses)
         self.is_closing, run.round_start = True, None  # from here on, checkpoints hold this round
-        self.max_batches = 1  # it still has the last client's value
+        self.max_batches = 1  # reset: it has the last client's value
         if run.has_hooks:
             run.server_model.stop_keeping()
         if self.settings.is_private or self.settings.client_privacy is not None:

@@ -126,7 +126,7 @@ class RunState:
         self._rounds_elsewhere = rounds
 
     def at_round_start(self) -> AbstractContextManager[None]:
-        """Give the server the model from the start of the current round, before its hooks, and restore it on exit."""
+        """Give the server the model from the round's start, before its hooks, and restore the current one on exit."""
         return nullcontext() if self.server_model is None else self.server_model.without_hook_changes()
 
     @contextmanager
@@ -395,7 +395,7 @@ class RunState:
     def end(self) -> None:
         """End a fit, and leave the server's model in the module.
 
-        Rounds seed the global generators. This restores them, so that a script draws new numbers after each fit.
+        Rounds seed the global generators. This restores them, so that a script does not draw the same after each fit.
         """
         if self._restore_generators is not None:
             self._restore_generators()

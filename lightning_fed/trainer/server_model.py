@@ -150,7 +150,7 @@ class ServerModel:
         self._keeps, self._kept, self._untrained = False, None, None
 
     def undo_hook_changes(self) -> None:
-        """Undo changes of hooks since :meth:`start_keeping` on the server; :meth:`show` then updates the module."""
+        """Undo hook changes since :meth:`start_keeping`; :meth:`show` then loads the server's model into the module."""
         self.sync_hook_changes()
         if self._kept is not None:
             self._set(self._kept)
@@ -161,7 +161,7 @@ class ServerModel:
 
     @contextmanager
     def without_hook_changes(self) -> Iterator[None]:
-        """Undo changes of hooks since :meth:`start_keeping` on the server, and redo them on exit."""
+        """Undo hook changes since :meth:`start_keeping` inside the context, and redo them on exit."""
         self.sync_hook_changes()
         kept, loaded = self._kept, self._loaded
         with nullcontext() if self._untrained is None else self._untrained.put_back_inside():

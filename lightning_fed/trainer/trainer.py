@@ -56,8 +56,8 @@ class FederatedTrainer(pl.Trainer):
     Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds:
     ``check_val_every_n_epoch`` validates the server model every n rounds. ``fast_dev_run`` is one round of n batches
     per client. ``limit_train_batches`` limits the batches of a client's epoch. ``max_time`` ends the run after the
-    round that exceeds it. ``max_steps`` and ``min_steps`` count the local steps of all clients and are checked after each
-    round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
+    round that exceeds it. ``max_steps`` and ``min_steps`` count the local steps of all clients and are checked after
+    each round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
     ``ModelCheckpoint``, count rounds, as the global step does. A ``val_check_interval`` that is a time, such as
     "00:00:10:00", validates after the first round that ends when this time has passed since the last validation.
     Environment variables ``PL_TRAINER_...`` set the arguments that are not given, as for Lightning's Trainer:
