@@ -108,7 +108,7 @@ class StateTransfer(ClientStates):
         return sorted(chunks, key=lambda indices: not self.moves.keys().isdisjoint(indices))
 
     def send(self) -> None:
-        """Send states to the processes that train their clients; all processes must call this."""
+        """Send states to the processes that train their clients; all processes must call it."""
         own: dict[int, State] = {}
         failure = None
         try:

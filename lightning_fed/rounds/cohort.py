@@ -108,7 +108,7 @@ class CohortSampling:
 
 
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:
-    """Return a secret seed for the cohorts, which privacy depends on; all processes must call this."""
+    """Return a secret seed for the cohorts, which privacy depends on; all processes must call it."""
     rank_zero_info(
         f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so the run does not repeat"
         " itself. Values from clients' training are not logged. Those of validation are: its data must not be clients'."

@@ -128,7 +128,7 @@ class Rounds:
         return self.current_round, statuses
 
     def _check_drawn(self, drawn: object) -> None:
-        """Raise if processes have drawn or planned different clients for the round; all must call this."""
+        """Raise if processes have drawn or planned different clients for the round; all must call it."""
         gather = self.work.split.gather if self.ranks.size == 1 else self.ranks.gather
         first, *others = gather(drawn)
         for rank, other in enumerate(others, start=1):

@@ -69,7 +69,7 @@ class Peers:
 
     @staticmethod
     def meet(rank: int, size: int, limit: float = LIMIT) -> "Peers":
-        """Connect all pairs of processes in the default process group; all must call this."""
+        """Connect all pairs of processes in the default process group; all must call it."""
         if size == 1:
             return Peers(rank, [Endpoint()], limit=limit)
         dual = socket.has_dualstack_ipv6()
@@ -245,7 +245,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> None:
     """Connect every process to one process on each other machine; all raise the same error if one cannot.
 
-    All must call this, with the store of their process group. ``limit`` is the time for each connection, in seconds.
+    All must call it, with the store of their process group. ``limit`` is the time for each connection, in seconds.
     """
     with ExitStack() as listening:
         store.set(f"{_KEYS}/endpoint/{rank}", json.dumps(_endpoint(listening)))

@@ -46,7 +46,7 @@ class SharedMemory:
 
     @staticmethod
     def open(rank: int, size: int, timeout: float) -> "SharedMemory | None":
-        """Set up shared memory between all processes of the default process group; all must call this.
+        """Set up shared memory between all processes of the default process group; all must call it.
 
         Returns None on several machines, or if the system does not support it.
         """

@@ -31,7 +31,7 @@ _UNSHOWN = ("seed", "clients", "sizes", "examples", "validation examples", "para
 def check_alike(
     prepared: PreparedModule, population: Population, notes: Mapping[str, str], seed: int, ranks: Ranks
 ) -> None:
-    """Raise in every process if any process has other settings or data than the first; all must call this.
+    """Raise in every process if any process has other settings or data than the first; all must call it.
 
     Such processes would draw different cohorts or train on different data. They would wait for each other if their
     numbers of exchanges differ.

@@ -521,7 +521,7 @@ class FederatedLoop(_FitLoop):
                 )
 
     def gather(self, record: Any) -> list[Any]:
-        """Return the record of every process, in the order of ranks, for callbacks that measure; all must call this."""
+        """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
         return self.run_state.ranks.gather(record)
 
     # ------------------------------------------------------------------ measurements of clients, for callbacks
