@@ -18,22 +18,22 @@ from lightning_fed.strategies.processes import Ranks, Sent, padded
 from lightning_fed.strategies.stopping import Failure
 
 Kinds: TypeAlias = Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
-"""Shapes and types of clients' states, by stored index and name."""
+"""Shapes and dtypes of client states, by stored index and name."""
 
-_MODELS = (2**13, 2**20)  # smallest sizes of medium and large models, whose steps take longer than a transfer
+_MODELS = (2**13, 2**20)  # minimum parameter counts of medium and large models: their steps outlast a transfer
 # Rough costs in local steps on a batch of 20, for a small, a medium and a large model:
-_AROUND = (4, 4, 0)  # a client that keeps a state, in addition to its steps
-_MOVE = (2, 2, 1)  # transferring a state of one vector, both ways
-_TRIP = (25, 2, 1)  # transferring anything at all
+_AROUND = (4, 4, 0)  # overhead of a client that keeps state
+_MOVE = (2, 2, 1)  # transferring a one-vector state, there and back
+_TRIP = (25, 2, 1)  # overhead of any transfer
 
 
 def assign(
     cohort: Iterable[Participant], ranks: Ranks, keeps_state: bool, most_moves: int = 2**31, numel: int = _MODELS[0]
 ) -> Mapping[int, int]:
-    """Return the rank that trains each client of a cohort with its planned steps, by stored index.
+    """Return the rank that trains each client of a cohort, by stored index.
 
-    A client that keeps state trains in the process that owns it, unless moving it makes the round shorter; at most
-    ``most_moves`` clients move. If clients keep none, they are assigned in descending order of size, each to the
+    A client that keeps state trains in the process that owns it, unless moving it shortens the round. At most
+    ``most_moves`` clients move. Clients without state are assigned in descending order of planned steps, each to the
     process with the fewest local steps so far.
     """
     members = {member.index: member for member in cohort}
@@ -56,7 +56,7 @@ def assign(
 def _balanced(
     owners: Mapping[int, int], work: Mapping[int, int], size: int, most_moves: int, a_move: int, a_trip: int
 ) -> Mapping[int, int]:
-    """Move clients from the process with the most work to that with the least, while that helps."""
+    """Move clients from the process with the most work to the one with the least, while that shortens the round."""
     loads = [0] * size
     for index, rank in owners.items():
         loads[rank] += work[index]
@@ -78,9 +78,9 @@ def _balanced(
 
 
 def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[int, int]]:
-    """Return the clients with the closest work below and above an amount, with the lowest index of each.
+    """Return the clients whose work is closest below and above an amount; the lowest index breaks ties.
 
-    ``movable`` is the sorted work and negated index of each client.
+    ``movable`` has each client's work and negated index, sorted.
     """
     at = bisect_left(movable, (amount, -math.inf))
     above = [movable[bisect_left(movable, (movable[at][0], 1)) - 1]] if at < len(movable) else []
@@ -88,10 +88,10 @@ def _nearest(movable: Sequence[tuple[int, int]], amount: float) -> list[tuple[in
 
 
 class StateTransfer(ClientStates):
-    """The client states of a round in several processes; some clients train outside their state's owner.
+    """Client states of a round in several processes. Some clients train outside the process that owns their state.
 
-    ``workers`` is the rank that trains each client of the round, by stored index, or None if clients are not known to
-    keep state; ``moves`` is the same for clients whose state is transferred.
+    ``workers`` maps the stored index of each client to the rank that trains it, or is None if clients are not known to
+    keep state. ``moves`` is the part of it for clients whose state is transferred.
     """
 
     def __init__(self, server: Server, ranks: Ranks, workers: Mapping[int, int] | None) -> None:
@@ -104,7 +104,7 @@ class StateTransfer(ClientStates):
         self._returning: dict[int, State] = {}
 
     def last(self, chunks: Iterable[Sequence[int]]) -> list[Sequence[int]]:
-        """Return chunks of clients, those with transferred states last, so that the others need not wait."""
+        """Return the chunks with transferred states last, so that the others need not wait."""
         return sorted(chunks, key=lambda indices: not self.moves.keys().isdisjoint(indices))
 
     def send(self) -> None:
@@ -180,7 +180,7 @@ class StateTransfer(ClientStates):
             super().stage_all(indices, states)
 
     def _check_workers_are_known(self, state: State) -> None:
-        """Raise for a state if other processes do not know that clients keep any."""
+        """Raise for a state that other processes do not expect."""
         if not self._workers_are_known:
             raise FederatedError(
                 f"{self.expected.method}.finish keeps {sorted(state)}, and its init_client returns no state. Several"
@@ -188,19 +188,19 @@ class StateTransfer(ClientStates):
             )
 
     def returning(self) -> tuple[Kinds, Sent]:
-        """Return the states that return to their owners: the metadata for :meth:`take_back`, and the bytes."""
+        """Return the metadata for :meth:`take_back` and the bytes of the states to send back to their owners."""
         return pack(self._returning, self._owners, self.ranks.size)
 
     def take_back(self, kinds: Sequence[Kinds], received: Sequence[Tensor]) -> None:
-        """Stage the returned states, given every process's :meth:`returning` and the bytes."""
+        """Stage the returned states, given every process's metadata from :meth:`returning` and the bytes."""
         for index, state in unpack(kinds, received, self._owners, self.ranks.rank).items():
             self.store.stage(index, state)
 
 
 def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple[Kinds, Sent]:
-    """Return clients' states as bytes for each of ``size`` processes, with their shapes and types.
+    """Return the shapes and dtypes of client states, and their bytes for each of ``size`` processes.
 
-    ``to`` is the destination rank of each state.
+    ``to`` maps each stored index to the destination rank.
     """
     outgoing = [[states[index] for index in sorted(states) if to[index] == rank] for rank in range(size)]
     sent = [[part for state in leaving for value in state.values() for part in _bytes(value)] for leaving in outgoing]
@@ -210,7 +210,7 @@ def pack(states: Mapping[int, State], to: Mapping[int, int], size: int) -> tuple
 def unpack(
     everybodys: Sequence[Kinds], received: Sequence[Tensor], to: Mapping[int, int], rank: int
 ) -> dict[int, State]:
-    """Return copies of the states received at ``rank``, given every process's packing and the bytes."""
+    """Return copies of the states received at ``rank``, given all metadata from :func:`pack` and the bytes."""
     states: dict[int, State] = {}
     for kinds, part in zip(everybodys, received, strict=True):
         start = 0
@@ -224,6 +224,6 @@ def unpack(
 
 
 def _bytes(value: Tensor) -> list[Tensor]:
-    """Return a tensor's bytes in host memory, and the padding to the next tensor."""
+    """Return a tensor's bytes in host memory, and the padding before the next tensor."""
     own = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [own, own.new_zeros(padded(len(own)) - len(own))]

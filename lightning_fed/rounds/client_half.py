@@ -1,4 +1,4 @@
-"""The clients' half of a round, for clients trained by engines in this process, or elsewhere."""
+"""The clients' half of a round, for clients that train in this process or elsewhere."""
 
 # ruff: noqa: B027 - hooks that only engines or only sites need do nothing by default
 
@@ -17,16 +17,16 @@ from lightning_fed.strategies.split import BatchSplit
 
 
 class ClientHalf(ABC):
-    """Answers for clients, one or several at a time.
+    """Answers tasks for clients, one or several at a time.
 
     It does not depend on the server or its optimizer. A round is::
 
         members = work.participants(drawn, round)
         work.begin(round, members)
-        for task in ...:  # of each phase, from the server
+        for task in ...:  # the server has one per phase
             for clients in work.chunks(task, [member.index for member in members]):
                 for reply in work.answer(task, clients, states):
-                    ...  # its tensors are valid until the next one
+                    ...  # its tensors are valid until the next reply
         work.end()
 
     Attributes:
@@ -45,16 +45,16 @@ class ClientHalf(ABC):
     @property
     @abstractmethod
     def engine_names(self) -> list[str]:
-        """The engines in use: that of the clients, and that of the method's inner solve, if any."""
+        """The names of the engines for the clients and, if the method has one, for the inner solve."""
 
     @property
     def chunk_size(self) -> int | None:
-        """The number of clients that the vectorized engine runs at once; None without one."""
+        """The number of clients that the vectorized engine runs at once; None without that engine."""
         return None
 
     @property
     def draws(self) -> bool | None:
-        """Whether a step of clients at once drew random numbers in its last trial; None without such a trial."""
+        """Whether the last trial of a vectorized step drew random numbers; None without such a trial."""
         return None
 
     @property
@@ -71,7 +71,7 @@ class ClientHalf(ABC):
         Args:
             drawn: How often each client was drawn.
             round: The round.
-            failed: Records clients whose data cannot be built; by default their error is raised.
+            failed: Records the error of a client whose data cannot be built. By default, the error is raised.
         """
 
     @abstractmethod
@@ -99,15 +99,15 @@ class ClientHalf(ABC):
 
     @abstractmethod
     def end_training(self) -> None:
-        """Finish the work that is done once for all clients trained in this round."""
+        """Finish the work that is done once per round, after all clients have trained."""
 
     @abstractmethod
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that undoes later logging of clients."""
+        """Return a function that undoes clients' logging after this call."""
 
     @abstractmethod
     def end(self) -> None:
-        """Release the round and its data, whose memory the next round needs."""
+        """Release the round and its data, because the next round needs the memory."""
 
     def check_batches(self, sizes: Iterable[tuple[ClientId, int]]) -> None:
         """Raise for clients with a batch of one example that the module cannot train on, given ids and sizes."""
@@ -119,11 +119,11 @@ class ClientHalf(ABC):
         """Call ``on_client_end`` for the clients of the last reply whose answers count."""
 
     def restart_after(self, error: Exception) -> Restart | None:
-        """Return how the round must restart after an error, None if it need not or cannot."""
+        """Return how to restart the round after an error, or None if it need not or cannot restart."""
         return None
 
     def restart(self, round: int, how: Restart) -> None:
-        """Prepare to run the current round in another way, once it restarts."""
+        """Prepare the current round to restart in another way."""
 
     def give_up(self) -> None:
         """Replace the vectorized engine with the sequential one."""

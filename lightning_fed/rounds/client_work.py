@@ -37,19 +37,19 @@ from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 from lightning_fed.strategies.split import BatchSplit
 
-_TOGETHER = 2**16  # numbers in the gradients of clients that answer together
+_TOGETHER = 2**16  # limit on the gradient elements in one reply
 
 
 class ClientWork(ClientHalf):
-    """Answers for clients with local data, with an engine.
+    """Answers tasks for clients with local data by running an engine.
 
-    If a client must train before its required gradients were requested, it computes them then.
+    A client that trains before its required gradients were requested computes them then.
 
-    With ``engine="auto"``, the sequential engine replaces the vectorized one for the rest of the run if that cannot run
-    clients although its trial step passed. The round then restarts with the same x and random streams. If the
+    With ``engine="auto"``, the vectorized engine may fail to run clients although its trial step passed. The sequential
+    engine then replaces it for the rest of the run, and the round restarts with the same x and random streams. If the
     vectorized engine runs out of memory, the round restarts with half as many clients at once.
 
-    ``engines`` are the one that runs clients, and a second one for the method's inner solve, if any.
+    ``engines`` has the engine that runs clients and, if the method has an inner solve, a second one for it.
     """
 
     def __init__(self, engines: Sequence[Engine], plans: LocalPlans, settings: Settings) -> None:
@@ -58,17 +58,17 @@ class ClientWork(ClientHalf):
         attack = settings.attack
         self._attackers = plans.attackers if attack is not None and attack.changes_messages else frozenset[int]()
         self._use(engines)
-        if len(engines) > 1 and self.chunk_size is not None:  # both use the same number
+        if len(engines) > 1 and self.chunk_size is not None:  # both engines use the same chunk size
             self._use_chunk(self.chunk_size)
-        self._together = 1  # the most clients that can run at once
+        self._together = 1  # upper bound on the clients that run at once
         self._snapshot: SettingsSnapshot | None = None  # at the start of the round
         self._round: RoundPlans | None = None
-        self._training: list[int] = []  # the clients that must train, by stored index
+        self._training: list[int] = []  # the clients that train here, by stored index
         self._inputs: tuple[Task, RoundInputs] | None = None  # a task as the engine's inputs
         self._read: tuple[set[str], set[str]] = (set(), set())  # names read in the server state and in mean gradients
 
     def _use(self, engines: Sequence[Engine]) -> None:
-        """Run clients with these engines from now on."""
+        """Switch to these engines."""
         self.engines, self.engine = engines, engines[0]
         self.may_restart = any(engine.name == "vectorized" for engine in engines)
         self._inner_solve = InnerSolve(engines[1], self.settings) if len(engines) > 1 else None
@@ -80,9 +80,9 @@ class ClientWork(ClientHalf):
     def participants(
         self, drawn: Mapping[ClientId, int], round: int, failed: Callable[[ClientError], None] | None = None
     ) -> list[Participant]:
-        """Plan each drawn client's work, and return those that can participate; a client drawn twice trains once.
+        """Plan the drawn clients' work, and return those that can participate; a client drawn twice trains once.
 
-        ``failed`` records clients whose data cannot be built; by default their error is raised.
+        ``failed`` records the error of a client whose data cannot be built. By default, the error is raised.
         """
         plans, members = self._plans_of(round), []
         for client_id, count in drawn.items():
@@ -126,15 +126,15 @@ class ClientWork(ClientHalf):
             self.begin(round, members, reads_later)
 
     def check_batches(self, sizes: Iterable[tuple[ClientId, int]]) -> None:
-        """Raise for clients with batches that the module cannot train on, or that record-level privacy does not cover.
+        """Raise if the module cannot train on a client's batches, or record-level privacy does not cover them.
 
-        Tries one of each.
+        It tries one client for each kind of batch.
         """
         check_lone_examples(self.plans, self.engine.flat, sizes)
         check_separate_examples(self.plans)
 
     def use_seed(self, seed: int) -> None:
-        """Draw what follows from a secret seed of this site, and let no example's gradient stop the work."""
+        """Switch to a secret seed of this site, and skip non-finite gradients of examples without an error."""
         self.plans.seed, self._round = seed, None
         for engine in self.engines:
             engine.seed = seed
@@ -142,7 +142,7 @@ class ClientWork(ClientHalf):
                 engine.private.skips_not_finite = True
 
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that undoes later logging of clients; see :meth:`Engine.savepoint`."""
+        """Return a function that undoes clients' logging after this call; see :meth:`Engine.savepoint`."""
         return self.engine.savepoint()
 
     @property
@@ -152,7 +152,7 @@ class ClientWork(ClientHalf):
 
     @property
     def engine_names(self) -> list[str]:
-        """The engines in use: that of the clients, and that of the method's inner solve, if any."""
+        """The names of the engines for the clients and, if the method has one, for the inner solve."""
         return [engine.name for engine in self.engines]
 
     @property
@@ -162,7 +162,7 @@ class ClientWork(ClientHalf):
 
     @property
     def draws(self) -> bool | None:
-        """Whether a step of clients at once drew random numbers in its last trial; None without the engine for it."""
+        """Whether the last trial of a vectorized step drew random numbers; None without the vectorized engine."""
         at_once = [engine for engine in self.engines if isinstance(engine, VectorizedEngine)]
         return any(engine.step.is_random for engine in at_once) if at_once else None
 
@@ -172,7 +172,7 @@ class ClientWork(ClientHalf):
                 engine.use_chunk(size)
 
     def agree(self, ranks: Ranks) -> None:
-        """Run equally many clients at once in every process with a device, since random layers depend on it."""
+        """Use the same chunk size in all processes on accelerators, since random layers depend on it."""
         if self.settings.engine == "sequential" or self.engine.flat.y.device.type == "cpu":
             return
         sizes = ranks.gather(self.chunk_size)
@@ -182,9 +182,9 @@ class ClientWork(ClientHalf):
             self._use_chunk(min(sizes))
 
     def restart_after(self, error: Exception) -> Restart | None:
-        """Return how the round must restart after an error, None if it need not or cannot.
+        """Return how to restart the round after an error, or None if it need not or cannot restart.
 
-        If a device is out of memory, this releases what the error holds there, since ending a run needs some too.
+        If a device is out of memory, this releases the memory that the error holds: even ending a run needs some.
         """
         both, device = (error, error.__cause__), self.engine.flat.y.device
         may_give_up = self.may_restart and self.settings.engine == "auto"
@@ -199,7 +199,7 @@ class ClientWork(ClientHalf):
         return Restart(str(found)) if found is not None and may_give_up else None
 
     def restart(self, round: int, how: Restart) -> None:
-        """Prepare to restart the current round in another way; undo the settings of its hooks."""
+        """Prepare the current round to restart in another way, and undo settings changed by its hooks."""
         size = how.chunk_size
         if size is None:
             rank_zero_warn(f"engine='auto' restarts round {round} with 'sequential', and stays with it: {how.reason}")
@@ -239,7 +239,7 @@ class ClientWork(ClientHalf):
         return [clients] if clients else []
 
     def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
-        """Yield replies for some clients, by stored index; one for several if the engine runs them together."""
+        """Yield replies for some clients, by stored index; clients that the engine runs together share one."""
         self._together = len(clients)
         if task.phase == GRADIENTS:
             return self._answer_gradients(task, clients)
@@ -249,16 +249,16 @@ class ClientWork(ClientHalf):
         return self._local.answer(reply, task, inputs, plans, states)
 
     def plans_of(self, task: Task, clients: Sequence[int]) -> list[WorkPlan]:
-        """Return the work that a task asks of clients, by stored index."""
+        """Return the work that a task requests from clients, given their stored indices."""
         plans = self._plans_of(task.round)
         return [plans.of(index, task.steps.get(index)) for index in clients]
 
     def members(self, task: Task, clients: Sequence[int]) -> list[Participant]:
-        """Return clients by stored index, with the steps that a task requests."""
+        """Return the participants with the steps that a task requests, given their stored indices."""
         return [plan.participant for plan in self.plans_of(task, clients)]
 
     def _inputs_of(self, task: Task) -> RoundInputs:
-        """Return a task as the engine's inputs, whose reads are tracked."""
+        """Convert a task to the engine's inputs, and track reads of the states in it."""
         if self._inputs is None or self._inputs[0] is not task:
             server, cohort_grad = map(TrackedState, (task.server, task.cohort_grad), self._read)
             self._inputs = task, RoundInputs(task.round, task.x, server, {}, cohort_grad, task.mean_examples)
@@ -267,7 +267,7 @@ class ClientWork(ClientHalf):
     # ------------------------------------------------------------------ gradients, and the loss
 
     def _answer_gradients(self, task: Task, clients: Sequence[int]) -> Iterator[Reply]:
-        """Yield replies of clients, one for several if the model is small."""
+        """Yield the clients' replies; with a small model, several clients share one."""
         asked, most = set(task.clients), gradients_together(task.x)
         ready: list[tuple[int, State]] = []
         for plan, gradients in self._gradients.each(self._inputs_of(task), self.plans_of(task, clients)):
@@ -294,7 +294,7 @@ class ClientWork(ClientHalf):
             send = {point: torch.stack([own[point] for own in gradients]) for point in self.algorithm.full_grad_at}
         bad = [row for row, index in enumerate(indices) if index in self._attackers] if sends else []
         if bad and len(indices) == 1:
-            send = {point: value.clone() for point, value in send.items()}  # the client's own work reads the true one
+            send = {point: value.clone() for point, value in send.items()}  # the client's own work reads the original
         for row in bad:
             assert self.settings.attack is not None
             stream = generator(self.engine.seed, Purpose.ATTACK_ON_GRADIENTS, task.round, indices[row])
@@ -329,7 +329,7 @@ class ClientWork(ClientHalf):
     # ------------------------------------------------------------------ the end of local work
 
     def end_training(self) -> None:
-        """Finish the work that is done once for all clients trained here in this round."""
+        """Finish the work that is done once per round, after all clients here have trained."""
         self._local.put_back_settings()
         self._gradients.check()
         for engine in self.engines:
@@ -346,7 +346,7 @@ class ClientWork(ClientHalf):
 
 
 def gradients_together(x: Vector) -> int:
-    """Return how many clients' gradients are summed at once, which affects the last bits of a sum."""
+    """Return the number of clients whose gradients are summed at once. It affects the last bits of the sum."""
     return max(1, _TOGETHER // len(x))
 
 
@@ -359,9 +359,9 @@ def prepare_clients(
     chunk_before: int | None = None,
     drew_before: bool | None = None,
 ) -> ClientWork:
-    """Return the clients' half with an engine by name; see :func:`make_engine`.
+    """Return the clients' half, given its engine's name; see :func:`make_engine`.
 
-    ``clients`` are those with local data, by default all; ``before``, ``chunk_before`` and ``drew_before`` are the
+    ``clients`` are those with local data, by default all. ``before``, ``chunk_before`` and ``drew_before`` are the
     :attr:`ClientWork.engine_names`, :attr:`ClientWork.chunk_size` and :attr:`ClientWork.draws` before this run resumed.
     """
     settings, chunk_size = prepared.settings, chunk_before or prepared.settings.chunk_size

@@ -43,8 +43,8 @@ class CohortSampling:
     ) -> DrawnCohort:
         """Return a round's cohort.
 
-        ``ask``, given how often each client was drawn, returns those that can participate, in this order, with their
-        sizes and steps. ``losses_of`` measures clients for samplers that need losses.
+        ``ask`` takes the number of draws of each client. It returns the clients that can participate, in this order,
+        with their sizes and steps. ``losses_of`` measures clients for samplers that need losses.
         """
         settings, algorithm = self.settings, self.settings.algorithm
         measured = dict[ClientId, float]()
@@ -108,7 +108,7 @@ class CohortSampling:
 
 
 def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population: Population) -> int:
-    """Return the cohorts' secret seed, which privacy depends on; all processes must call it."""
+    """Return a secret seed for the cohorts, which privacy depends on; all processes must call it."""
     rank_zero_info(
         f"{aggregator!r}: cohorts and noise are drawn from the operating system's entropy, so the run does not repeat"
         " itself. Values from clients' training are not logged. Those of validation are: its data must not be clients'."
@@ -121,7 +121,7 @@ def secret_seed(trainer: pl.Trainer, aggregator: DifferentialPrivacy, population
 
 
 def _check_steps(found: Any, members: Sequence[Participant], heterogeneity: object) -> None:
-    """Raise unless a model of heterogeneity has returned a number of local steps, or None, for each client."""
+    """Raise unless a heterogeneity model has returned a number of local steps, or None, for each client."""
     fits = isinstance(found, Sequence) and not isinstance(found, str) and len(found) == len(members)
     if not fits or any(k is not None and (not isinstance(k, Integral) or k < 0) for k in found):
         raise FederatedError(

@@ -1,4 +1,4 @@
-"""Failed clients: which of a chunk failed, why, and how many may fail before the run stops."""
+"""Failed clients: the search for them in a chunk, their causes, and the limits that stop the run."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,14 +19,14 @@ _SHOWN = 5  # causes listed in one message
 class Faults:
     """The clients that failed in a round so far, and the causes.
 
-    A failed client is dropped from the whole round: no message of it is averaged, and its state does not change. The
-    round equals one without the client.
+    A failed client is dropped from the whole round: none of its messages is averaged, and its state does not change.
+    The round equals one without the client.
 
     Args:
         drops: Whether failed clients are dropped. If not, the first failure stops the run.
         max_share: The share of requested clients that may fail before the run stops anyway.
-        max_ratio: The limit on the ratio of a client's update norm to the cohort's median, above which it has failed;
-            None for no limit.
+        max_ratio: The limit on the ratio of a client's update norm to the cohort's median. A client above it has
+            failed. None for no limit.
         round: The round, from 0.
     """
 
@@ -35,15 +35,15 @@ class Faults:
     ) -> None:
         self.drops, self.max_share, self.max_ratio, self.round = drops, max_share, max_ratio, round
         self.causes: dict[ClientId, str] = {}
-        self.refused: set[ClientId] = set()  # failed clients whose messages had all been sent
-        self.asked: set[ClientId] = set()  # to train
+        self.refused: set[ClientId] = set()  # failed clients that had already sent all their messages
+        self.asked: set[ClientId] = set()  # clients requested to train
         self._asked_for_gradients: set[ClientId] = set()
         self._first: ClientError | None = None
 
     def ask(
         self, members: Sequence[Participant], gradient_members: Sequence[Participant], dropped: Sequence[ClientId]
     ) -> None:
-        """Record the requested clients, before the round starts, or restarts without failed clients.
+        """Record the requested clients before the round starts, or restarts without failed clients.
 
         See :class:`DrawnCohort`.
         """
@@ -65,20 +65,20 @@ class Faults:
         return any(member.client_id in self.causes for member in members)
 
     def add(self, error: ClientError) -> None:
-        """Record a client that failed; raise its error if the run must stop, or no client is to blame."""
+        """Record a failed client, or raise its error if the run must stop or no client is to blame."""
         if not self.drops or error.culprit is None:
             raise error
         self.causes.setdefault(error.culprit, str(error))
         self._first = self._first or error
 
     def merge(self, parts: Iterable[Mapping[ClientId, str]]) -> None:
-        """Combine the :attr:`causes` of all processes, identically in each."""
-        self.causes = dict(self.causes)  # the old one is this process's part
+        """Combine the :attr:`causes` of all processes, with the same result in each."""
+        self.causes = dict(self.causes)  # a copy: the old dict is among `parts`
         for part in parts:
             self.causes.update(part)
 
     def check(self, asked: Collection[ClientId]) -> None:
-        """Stop the run if all clients requested for one task failed, or a larger share than allowed."""
+        """Stop the run if all clients requested for one task failed, or more than the allowed share."""
         failed, count = sorted(self.causes.keys() & asked, key=str), len(asked)
         if not failed or (len(failed) < count and len(failed) <= self.max_share * count):
             return
@@ -90,15 +90,15 @@ class Faults:
         ) from self._first
 
     def add_outliers(self, norms: Mapping[ClientId, float], what: str, x: torch.Tensor) -> set[ClientId]:
-        """Record and return the clients whose norm of a message, ``what``, is too large compared to the median."""
-        known = list(filter(math.isfinite, norms.values()))  # a site may send none
+        """Record and return the clients whose message ``what`` has too large a norm compared to the median."""
+        known = list(filter(math.isfinite, norms.values()))  # a site may send no norms
         if self.max_ratio is None or not known:
             return set()
         middle = median(known)
         if len(known) == len(norms) and max(known) <= self.max_ratio * middle:
             return set()
-        # If most clients hardly move, their median is rounding, which says nothing about clients that still learn. The
-        # floor is at least float32's: float64 rounds so little that any sound step would be too large compared to it.
+        # If most clients hardly move, the median is only rounding, and cannot judge clients that still learn. The floor
+        # uses at least float32's epsilon: float64's is so small that any sound step would exceed the limit.
         eps = max(torch.finfo(dtype).eps for dtype in (x.dtype, torch.float32))
         floor = eps * float(torch.linalg.vector_norm(x))
         times = f"times the cohort's median of {middle:.3g}"
@@ -118,7 +118,7 @@ class Faults:
 
 
 def warn_of(failed: Mapping[ClientId, str], warned: set[ClientId]) -> None:
-    """Warn once per run of each failed client, given the causes; ``warned`` has those already named."""
+    """Warn about each failed client once per run, given the causes; ``warned`` tracks the clients already named."""
     for client_id, cause in failed.items():
         if client_id not in warned:
             warned.add(client_id)
@@ -133,7 +133,7 @@ class Isolation:
 
     def __init__(self, engine: Engine, drops: bool) -> None:
         self.engine, self.drops = engine, drops
-        self._has_explained = False  # how the failed client is found
+        self._has_explained = False  # whether it has logged how it finds the failed client
 
     def run(
         self,
@@ -141,10 +141,10 @@ class Isolation:
         plans: Sequence[WorkPlan],
         failed: dict[int, ClientError],
     ) -> ChunkResult | None:
-        """Train the clients that can be trained; return None if there are none.
+        """Train the clients that do not fail; return None if all fail.
 
-        ``failed`` receives the failed clients by stored index. An error is raised if clients are not dropped, or none
-        is to blame.
+        ``failed`` collects the failed clients' errors by stored index. An error is raised if failed clients are not
+        dropped, or if no client is to blame.
         """
         undo = self.engine.savepoint() if self.drops else None
         try:
@@ -175,6 +175,6 @@ class Isolation:
 
 
 def stop_at(error: ClientError, drops: bool) -> None:
-    """Raise an error unless failed clients are dropped and one is to blame."""
+    """Raise an error unless failed clients are dropped and a client is to blame for it."""
     if not drops or error.culprit is None:
         raise error

@@ -36,7 +36,7 @@ from lightning_fed.engines.vectorized.batches import flatten
 from lightning_fed.server.participation import Participant, Population
 from lightning_fed.settings.settings import Settings, cut
 
-_TRIED = 10  # clients whose data may fail to build before the first round
+_TRIED = 10  # trials stop after this number of clients whose data cannot be built
 
 
 class LocalPlans:
@@ -56,7 +56,7 @@ class LocalPlans:
         self.attackers = frozenset[int]() if attack is None else attack.attackers(seed, population)
 
     def some(self) -> Iterator[WorkPlan]:
-        """Yield the work of the first few clients that have examples, for trials."""
+        """Lazily yield the work of clients that have examples, for trials."""
         failures: list[ClientError] = []
         for client_id in self.clients:
             try:
@@ -70,7 +70,7 @@ class LocalPlans:
                 yield plan
 
     def check_counts(self) -> None:
-        """Raise if the examples in clients' batches cannot be counted; tries one client."""
+        """Raise if the examples in clients' batches cannot be counted. This tries one client."""
         try:
             plan = next(self.some(), None)
         except ClientError:
@@ -90,7 +90,7 @@ class RoundPlans:
         self._attackers = plans.attackers if attack is not None and attack.changes_batches else frozenset[int]()
         self._limit, self._repeats = plans.trainer.limit_train_batches, plans.settings.algorithm.steps_per_batch
         self._batches_of: Callable[[ClientId], ClientBatches] = plans.trainer.datamodule.batches_of()
-        self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # steps and batches by the length of an epoch
+        self._work: dict[int, tuple[int, tuple[int, ...]]] = {}  # caches steps and batches by the length of an epoch
         self._plans: dict[ClientId, WorkPlan | None] = {}  # None for clients without examples
 
     def plan(self, client_id: ClientId, warns: bool = True) -> WorkPlan | None:
@@ -116,7 +116,7 @@ class RoundPlans:
                 batches = RepeatedBatches(batches, self._repeats)
         except Exception as error:
             if isinstance(error, FederatedError) and not isinstance(error, ClientError):
-                raise  # this package's errors are raised here too
+                raise  # this package's own error: no client is to blame
             with NamesClient(client_id, self.round, "the making of its data", lambda: None):
                 raise
         if batches.size == 0:
@@ -161,9 +161,9 @@ def num_examples(plan: WorkPlan) -> int:
 def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable[tuple[ClientId, int]]) -> None:
     """Raise for clients whose only or last batch has one example that the module cannot train on.
 
-    This tries the module's step on one example of such a client, without side effects, since the result depends on
-    shapes: BatchNorm2d can normalize one image. If hooks of the module or of callbacks run before a batch, they may set
-    modes, and this does not raise.
+    The result depends on shapes: BatchNorm2d can normalize one image. So this tries the module's step on one example of
+    such a client, without side effects. It does not raise if hooks of the module or of callbacks run before a batch,
+    since they may set modes.
     """
     trainer, settings = plans.trainer, plans.settings
     module = trainer.lightning_module
@@ -184,7 +184,7 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
             continue  # reported when the client trains
         if plan is None:
             continue
-        # a data module may build other batches than its settings suggest
+        # a data module may build batches that differ from its settings
         batches, length, repeats = plan.batches, plan.batches.num_batches(), settings.algorithm.steps_per_batch
         if in_epochs and batches.num_examples(length) - batches.num_examples(length - repeats) != repeats:
             continue
@@ -194,10 +194,10 @@ def check_lone_examples(plans: LocalPlans, flat: FlatParameters, sizes: Iterable
 
 
 def check_separate_examples(plans: LocalPlans) -> None:
-    """Raise for batches in which an example depends on the others, as after mixup, under record-level privacy.
+    """Raise if examples of a batch depend on each other, as after mixup, under record-level privacy.
 
-    This makes a batch of a client's examples twice, from the same random numbers, with other examples in its second
-    half. It also raises if that fails, or gives batches that cannot be compared.
+    This builds a client's batch twice from the same random numbers, with different examples in the second half. It also
+    raises if that fails, or if the batches cannot be compared.
     """
     trainer, privacy, device = plans.trainer, plans.settings.client_privacy, plans.trainer.strategy.root_device
     if privacy is None:
@@ -223,7 +223,7 @@ def check_separate_examples(plans: LocalPlans) -> None:
                 seed_global(1, device)
                 augmentation = settings.augment_stream(stream)
                 loaded = next(batches.load([torch.cat([torch.arange(half), others])], stream))
-                seed_global(2, device)  # loading the other examples may have drawn more numbers
+                seed_global(2, device)  # loading different examples may draw more random numbers
                 batch, _ = next(settings.finish(iter([loaded]), augmentation))
                 leaves, _ = flatten(prepare_batch(trainer, batch))
         except Exception as error:
@@ -245,7 +245,7 @@ def check_separate_examples(plans: LocalPlans) -> None:
 
 
 def _changes_batches(trainer: pl.Trainer, batches: TensorBatches | LoaderBatches) -> bool:
-    """Return whether anything of the user's sees a whole batch before ``training_step``."""
+    """Return whether user code processes whole batches before ``training_step``."""
     dataset = batches.dataset if isinstance(batches, LoaderBatches) else None
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -255,12 +255,12 @@ def _changes_batches(trainer: pl.Trainer, batches: TensorBatches | LoaderBatches
 
 
 def _are_separate(one: Sequence[Tensor], other: Sequence[Tensor], half: int) -> bool:
-    """Return whether two batches have the same first half, or the rows of one that has no others are in the other."""
-    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.shape == b.shape]  # padding may differ
+    """Return whether two batches have equal first halves, or ``one`` contains all rows of ``other``."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.shape == b.shape]  # padding may change shapes
     if all(torch.allclose(a[:half], b[:half], rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in pairs):
         return True
     rows = [{tuple(a[i].tobytes() for a in arrays) for i in range(2 * half)} for arrays in map(_arrays, (one, other))]
-    return rows[1] <= rows[0]  # in another order, as sorted by length
+    return rows[1] <= rows[0]  # the order may differ, such as after sorting by length
 
 
 def _arrays(leaves: Sequence[Tensor]) -> list[Any]:
@@ -268,7 +268,7 @@ def _arrays(leaves: Sequence[Tensor]) -> list[Any]:
 
 
 def _may_set_modes(trainer: pl.Trainer) -> bool:
-    """Return whether the module or user callbacks have hooks before a client's batches."""
+    """Return whether the module or user callbacks have hooks that run before a client's batches."""
     users = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.ProgressBar)]
     return (
         is_overridden("on_train_batch_start", trainer.lightning_module, pl.LightningModule)
@@ -295,7 +295,7 @@ def _ends_alone(plans: LocalPlans) -> Callable[[int], bool]:
 
 
 def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
-    """Return the same for full passes, for methods that use full-batch gradients."""
+    """Return the same check for full passes, for methods that use full-batch gradients."""
     if not plans.settings.algorithm.full_grad_at:
         return lambda size: False
     batch_size = plans.trainer.datamodule.batch_settings.full_batch_size
@@ -303,7 +303,7 @@ def _passes_alone(plans: LocalPlans) -> Callable[[int], bool]:
 
 
 def _failing_layer(trainer: pl.Trainer, flat: FlatParameters, plan: WorkPlan) -> tuple[str, nn.Module] | None:
-    """Return the layer that cannot normalize one example of a client, None if the module's step works."""
+    """Return the layer that cannot normalize one example of a client, or None if the module's step works."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     gradients, snapshot = GradientPass(trainer, flat), Snapshot(module.named_modules())
     try:

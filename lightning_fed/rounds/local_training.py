@@ -1,4 +1,4 @@
-"""Clients' local work, a chunk at a time: gradients before training, the inner solve, training, and what it returns."""
+"""Clients' local work, a chunk at a time: gradients before training, the inner solve, training, and its results."""
 
 import copy
 import math
@@ -29,11 +29,11 @@ from lightning_fed.server.client_states.state import LOCAL_STEPS, PERSONAL, Clie
 from lightning_fed.server.participation import Participant
 from lightning_fed.settings.settings import Settings, cut
 
-_CACHE_BYTES = 2**30  # limit of full-batch gradients that are kept from their average to the clients' work
+_CACHE_BYTES = 2**30  # limit on full-batch gradients cached between their averaging and the local work
 
 
 class Outgoing:
-    """Passes on the messages and states of a chunk of clients; ``attackers`` has the stored indices of bad ones."""
+    """Stages the states and yields the messages of a chunk; ``attackers`` has the stored indices of bad clients."""
 
     def __init__(self, engine: Engine, settings: Settings, attackers: frozenset[int] = frozenset()) -> None:
         self.engine, self.compressor = engine, settings.compression
@@ -45,7 +45,7 @@ class Outgoing:
         """Stage the clients' new states, and yield the rows of each reply with its messages.
 
         There is one reply for all clients, or one per client if messages are compressed or a client is bad. ``before``
-        is the clients' states before the work, in the order of :attr:`ChunkResult.asked`.
+        has the clients' states before the work, in the order of :attr:`ChunkResult.asked`.
         """
         sound = [row for row in result.asked if row not in result.faults]
         sending = sound
@@ -106,7 +106,7 @@ class Outgoing:
             self._stage(result, states, row, kept[row], {})
 
     def _new_states(self, result: ChunkResult, before: Sequence[State]) -> list[State]:
-        """Return each client's new state; if unchanged, a copy of the old one, which new clients share."""
+        """Return each client's new state; clone an unchanged one, because new clients share theirs."""
         if result.keep:
             return result.new_states()
         kept: list[State] = [{}] * len(result.reports)
@@ -126,8 +126,8 @@ class Outgoing:
 class ClientGradients:
     """The clients' full-batch gradients of one round, by stored index and point.
 
-    If it ``caches``, they are kept from their average to the local work. Beyond a gigabyte they are recomputed instead,
-    which doubles their time but bounds the memory.
+    With ``caches``, they are kept between their averaging and the local work. Beyond a gigabyte they are recomputed
+    instead, which doubles their time but bounds the memory.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -135,7 +135,7 @@ class ClientGradients:
         self.begin_round(0)
 
     def begin_round(self, clients: int) -> None:
-        """Drop the last round's gradients; ``clients`` clients will read theirs in their local work."""
+        """Drop the last round's gradients; ``clients`` is the number of clients that read theirs in local work."""
         size = clients * len(self.algorithm.full_grad_at) * self.engine.flat.y.nbytes
         self.caches = self.algorithm.full_grad_for == "both" and size <= _CACHE_BYTES
         self._cached: dict[int, State] = {}
@@ -209,7 +209,7 @@ class ClientGradients:
 
 
 def prepared_for_inner_solve(prepared: PreparedModule) -> PreparedModule:
-    """Return the same module and optimizer, for an engine that runs the method's inner solve."""
+    """Return a copy with the same module and optimizer, for an engine that runs the method's inner solve."""
     other = copy.copy(prepared)
     own = prepared.algorithm.own_solve
     assert own is not None
@@ -245,7 +245,7 @@ class InnerSolve:
     ) -> tuple[list[State], dict[int, ClientError]]:
         """Return the clients' states after their inner solve, and the failed clients, by stored index.
 
-        ``plans`` is their work in the round, ``clients`` their states before.
+        ``plans`` has their work in the round, and ``clients`` their states before the solve.
         """
         kept = {plan.participant.index: client for plan, client in zip(plans, clients, strict=True)}
         failed: dict[int, ClientError] = {}
@@ -256,7 +256,7 @@ class InnerSolve:
                 result = self.engine.run(inputs, chunk, own, [{}] * len(chunk))
                 failed |= {result.participants[row].index: error for row, error in result.faults.items()}
                 for who, new in zip(result.participants, result.new_states(), strict=True):
-                    new.pop(LOCAL_STEPS, None)  # it counts the steps of the client's work alone
+                    new.pop(LOCAL_STEPS, None)  # this counts only the steps of the client's work
                     kept[who.index] = {**kept[who.index], **new}
             finally:
                 undo()
@@ -278,8 +278,8 @@ class LocalTraining:
         engines = [engine] if inner_solve is None else [engine, inner_solve.engine]
         self._shares = any(engine.shares_settings for engine in engines)
         self.trainer = engine.trainer
-        self._held: SettingsSnapshot | None = None  # what the last client's hook has changed
-        self._has_warned = False  # of changes that have no effect
+        self._held: SettingsSnapshot | None = None  # restores settings that the last client's hook changed
+        self._has_warned = False  # about changes that have no effect
         self._frozen = FrozenParameters(engine.prepared)
         self._isolation = Isolation(engine, settings.drops_failed)
         self._outgoing = Outgoing(engine, settings, attackers)
@@ -288,15 +288,15 @@ class LocalTraining:
     def begin_round(self, reads_later: bool = False) -> None:
         """Release the last clients, and check whether any callback has client hooks.
 
-        With ``reads_later``, numbers on an accelerator may be read after all clients have trained. That is done if
-        nothing reads them earlier and no client may be dropped.
+        With ``reads_later``, numbers may stay on an accelerator until all clients have trained. They do if nothing
+        reads them earlier and no client may be dropped.
         """
         self.put_back_settings()
-        self.result: ChunkResult | None = None  # for the clients of the last reply
-        self._round = 0  # of the result
-        # the settings before the first of its clients' hooks, if others have trained with them
+        self.result: ChunkResult | None = None  # the result of the last reply's clients
+        self._round = 0  # the round of the result
+        # the settings before the first `on_client_end` of its clients, if they share settings
         self._at_end: SettingsSnapshot | None = None
-        self._before: Sequence[State] = []  # its clients' states before the work
+        self._before: Sequence[State] = []  # the states of its clients before the work
         self._uses_start_hook = any_uses_hook(self.trainer, "on_client_start")
         self._sets = self._uses_start_hook and any_uses_hook(self.trainer, "on_client_start", of_users=True)
         self._uses_end_hook = any_uses_hook(self.trainer, "on_client_end")
@@ -310,7 +310,7 @@ class LocalTraining:
         self._has_measured = averages or algorithm.population_loss
 
     def _show(self, task: Task, index: int, states: ClientStates) -> None:
-        """Let the module hold the model that a client starts from, and not that of the client before."""
+        """Load the model that a client starts from into the module, in place of the last client's."""
         engine, own, buffers = self.engine, self.engine.flat.personal, dict[str, Tensor]()
         if len(own) or engine.buffers.kept:
             (kept,) = states.of_each([index])
@@ -319,7 +319,7 @@ class LocalTraining:
         self._shown = engine.flat.whole.clone(), engine.buffers.read()
 
     def _warn_of_discarded(self, client_id: ClientId) -> None:
-        """Warn if ``on_client_start`` has changed what every client starts from, since that has no effect."""
+        """Warn if ``on_client_start`` has changed the model that a client starts from, since that has no effect."""
         flat, module = self.engine.flat, type(self.trainer.lightning_module).__name__
         flat.gather()
         whole, buffers = self._shown
@@ -338,19 +338,19 @@ class LocalTraining:
             )
 
     def _seed_hooks(self, purpose: Purpose, index: int) -> None:
-        """Seed the global generators for a client's hooks, which draw the same whoever else trains, and where."""
+        """Seed the global generators, so that a client's hooks draw the same numbers in any cohort and process."""
         seed_global(derive_seed(self.engine.seed, purpose, self._round, index), self.engine.flat.y.device)
 
     def _start(self, client_id: ClientId, index: int) -> None:
         """Call ``on_client_start``, which must not change settings that earlier gradients or losses depended on.
 
-        It finds the settings that the last client's hook found, since its changes hold for that client alone.
+        The last client's changes are undone first, since they hold only for that client.
         """
         self.put_back_settings()
-        if not self._sets:  # the hooks of this package change nothing
+        if not self._sets:  # this package's own hooks do not change settings
             call_round_hook(self.trainer, "on_client_start", self._round, client_id)
             return
-        self._held = held = SettingsSnapshot(self.engine.prepared, with_callbacks=False)  # put back if a hook raises
+        self._held = held = SettingsSnapshot(self.engine.prepared, with_callbacks=False)  # restored if a hook raises
         self._seed_hooks(Purpose.HOOKS_BEFORE_CLIENT, index)
         call_round_hook(self.trainer, "on_client_start", self._round, client_id)
         held.keep_changed("on_client_start")
@@ -366,7 +366,7 @@ class LocalTraining:
             self._check_shared(held, f"on_client_start changes {{}} for client {client_id!r}")
 
     def _check_shared(self, settings: SettingsSnapshot, found: str) -> None:
-        """Raise if a hook has changed settings, which clients that train together share."""
+        """Raise if a hook has changed settings, since clients that train together share them."""
         if (what := settings.changed()) is not None:
             raise OnlySequentialError(
                 f"engine='vectorized' cannot give each client its own settings: {found.format(what)}, and others train"
@@ -375,7 +375,7 @@ class LocalTraining:
             )
 
     def put_back_settings(self) -> None:
-        """Put back what ``on_client_start`` has set for the last client, if anything."""
+        """Restore the settings that ``on_client_start`` has changed for the last client, if any."""
         held, self._held = self._held, None
         if held is not None:
             held.restore()
@@ -388,7 +388,7 @@ class LocalTraining:
         plans: Sequence[WorkPlan],
         states: ClientStates,
     ) -> Iterator[Reply]:
-        """Train clients, and yield one reply for all, or one per client if messages are compressed.
+        """Train clients, and yield one reply for all, or one per client if messages are compressed or a client is bad.
 
         ``reply`` builds a reply to the task from clients and other parts; ``inputs`` is the task for the engine.
         """
@@ -459,7 +459,7 @@ class LocalTraining:
         has_more = bool(engine.buffers.kept) or engine.keeps_solver
         together = None if has_more else states.of_all(indices)
         each = states.of_each(indices) if together is None else []
-        buffers = each[0].buffers if engine.buffers.kept else {}  # engines that run several clients raise for these
+        buffers = each[0].buffers if engine.buffers.kept else {}  # engines that run several at once reject these
         engine.buffers.write({**task.buffers, **buffers})
         solvers = [state.solver for state in each] if engine.keeps_solver else [{}] * len(plans)
         own: Sequence[State] = [state.own for state in each] if together is None else together
@@ -474,7 +474,7 @@ class LocalTraining:
             if engine.algorithm.overrides("begin_client") and engine.algorithm.full_grad_readers(task.round) == "both":
                 own = [engine.algorithm.begin_client(state, found[i]) for state, i in zip(own, indices, strict=True)]
                 for state, plan in zip(own, plans, strict=True):
-                    if not plan.participant.steps:  # no later work would save it
+                    if not plan.participant.steps:  # no later work saves its state
                         states.stage(plan.participant.index, ClientState(state).joined())
         frozen = self._frozen.read() if self._frozen.names else []
         result = engine.run(inputs, plans, own, solvers)

@@ -1,4 +1,4 @@
-"""The messages between the two halves of a round, tasks and replies as plain data, and the order of their sums."""
+"""The messages between the two halves of a round (tasks and replies, as plain data), and the order of their sums."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import State, Vector
 
-GRADIENTS, LOSS, TRAIN = "gradients", "loss", "train"  # the phases of a round, in their order
+GRADIENTS, LOSS, TRAIN = "gradients", "loss", "train"  # the phases of a round, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Task:
     server: State
     cohort_grad: State = field(default_factory=dict)  # the cohort's mean full-batch gradients by point, once known
     buffers: State = field(default_factory=dict)
-    # the mean of n_i over the clients that have examples if the method may read it, else nan
+    # the mean of n_i over the clients that have examples, or nan if the method cannot read it
     mean_examples: float = math.nan
-    first_step: int = 0  # the step of the run at which local work begins, for `local_schedule="total"`; else 0
+    first_step: int = 0  # the run's step when local work begins, for `local_schedule="total"`; else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Reply:
 
     round: int
     phase: str
-    clients: Sequence[int] = ()  # the clients by stored index, first those of the rows, in their order
+    clients: Sequence[int] = ()  # stored indices; the clients of the rows come first, in row order
     send: State = field(default_factory=dict)  # the messages [S, ...] by name, or full-batch gradients by point
     reports: Sequence[ClientReport] = ()  # the clients' reports, in the order of the rows
     models: Tensor | None = None  # the clients' final parameters y [S, P], if the message "delta" is `y - x`
@@ -67,7 +67,7 @@ class Reply:
 class ReplyOrder:
     """Puts replies in the cohort's order, so that their sum has the same bits for any order of arrival.
 
-    A reply that arrives before those of earlier clients waits as a copy. If replies arrive in order, as in a
+    A reply that arrives before the replies of earlier clients waits as a copy. If replies arrive in order, as in a
     simulation, nothing is copied.
     """
 
@@ -75,9 +75,9 @@ class ReplyOrder:
         self._clients = list(clients)
         self._position = dict(zip(self._clients, range(len(self._clients)), strict=True))
         self._answered: set[int] = set()
-        self._waiting: dict[int, Reply] = {}  # by the first position of each
+        self._waiting: dict[int, Reply] = {}  # keyed by the first position of each reply
         self._done: set[int] = set()  # clients whose replies have been returned
-        self._next = 0  # the first position without such a reply
+        self._next = 0  # the first position of a client that is not done
 
     def rows(self, reply: Reply) -> list[int]:
         """Return the rows of a reply in the order of the sum, without failed clients."""
@@ -120,7 +120,7 @@ class ReplyOrder:
         return [index for index in self._clients if index not in self._answered]
 
     def rest(self) -> list[Reply]:
-        """Return the replies that wait for missing clients, in order."""
+        """Remove and return the replies that wait for missing clients, in order."""
         return list(map(self._waiting.pop, sorted(self._waiting)))
 
 

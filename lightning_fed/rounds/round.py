@@ -23,17 +23,17 @@ from lightning_fed.server.server import Server
 from lightning_fed.strategies.processes import Ranks, Sent, metrics_alone
 
 Status: TypeAlias = dict[str, Any]
-"""What a process reports to the others when its clients are done."""
+"""A process's report to the others when its clients are done."""
 
-_MOVED_BYTES = 2**27  # limit of transferred client states, in bytes of states of one vector
+_MOVED_BYTES = 2**27  # limit on transferred client states, in bytes, assuming one vector per state
 _ALONE = "trains its own clients"
 
 
 class Rounds:
     """Runs the rounds of a fit, up to the server's step.
 
-    Both halves are in every process, and pass objects by reference. Several processes draw the same cohort, and each
-    answers for its part of it. No task is sent; sums of replies are exchanged.
+    Every process has both halves, which pass objects by reference. Several processes draw the same cohort, and each
+    answers for its part. They exchange the sums of replies, but no tasks.
     """
 
     def __init__(self, server: Server, sampling: CohortSampling, work: ClientHalf, ranks: Ranks) -> None:
@@ -41,12 +41,12 @@ class Rounds:
         self.settings, self.trainer = sampling.settings, work.trainer
         self.current_round: ServerRound | None = None  # None between rounds
         self._faults, self._cohort = Faults(), DrawnCohort()
-        self._restart: Restart | None = None  # of the current round, which an engine could not run
+        self._restart: Restart | None = None  # set if an engine could not run the current round
 
     def draw(self, losses_of: LossesOf | None = None) -> None:
         """Draw the next round's cohort; ``losses_of`` measures clients for samplers that need losses."""
         s, number = self.settings, self.server.round
-        most = None if s.is_private else s.max_update_ratio  # a stop would show the client, and clipping bounds it
+        most = None if s.is_private else s.max_update_ratio  # stopping would reveal a client, and clipping bounds it
         self._faults = faults = Faults(s.drops_failed, s.max_failed_share, most, number)
         ask = partial(self.work.participants, round=number, failed=faults.add)
         self._cohort = self.sampling.draw(number, ask, losses_of and partial(self._losses, losses_of))
@@ -56,7 +56,7 @@ class Rounds:
     def _losses(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> dict[ClientId, float]:
         """Return losses of clients that have examples and do not fail; each process measures a part of them."""
         ranks, faults = self.ranks, self._faults
-        measure = losses_of  # sites are asked all at once
+        measure = losses_of  # one request for all sites
         if self.work.measure_on_sites is None:
             measure = partial(self._local_losses, losses_of)
         with self.work.split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
@@ -66,7 +66,7 @@ class Rounds:
             parts = ranks.exchange(lambda: (measure(list(filter(self._has_examples, mine))), [()] * ranks.size))
         found = {client_id: loss for part, _ in parts for client_id, loss in part.items()}
         for client_id, loss in sorted(found.items(), key=lambda item: str(item[0])):
-            if not math.isfinite(loss):  # of a client that could train, the parameters would not be finite either
+            if not math.isfinite(loss):  # if the client trained, its parameters would not be finite either
                 where = f"Client {client_id!r} has the loss {loss:g} at the server model of round {self.server.round}"
                 remedy = "which the sampler asked for. Lower the learning rate, or look at its data."
                 faults.add(ClientError(f"{where}, {remedy}", client_id))
@@ -76,7 +76,7 @@ class Rounds:
         return {i: found[i] for i in clients if i in found and i not in faults.causes}
 
     def _has_examples(self, client_id: ClientId) -> bool:
-        """Return whether a client has examples; a client whose data cannot be built has failed."""
+        """Return whether a client has examples; record a failure if its data cannot be built."""
         try:
             return self.sampling.population.size(client_id) > 0
         except ClientError as error:
@@ -84,7 +84,7 @@ class Rounds:
             return False
 
     def _local_losses(self, losses_of: LossesOf, clients: Sequence[ClientId]) -> Mapping[ClientId, float]:
-        """Return losses of clients, one after the other, so that an error has its client."""
+        """Return losses of clients, measured one by one, so that an error names its client."""
         found = dict[ClientId, float]()
         for client_id in clients:
             try:
@@ -122,13 +122,13 @@ class Rounds:
             if self._restart is not None:
                 faults.causes, faults.refused = dict(failed_before), set()
                 work.restart(self.server.round, self._restart)
-                undo = work.savepoint()  # the last one would keep an unused engine alive
+                undo = work.savepoint()  # the old savepoint would keep an unused engine alive
             call_round_hook(self.trainer, "on_round_restart", self.server.round)
         assert self.current_round is not None
         return self.current_round, statuses
 
     def _check_drawn(self, drawn: object) -> None:
-        """Raise if other processes have drawn or planned something else for the round; all must call it."""
+        """Raise if processes have drawn or planned different clients for the round; all must call it."""
         gather = self.work.split.gather if self.ranks.size == 1 else self.ranks.gather
         first, *others = gather(drawn)
         for rank, other in enumerate(others, start=1):
@@ -148,10 +148,10 @@ class Rounds:
     def _try(self, status: Callable[[], Status]) -> list[Status] | None:
         """Run the clients; return None if the round must restart.
 
-        It must if others depend on failed clients, or if the clients may run in another way or in another engine.
+        It must if other clients depend on failed ones, or if another chunk size or engine may run the clients.
         """
         ranks, server, split, statuses = self.ranks, self.server, self.work.split, [Status()]
-        if self.settings.drops_failed and ranks.size > 1:  # data may have failed to load in some processes only
+        if self.settings.drops_failed and ranks.size > 1:  # data may fail to load in only some processes
             self._faults.merge(ranks.gather(self._faults.causes))
         half = self.current_round = ServerRound(
             server, self.settings, self.sampling.population, self._cohort, self._faults
@@ -168,14 +168,14 @@ class Rounds:
             )
             transfer = shared if shared.moves else None
         with split.in_step(), metrics_alone(self.trainer, _ALONE if ranks.size > 1 else ""):
-            if ranks.size > 1 or split.size > 1:  # before others wait for clients' states
+            if ranks.size > 1 or split.size > 1:  # before other processes wait for client states
                 self._check_drawn(_drawn(half))
             self.work.begin(server.round, mine, reads_later=ranks.size == 1)
             for task in half.phases():
                 answer = partial(self._answer, task, half, workers, states, transfer, status)
                 parts, received = zip(*ranks.exchange(answer), strict=True)
                 restarts = [part["restart"] for part in parts if "restart" in part]
-                # all processes run equally many clients at once, the smallest requested number
+                # all processes restart alike: in the sequential engine if one must, else with the smallest chunk size
                 self._restart = min(restarts, key=lambda restart: restart.chunk_size or 0, default=None)
                 if restarts:
                     return None
@@ -229,4 +229,4 @@ class Rounds:
 def _drawn(half: ServerRound) -> int:
     """Return a checksum of the clients of a round, with their sizes and steps."""
     asked = (*half.members.values(), *half.gradient_members.values())
-    return hash(tuple([(member.index, member.size, member.steps) for member in asked]))  # alike in all processes
+    return hash(tuple([(member.index, member.size, member.steps) for member in asked]))  # identical in all processes

@@ -30,10 +30,10 @@ class ServerRound:
     It does not depend on a module, data or an engine. A round is::
 
         for task in server_round.phases():
-            for reply in whoever_answers(task):  # in any order
+            for reply in replies_to(task):  # in any order
                 server_round.receive(reply)
             if not server_round.close_phase():
-                ...  # start again with another ServerRound: it leaves out the clients that have failed
+                ...  # start again with a new ServerRound, which leaves out the failed clients
         report = server_round.close(metrics, seconds)
     """
 
@@ -69,7 +69,7 @@ class ServerRound:
                 yield self._ask(GRADIENTS, self.gradient_members)
             if self.algorithm.population_loss:
                 yield self._ask(LOSS, map(self.population.index_of, self.population))
-            # copies, since a hook may keep x or write into the dict, and the round may start again
+            # copies: a hook may keep x or write to the dict, and the round may restart
             self.state = self.algorithm.begin_round(self.server.x.clone(), dict(self.server.state), self._cohort)
         yield self._ask(TRAIN, self.members)
 
@@ -93,7 +93,7 @@ class ServerRound:
         return self._task
 
     def expect(self, clients: Iterable[int]) -> None:
-        """Set which clients this process expects replies from, by stored index, in the sum's order; default all."""
+        """Expect replies from these clients only, by stored index, in the order of the sum; the default is all."""
         self._order = ReplyOrder(clients)
 
     # ------------------------------------------------------------------ replies
@@ -101,9 +101,8 @@ class ServerRound:
     def receive(self, reply: Reply) -> list[ClientId]:
         """Add a reply of the current phase; return the clients whose replies have just been added.
 
-        Replies may come in any order: early ones wait. Duplicates and late ones are ignored. A reply of clients that
-        were not requested raises, and so does one whose messages are not the method's, or of a client that failed and
-        is not dropped.
+        Replies may arrive in any order: early ones wait. Duplicates and late ones are ignored. This raises for clients
+        that were not requested, for messages that are not the method's, and for a failed client that is not dropped.
         """
         task = self._task
         if task is None or (reply.round, reply.phase) != (task.round, task.phase):
@@ -130,7 +129,7 @@ class ServerRound:
     # ------------------------------------------------------------------ the end of a phase
 
     def _complete(self) -> Task:
-        """Drop the clients without a reply, and add the replies that waited for theirs."""
+        """Drop the clients without a reply, and add the replies that waited for them."""
         assert self._task is not None
         if missing := self._order.missing():
             what = f"to {self._task.phase!r} of round {self._task.round}"
@@ -147,8 +146,8 @@ class ServerRound:
     def close_phase(self, partials: Sequence[Mapping[str, Any]] = (), ranks: Collectives | None = None) -> bool:
         """Complete the phase, over all processes if given each one's :meth:`partial`.
 
-        Return False if others depend on a failed client, so that the round must restart. Raise if too many clients
-        failed, or one failed or is missing and is not dropped.
+        Return False if the round must restart because other clients depend on a failed one. Raise if too many clients
+        failed, or if a failed or missing client is not dropped.
         """
         faults, totals, phase = self.faults, self._totals, self._complete().phase
         if ranks is not None and ranks.size > 1:
@@ -168,7 +167,7 @@ class ServerRound:
             self._cohort.loss = totals.mean_loss()
         else:
             self.cohort_grad = totals.mean_gradients()
-            if self._is_attacked:  # the norms that have been checked are the honest ones
+            if self._is_attacked:  # the norms checked above are from before the attack
                 for point, value in self.cohort_grad.items():
                     self._check_finite(f"full-batch gradient at {point}", value)
             self._cohort.grad = TrackedState(self.cohort_grad, totals.traffic.gradients)
@@ -176,7 +175,7 @@ class ServerRound:
         return True
 
     def _close_training(self) -> bool:
-        """Close the last phase; updates and gradients that are too large have already been added."""
+        """Close the last phase; return False if a client to leave out is already in the sums."""
         faults, found, algorithm = self.faults, self._totals.reports, self.algorithm
         faults.check_asked()
         if self._totals.is_invalid or (faults.causes and faults.affect(self.gradient_members.values())):
@@ -186,7 +185,7 @@ class ServerRound:
         if faults.max_ratio is None:
             return True
         updates = {i: report.update_norm for i, report in reports.items() if report.steps}
-        if self.settings.local_schedule is not None:  # clients of a step or two stand still at a rate of zero
+        if self.settings.local_schedule is not None:  # clients with few steps do not move at a rate of zero
             updates = {i: norm for i, norm in updates.items() if norm}
         outliers = faults.add_outliers(updates, "an update", self.server.x)
         for point in algorithm.full_grad_at:
@@ -204,7 +203,7 @@ class ServerRound:
         return self.settings.attack is not None and self.settings.attack.changes_messages
 
     def _check_finite(self, what: str, mean: Vector) -> None:
-        """Raise if the mean of what the clients have sent is not finite."""
+        """Raise if the mean of the clients' ``what`` is not finite."""
         if bool(torch.isfinite(mean).all()):
             return
         remedy = f"Look at {type(self.algorithm).__name__}.finish, or lower the learning rate."
@@ -224,9 +223,9 @@ class ServerRound:
         self._cohort.size = len(done)
         messages, models, new_buffers, drift = totals.compute(done)
         for name, value in messages.items():
-            if not math.isfinite(float(value.sum())):  # which is fast, and may overflow
+            if not math.isfinite(float(value.sum())):  # fast check first, as the sum may overflow
                 self._check_finite(f"message {name!r}", value)
-        buffers = server.buffers if self.settings.buffers == "average" else State()  # the exchanged ones
+        buffers = server.buffers if self.settings.buffers == "average" else State()  # the exchanged buffers
         bytes_up, bytes_down = totals.traffic.compute(
             self.state,
             buffers_up=sum([buffers[name].nbytes for name in totals.moved_buffers & buffers.keys()]),

@@ -1,4 +1,4 @@
-"""The sums of a round over clients, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` has all."""
+"""Sums over the clients of a round, each with ``update``, ``merge`` and ``compute``; ``RoundTotals`` has all."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,14 +22,14 @@ from lightning_fed.server.participation import Participant
 from lightning_fed.server.server import Server
 from lightning_fed.settings.settings import Settings
 
-_BLOCK = 2**16  # numbers converted to float64 in one block
+_BLOCK = 2**16  # elements processed in one block
 
 Failed: TypeAlias = Callable[[ClientError], None]
-"""Records a client that failed, or raises its error."""
+"""Records a failed client, or raises its error."""
 
 
 class RoundTotals:
-    """Every sum of one round.
+    """All sums of one round.
 
     ``update`` adds a reply. With several processes, each sends its ``partial`` to the others at the end of a phase, and
     ``merge`` combines them. Sums of vectors use the :class:`Collectives`. ``compute`` returns the results.
@@ -56,24 +56,24 @@ class RoundTotals:
             reduces = {FULL_GRAD + point: algorithm.full_grad_mean for point in algorithm.full_grad_at}
             self._gradients = make(reduces, settings.weighting, list(gradient_members.values()), population, False)
         self._readers = algorithm.full_grad_readers(server.round) if algorithm.full_grad_at else "nobody"
-        self._loss, self._loss_examples = 0.0, 0  # of the population
-        self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged ones
+        self._loss, self._loss_examples = 0.0, 0  # sums over the population
+        self._buffers = State() if settings.buffers == "server" else server.buffers  # the averaged buffers
         self._mean_buffers = BufferMean()
-        self.moved_buffers = set[str]()  # the names of those that a client changed; no others are sent
+        self.moved_buffers = set[str]()  # names of buffers that a client changed; only these are sent
         self._drift, self.traffic = Drift(self._messages), Traffic(algorithm, server.x)
         self.products = None if server.lora is None else ProductSums(server.lora.pairs)
-        self._lacks_changes = False  # of some clients: the drift would be that of the others
+        self._lacks_changes = False  # if some clients omit their changes, the drift would cover only the others
         self._examples = self._own_examples = 0  # examples in local epochs, and in inner solves
-        self.norms: dict[str, dict[ClientId, float | Tensor]] = {}  # of full-batch gradients in this phase, by point
+        self.norms: dict[str, dict[ClientId, float | Tensor]] = {}  # full-batch gradient norms of this phase, by point
         self.reports: dict[int, ClientReport] = {}  # by stored index
         self.is_invalid = False  # whether a rejected client's work is in other sums, such as logged values
 
     # ------------------------------------------------------------------ update
 
     def update(self, reply: Reply, rows: Sequence[int], failed: Failed, state: State) -> list[ClientId]:
-        """Add the rows of a reply, without failed clients and in the order of the sum; return the clients that count.
+        """Add rows of a reply in the order of the sum, without failed clients; return the clients that count.
 
-        ``failed`` records clients that the aggregation rejects, ``state`` is the server's that clients read.
+        ``failed`` records clients that the aggregation rejects. ``state`` is the server state that clients read.
         """
         self.traffic.server |= reply.server_read
         self.traffic.cohort_grad |= reply.cohort_grad_read
@@ -125,7 +125,7 @@ class RoundTotals:
         return counted
 
     def _averaged(self, reply: Reply, state: State) -> State:
-        """Return the averaged messages; implied ones are computed if they were not sent."""
+        """Return the messages to average; compute implied ones that were not sent."""
         send = reply.send
         if not send.keys() >= set(reply.implied):
             try:
@@ -138,7 +138,7 @@ class RoundTotals:
         return {name: value for name, value in send.items() if name not in self.algorithm.aside}
 
     def _add(self, reply: Reply, messages: State, rows: Sequence[int]) -> None:
-        """Add the messages of some rows, and the rest of their reply."""
+        """Add the messages of some rows, and the other parts of their reply."""
         steps = {reply.clients[row]: reply.reports[row].steps for row in rows}
         send = {name: _rows(rows, value) for name, value in messages.items()}
         models = None
@@ -185,7 +185,7 @@ class RoundTotals:
         }
 
     def merge(self, phase: str, partials: Sequence[Mapping[str, Any]], ranks: Collectives) -> None:
-        """Combine every process's :meth:`partial` of the phase that ends."""
+        """Combine every process's :meth:`partial` of the phase."""
         x, parts = self.server.x, dict[str, list[Any]]()
         for partial in partials:
             for name, value in partial.items():
@@ -198,7 +198,7 @@ class RoundTotals:
         elif phase == GRADIENTS:
             self._gradients.merge(parts["gradients"], ranks, x)
         else:
-            self._drift.merge(parts["drift"], ranks, x)  # first: it reads the models that this process has summed
+            self._drift.merge(parts["drift"], ranks, x)  # first: it reads this process's own sum of models
             self._messages.merge(parts["messages"], ranks, x)
             if self.products is not None:
                 self.products.merge(parts["products"], ranks)
@@ -228,10 +228,10 @@ class RoundTotals:
         return {name.removeprefix(FULL_GRAD): value for name, value in means.items()}
 
     def compute(self, done: Sequence[ClientId]) -> tuple[State, Vector | None, State, float]:
-        """Return the inputs of the server's step, and the drift, given the clients whose messages count.
+        """Return the server step's averaged messages, mean model and new buffers, and the drift of the counted clients.
 
-        These are the averaged messages, empty without participants; the mean of the client models [P] if the message
-        "delta" is their change; the server's new buffers; and the drift, nan without clients or if a change is unknown.
+        The messages are empty without participants. The mean model [P] is None unless the message "delta" is the
+        change of the models. The drift is nan without clients, or if a change is unknown.
         """
         x, means, models = self.server.x, State(), None
         if done or not self._messages.needs_clients:
@@ -239,13 +239,13 @@ class RoundTotals:
             self.traffic.senders = self._messages.senders
         drift = self._drift.compute() if done and not self._lacks_changes else math.nan
         buffers = self.server.buffers
-        if self.moved_buffers:  # the others keep their bits
+        if self.moved_buffers:  # the other buffers keep their bits
             found = self._mean_buffers.compute(self._buffers)
             buffers = {name: found[name] if name in self.moved_buffers else old for name, old in self._buffers.items()}
         return means, models, buffers, drift
 
     def weights(self, done: Sequence[ClientId]) -> dict[ClientId, float]:
-        """Return weights for the mean change of the clients that count; they sum to one unless it is an estimate."""
+        """Return the weights of counted clients in the mean change; they sum to one unless the mean is an estimate."""
         found = self._messages.weights(self.members, self._rule)
         weights = dict(zip(map(attrgetter("client_id"), self.members.values()), found, strict=True))
         whole = 1.0 if self._messages.is_estimate else sum(map(weights.__getitem__, done))
@@ -264,29 +264,29 @@ class RoundTotals:
 
 
 def _together(aggregation: Aggregation, rows: Sequence[int]) -> list[Sequence[int]]:
-    """Return the rows of a reply in groups to add: all at once, or one by one if the aggregation may reject one."""
+    """Group the rows of a reply to add: all at once, or one by one if the aggregation may reject a client."""
     if not rows:
         return []
     return [[row] for row in rows] if aggregation.is_one_by_one else [sorted(rows)]
 
 
 def _rows(rows: Sequence[int], stacked: Tensor) -> Tensor:
-    """Return some rows of a stack, in ascending order; adjacent ones are not copied."""
+    """Return some rows of a stack, given in ascending order; adjacent rows are a view."""
     if len(rows) == len(stacked):
         return stacked
     return stacked[rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else stacked[rows]
 
 
 def _blocks(vector: Tensor) -> Sequence[Tensor]:
-    """Return blocks of a vector [P], so that intermediate results of each fit a CPU's cache."""
+    """Split a vector [P] into blocks whose intermediate results fit a CPU's cache; no split on other devices."""
     return vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
 
 
 class Traffic:
-    """The bytes of a round: the entries of the server state that clients read, and the messages used.
+    """The bytes sent in a round: the entries of the server state that clients read, and the messages used.
 
-    ``senders`` are the clients that send their messages; None for all that train. The others send the norm of their
-    update, and each receives the probability of sending.
+    ``senders`` are the clients that send their messages, or None if all that train do. If it is set, every client also
+    sends the norm of its update, and receives its probability of sending.
     """
 
     def __init__(self, algorithm: Algorithm, x: Tensor) -> None:
@@ -295,7 +295,7 @@ class Traffic:
         self._messages = dict[int, int]()  # bytes by client
         self.server, self.cohort_grad = set[str](), set[str]()  # the entries and mean gradients that clients read
         self.gradients = set[str]()  # the mean gradients that the server reads
-        self.clients, self.gradient_clients = set[int](), set[int]()  # requested to train, and to send gradients
+        self.clients, self.gradient_clients = set[int](), set[int]()  # those that train, and that send gradients
         self.senders: Collection[int] | None = None
 
     @property
@@ -337,7 +337,7 @@ class Traffic:
         Args:
             state: The server state of the round.
             buffers_up: The bytes of buffers that a client changed, which each client sends.
-            buffers_down: The bytes of buffers that differ from those of x^0, which each client receives.
+            buffers_down: The bytes of buffers that differ from the initial ones, which each client receives.
             completed: The number of clients that replied.
             refused: The number of clients whose messages arrived but were not used.
             everyone: The number of clients that evaluate the population's loss.
@@ -356,7 +356,7 @@ class Traffic:
         if self.senders is None:
             messages = sum(self._messages.values())
             messages += messages // max(1, completed) * refused
-        else:  # who is refused for its norm does not send
+        else:  # a client refused for its norm does not send
             messages = sum([self._messages[index] for index in self.senders]) + 8 * (completed + refused)
             down += 8 * (completed + refused)
         return messages + gradients + (completed + refused) * buffers_up + (everyone + len(measured)) * 8, down
@@ -365,11 +365,11 @@ class Traffic:
 class Drift:
     """The distance of the clients' changes d_i from their weighted mean, as a weighted root mean square.
 
-    It sums squared differences to a reference, the first client's change. Squares of the changes would cancel for
-    similar clients: in float32, below a thousandth of the changes, only rounding would remain.
+    It sums squared differences from a reference, the first client's change. Squares of the changes would cancel for
+    similar clients: in float32, a drift below a thousandth of the changes would be only rounding.
 
     Args:
-        messages: The aggregation, whose sum of models, if any, saves a second sum.
+        messages: The aggregation. Its sum of models, if any, is reused in place of a second sum.
 
     Attributes:
         weight: The sum of the weights of this process's clients; after :meth:`merge`, of all clients.
@@ -379,14 +379,14 @@ class Drift:
         self._messages = messages
         self._reference: Tensor | None = None  # [P]; this process's mean after centering
         self._own: Tensor | None = None  # the weighted sum [P] of differences that the aggregation does not have
-        self._memory: Tensor | None = None  # of differences: for large models, allocation is slower than the arithmetic
-        self._norms: list[Tensor] = []  # of differences
-        self._weights: list[Sequence[float]] = []  # of their clients
+        self._memory: Tensor | None = None  # reused: allocating large differences costs more than the arithmetic
+        self._norms: list[Tensor] = []  # norms of the differences
+        self._weights: list[Sequence[float]] = []  # weights of their clients
         self._squares = self.weight = 0.0
         self._is_merged = False
 
     def update(self, deltas: Tensor, weights: Sequence[float], is_summed: bool) -> None:
-        """Add several clients' changes [S, P]; ``is_summed``: the aggregation sums models with these weights."""
+        """Add several clients' changes [S, P]; ``is_summed`` if the aggregation sums models with these weights."""
         if self._reference is None:
             self._reference = deltas[0].clone()
         several = max(1, _BLOCK // len(self._reference))  # clients whose differences are computed at once
@@ -403,9 +403,9 @@ class Drift:
         self.weight += sum(weights)
 
     def _center(self, changes: Iterable[Tensor] | None, moves: bool) -> None:
-        """Convert the squares to those of differences to this process's mean, given blocks of the aggregation's sum.
+        """Center the squared differences at this process's mean, given blocks of the aggregation's sum.
 
-        ``moves`` if that mean becomes the reference, which several processes need.
+        With ``moves``, that mean becomes the reference, as :meth:`merge` needs.
         """
         numbers = iter(torch.cat(self._norms).tolist() if self._norms else [])
         for weights in self._weights:
@@ -446,7 +446,7 @@ class Drift:
         self._squares, self.weight, self._is_merged = float(sums), total, True
 
     def compute(self) -> float:
-        """Return the drift, once the aggregation has computed the mean change; nan if there are no clients."""
+        """Return the drift after the aggregation has computed the mean change; nan if there are no clients."""
         if not self._is_merged:
             changes = self._messages.models
             self._center(None if changes is None else _blocks(changes), moves=False)

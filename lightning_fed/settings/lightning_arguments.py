@@ -36,11 +36,11 @@ _LEAST: Mapping[str, float] = {
     "accumulate_grad_batches": 1,
     "gradient_clip_val": 0,
 }
-_ELSEWHERE = {"strategy"}  # checked by its meaning in rounds
+_ELSEWHERE = {"strategy"}  # checked by `check_strategy`
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Raise for arguments that are not Lightning's, or not of the documented type and size; ``own`` has ours."""
+    """Raise for arguments that are not Lightning's, or lack the documented type or range; ``own`` has ours."""
     refuse_foreign(*arguments.values())
     hints = _hints()
     for name, value in arguments.items():
@@ -61,7 +61,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], own: Iterable[str]) ->
 def as_callbacks(callbacks: Any) -> list[pl.Callback]:
     """Return the argument ``callbacks`` as a list."""
     given = [callbacks] if isinstance(callbacks, pl.Callback) else [] if callbacks is None else callbacks
-    is_sequence = isinstance(given, Sequence) and not isinstance(given, str | bytes)  # Hydra has one that is no list
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, str | bytes)  # Hydra's sequence is not a list
     given = list(given) if is_sequence else given
     refuse_foreign(given)
     if not is_sequence or not all(isinstance(callback, pl.Callback) for callback in given):

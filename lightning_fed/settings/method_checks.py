@@ -20,8 +20,8 @@ from lightning_fed.core.types import State, Vector
 
 _RULES = ("weighting", "examples", "uniform", "population")
 _HOOKS = [name for name in vars(Algorithm) if not name.startswith("_")]
-_FEW, _MOST = 6, 2**16  # coordinates; a million would take half a second
-_EXCHANGED = {  # entries next to a method's own, by the start of their names
+_FEW, _MOST = 6, 2**16  # numbers of coordinates; a million would take half a second
+_EXCHANGED = {  # entries of client states that are not the method's, by name prefix
     "buffer.": "buffers",
     "solver.": "the optimizer's statistics",
     "residual.": "residuals of compression",
@@ -32,7 +32,7 @@ _UNSEEDED = ("init_server", "init_client", "begin_round", "evaluate_at", "evalua
 
 
 def check_method(algorithm: Algorithm) -> None:
-    """Raise for a method with invalid declarations or arguments of hooks; warn of names close to a hook's."""
+    """Raise if a method's declarations or hook arguments are invalid; warn about names close to a hook's."""
     name = type(algorithm).__name__
     for message, rule in algorithm.reduces.items():
         if rule not in _RULES:
@@ -55,22 +55,22 @@ def check_method(algorithm: Algorithm) -> None:
 
 
 class _CannotTryError(Exception):
-    """A hook has raised: it may read data of a round, or hold vectors of the model's size."""
+    """A hook has raised an error: it may need data of a round, or hold vectors of the model's size."""
 
 
 def has_parts_of_users(algorithm: Algorithm) -> bool:
-    """Return whether a method or one of its options, such as Mime's base optimizer, is not of this package."""
+    """Return whether a method or one of its options, such as Mime's base optimizer, comes from outside this package."""
     modules = [type(part).__module__.partition(".")[0] for part in (algorithm, *vars(algorithm).values())]
     return not {"builtins", "lightning_fed"}.issuperset(modules)
 
 
 def try_hooks(algorithm: Algorithm, size: int = _FEW) -> None:
-    """Raise for hooks that return something else than they must, change their inputs, or are not elementwise.
+    """Raise for hooks that return invalid values, change their inputs, or are not elementwise.
 
-    Hooks that the run does not seed must not draw from global generators either.
+    Raise also if hooks that the run does not seed draw from global generators.
 
-    A copy of the method plays one round with one client. It ends at the first hook that raises: a run may give that one
-    what it needs. Vectors have ``size`` coordinates, those of the model, or a few for a large one.
+    A copy of the method runs one round with one client. The trial ends without an error at the first hook that raises,
+    since a run may meet its needs. Vectors have ``size`` coordinates like the model, or only a few if it is large.
     """
     try:
         tried = copy.deepcopy(algorithm)
@@ -92,7 +92,7 @@ class _TrialRound:
         self.g = self.x.flip(0).square()
 
     def play(self) -> None:
-        """Call the hooks in their order in a round."""
+        """Call the hooks in the order of a round."""
         algorithm, x = self.algorithm, self.x
         server = self._state("init_server", self._call("init_server", x))
         client = self._state("init_client", self._call("init_client", x))
@@ -126,7 +126,7 @@ class _TrialRound:
         self._vector("evaluate_client_at", self._call("evaluate_client_at", x, server, client), "a point")
 
     def work(self, server: State, client: State, gradients: State) -> State:
-        """Play a client's work, from its own state to its messages."""
+        """Run a client's work from its own state, and return its messages."""
         algorithm, x, g, y = self.algorithm, self.x, self.g, self.x + 0.1
         local = self._state("init_local", self._call("init_local", x, server, client))
         takes_second = algorithm.anchor_at is not None or algorithm.looks_ahead
@@ -163,7 +163,7 @@ class _TrialRound:
         return self._finish(y, server, client, local, gradients)
 
     def _finish(self, y: Vector, server: State, client: State, local: State, gradients: State) -> State:
-        """Play the end of a client's work; return its messages."""
+        """Run the end of a client's work, and return its messages."""
         x, delta = self.x, y - self.x
         states = server, client, local, gradients, gradients
         run = Run(x, delta, *states, 5.0, 4.0, 3, 0.3, lambda: delta / -0.3, path_follows=True)
@@ -205,7 +205,7 @@ class _TrialRound:
         return found
 
     def _state(self, hook: str, state: Any, like: State | None = None, of: str = "", hint: str = "") -> State:
-        """Return a state that a hook has returned; raise unless it is a dict of tensors, of these names and shapes."""
+        """Return a hook's state; raise unless it is a dict of tensors with the names and shapes of ``like``."""
         where = f"{self.name}.{hook}()"
         if not isinstance(state, Mapping):
             raise FederatedError(
@@ -240,7 +240,7 @@ class _TrialRound:
         )
 
     def _elementwise(self, hook: str, found: State, on_part: Callable[[slice], State]) -> None:
-        """Raise if a hook gives something else on parts of the coordinates than on all of them."""
+        """Raise if a hook's results on parts of the coordinates differ from its result on all of them."""
         before, half = random_state(), len(self.x) // 2
         try:
             parts = [on_part(slice(0, half)), on_part(slice(half, len(self.x)))]
@@ -277,7 +277,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """Return the whole of parts; parts of a number must be equal to it."""
+    """Join the parts of a vector; for a value that was not cut, return it if the parts agree, else NaN."""
     if parts[0].shape != like.shape:
         return torch.cat(parts)
     return parts[0] if torch.equal(parts[0], parts[1]) else parts[0].new_full((), torch.nan)

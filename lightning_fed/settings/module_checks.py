@@ -62,7 +62,7 @@ def check_module(trainer: pl.Trainer) -> None:
             " its own loader. Override client_dataset(client_id), or client_dataloader(client_id, generator), or pass"
             " collate_fn, transform or augment. For a centralised baseline use Lightning's own Trainer."
         )
-    if torch.is_inference_mode_enabled():  # the first client would be blamed for it
+    if torch.is_inference_mode_enabled():  # else the first client would be blamed
         raise FederatedError(
             "FederatedTrainer.fit was called within torch.inference_mode(), where PyTorch computes no gradients. Call"
             " it outside."
@@ -135,7 +135,7 @@ def _check_manual_optimization(trainer: pl.Trainer) -> None:
 
 
 def _check_private_module(trainer: pl.Trainer, privacy: ClientPrivacy) -> None:
-    """Raise for a module or data without gradients of single examples."""
+    """Raise for a module or data that do not allow private gradients of single examples."""
     module, what = trainer.lightning_module, f"client_privacy={privacy!r} cannot be combined with"
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or not layer.track_running_stats):
@@ -195,7 +195,7 @@ def check_batch_statistics(module: pl.LightningModule) -> None:
 
 
 def check_memory(module: nn.Module, trained: Mapping[str, Tensor], others: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a trained parameter shares memory with another tensor of the module: the run would part them.
+    """Raise if a trained parameter shares memory with another tensor of the module: the run would separate them.
 
     Args:
         module: The module.
@@ -203,7 +203,7 @@ def check_memory(module: nn.Module, trained: Mapping[str, Tensor], others: Itera
         others: All tensors of the module by name: parameters, buffers, and those in other attributes.
     """
     devices = {value.device for value in trained.values()}
-    named = {id(value): (name, value) for name, value in (*others, *trained.items())}  # a tensor once
+    named = {id(value): (name, value) for name, value in (*others, *trained.items())}  # each tensor once
     places = []
     for name, value in named.values():
         if f"{name}_orig" in trained:  # torch.nn.utils.spectral_norm: each pass assigns the weight again
@@ -228,13 +228,13 @@ def check_memory(module: nn.Module, trained: Mapping[str, Tensor], others: Itera
 
 
 def _end_of(value: Tensor) -> int:
-    """Return the address behind a tensor."""
+    """Return the address after a tensor's last byte."""
     steps = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
     return value.data_ptr() + (steps + 1) * value.element_size()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have a byte in common; those of two columns of a matrix alternate."""
+    """Return whether two tensors share a byte. Columns of a matrix do not, although their addresses alternate."""
     start = min(one.data_ptr(), other.data_ptr())
     taken = torch.zeros(max(_end_of(one), _end_of(other)) - start, dtype=torch.bool)
     bytes_of_one, bytes_of_other = (
@@ -261,7 +261,7 @@ def check_buffers(aggregator: Aggregator, buffers: Buffers) -> None:
 
 
 def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: bool = False) -> Optimizer:
-    """Return the local optimizer; raise for one that is not a client's alone, or that a method cannot use."""
+    """Return the local optimizer; raise if clients would share its state, or the method cannot use it."""
     name = f"{type(trainer.lightning_module).__name__}.configure_optimizers()"
     for optimizer in trainer.optimizers:
         if type(optimizer).__name__ == "_MockOptimizer":
@@ -270,7 +270,7 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
         if not type(optimizer).__module__.startswith("torch.optim."):
             keeper = type(algorithm).__name__ if algorithm.uses_solver_state else None
             _check_state(optimizer, name, "local_optimizer_state='keep'" if keeps_state else keeper)
-    # Lightning has rejected several, unless the module steps them itself
+    # Lightning rejects several optimizers unless the module steps them itself
     optimizer = _joined(trainer.optimizers, name) if len(trainer.optimizers) > 1 else trainer.optimizers[0]
     base = getattr(algorithm, "base", None)
     if base is not None and not is_plain_sgd(optimizer):
@@ -285,7 +285,7 @@ def check_optimization(trainer: pl.Trainer, algorithm: Algorithm, keeps_state: b
 
 
 def _joined(optimizers: Sequence[Optimizer], name: str) -> Optimizer:
-    """Return several optimizers as one; raise if two of them train a parameter, which has one rate in each step."""
+    """Join optimizers into one; raise if two of them train the same parameter, since a step has one rate for it."""
     seen: set[int] = set()
     for optimizer in optimizers:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -299,7 +299,7 @@ def _joined(optimizers: Sequence[Optimizer], name: str) -> Optimizer:
 
 
 def _check_personal_rate(trainer: pl.Trainer, algorithm: Ditto | PFedMe, optimizer: Optimizer, name: str) -> None:
-    """Raise unless a factor of the directions of personal models is one of their rates."""
+    """Raise unless a factor of the gradients of personal models acts as a factor of their rates."""
     use = f"{type(algorithm).__name__}(personal_rate={algorithm.personal_rate!r})"
     if type(optimizer) is not torch.optim.SGD:
         raise FederatedError(
@@ -315,7 +315,7 @@ def _check_personal_rate(trainer: pl.Trainer, algorithm: Ditto | PFedMe, optimiz
 
 
 def _check_state(optimizer: Optimizer, name: str, keeper: str | None) -> None:
-    """Raise if a client would hand on some state of an optimizer from elsewhere; ``keeper`` keeps its state, if any."""
+    """Raise if a third-party optimizer passes state between clients; ``keeper`` names what keeps its state, if any."""
     kind = type(optimizer).__name__
     if (attribute := copies_of_parameters(optimizer)) is not None:
         raise FederatedError(
@@ -331,7 +331,7 @@ def _check_state(optimizer: Optimizer, name: str, keeper: str | None) -> None:
 
 
 def check_schedules(trainer: pl.Trainer, local_schedule: LocalScheduleMode | None) -> None:
-    """Raise for schedules by local step without the trainer's choice of their count, or the choice without them."""
+    """Raise if schedules by local step exist without ``local_schedule``, or ``local_schedule`` without them."""
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     by_round = [config for config in trainer.lr_scheduler_configs if config.interval != "step"]
     if not by_step and local_schedule is not None:

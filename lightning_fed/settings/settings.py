@@ -155,7 +155,7 @@ class Settings:
         return self.has_personal_parameters or self.algorithm.overrides("evaluate_client_at")
 
     def steps(self, num_batches: int, accumulated: int) -> int:
-        """Return a client's requested number of optimizer steps, given its batches in a local epoch and in a step."""
+        """Return a client's requested number of optimizer steps, given its batches per local epoch and per step."""
         if not self.algorithm.local_work or num_batches == 0:
             return 0
         if self.local_epochs is not None:
@@ -163,9 +163,9 @@ class Settings:
         return self.local_steps or 0
 
     def first_step(self, round: int, longest_steps: int | None) -> int:
-        """Return the run's step at which the clients of a round begin, if their schedule counts steps of the run.
+        """Return the run's step when the clients of a round begin; 0 unless schedules count steps of the run.
 
-        ``longest_steps`` is the sum over the earlier rounds of the most steps that a client took; None if unknown.
+        ``longest_steps`` is the sum, over earlier rounds, of the largest number of steps of a client; None if unknown.
         """
         if self.local_schedule != "total":
             return 0
@@ -179,7 +179,7 @@ class Settings:
             )
         return longest_steps
 
-    # ------------------------------------------------------------------ checkpoints' notes of settings
+    # ------------------------------------------------------------------ settings in checkpoints
 
     def transport(self) -> dict[str, str]:
         """Return the settings for combining messages, for checkpoints."""
@@ -192,7 +192,7 @@ class Settings:
         return {**noted, "sampler": repr(self.sampler)} if self.is_private else noted
 
     def check_transport(self, saved: Mapping[str, str], origin: Origin = CHECKPOINT) -> None:
-        """Raise if this run continues one that combined messages in another way, given its :meth:`transport`."""
+        """Raise if this run continues one that combined messages in a different way, given its :meth:`transport`."""
         mine = self.transport()
         for name in sorted({*saved, *mine}):
             unset = repr("separate") if name == "lora" else "None"
@@ -208,7 +208,7 @@ class Settings:
         """Return the settings for sampling, weights and local work, for checkpoints."""
         chosen = {name: getattr(self, name) for name in _WORK}
         noted = {name: repr(value) for name, value in chosen.items()}
-        for name in [name for name, text in noted.items() if " at 0x" in text]:  # another in each process
+        for name in [name for name, text in noted.items() if " at 0x" in text]:  # addresses differ between processes
             noted[name] = str(getattr(chosen[name], "__qualname__", type(chosen[name]).__name__))
         return noted | ({"gradient_sampler": "the sampler"} if self.gradient_sampler is self.sampler else {})
 
@@ -331,7 +331,7 @@ class Settings:
             self._check_has_local_work("heterogeneity")
 
     def _settle_messages(self) -> None:
-        """Set the sampler, and how messages are averaged."""
+        """Set the samplers, the aggregator and the weighting of messages, and check them."""
         aggregator, sampler = self.aggregator, self.sampler
         if self.asynchronous is not None:
             self._check_asynchronous()
@@ -366,7 +366,7 @@ class Settings:
             )
 
     def _settle_learning(self) -> None:
-        """Copy a sampler that learns, which is the run's, and check what goes with a sampler that has probabilities."""
+        """Give the run its own copy of a learning sampler, and check settings for a sampler with probabilities."""
         sampler: Any = self.sampler
         is_learning, start = learns(sampler), dict[str, Any]()
         if self.gradient_sampler is not sampler and learns(self.gradient_sampler):

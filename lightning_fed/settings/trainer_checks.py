@@ -180,7 +180,7 @@ def warn_of_rare_logs(trainer: pl.Trainer) -> None:
 
 
 def _check_second_gradients(trainer: pl.Trainer) -> None:
-    """Raise if it is ambiguous which gradient or batch a method's second gradient or step refers to."""
+    """Raise if a method's second gradients or repeated steps would refer to an ambiguous gradient or batch."""
     algorithm = trainer.fit_loop.settings.algorithm
     if algorithm.steps_per_batch > 1 and trainer.accumulate_grad_batches != 1:
         raise FederatedError(
@@ -236,7 +236,7 @@ def _check_private(trainer: pl.Trainer) -> None:
 
 
 def _check_private_clients(trainer: pl.Trainer, privacy: ClientPrivacy) -> None:
-    """Raise for settings of the trainer under which noise would not cover all that clients release."""
+    """Raise for trainer settings with which noise would not cover everything that clients release."""
     loop = trainer.fit_loop
     what = f"client_privacy={privacy!r} cannot be combined with"
     if trainer.accumulate_grad_batches != 1:
@@ -271,7 +271,7 @@ def _check_private_clients(trainer: pl.Trainer, privacy: ClientPrivacy) -> None:
             " Leave it unset."
         )
     for callback in trainer.callbacks:
-        # clients' own models have noise
+        # ClientModels may stay, because clients' own models have noise
         if isinstance(callback, (Measure, Inexactness, SplitPicture)) and not isinstance(callback, ClientModels):
             raise FederatedError(
                 f"{what} the callback {type(callback).__name__}: it measures or shows clients' data without noise."

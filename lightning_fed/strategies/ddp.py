@@ -31,11 +31,11 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
     """
 
     peers = NO_PEERS
-    alone = ""  # what each process does by itself at the moment, if anything
+    alone = ""  # the current work of each process on its own, if any
 
     @contextmanager
     def working_alone(self, what: str) -> Iterator[None]:
-        """Refuse exchanges of the user inside, where each process does ``what`` in its own time."""
+        """Refuse exchanges by user code inside, because each process does ``what`` at its own pace."""
         before, self.alone = self.alone, what
         try:
             yield
@@ -43,7 +43,7 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
             self.alone = before
 
     def _check_together(self, call: str) -> None:
-        """Raise if processes work by themselves: they would wait for each other, or exchange what differs."""
+        """Raise if each process works alone: an exchange would wait forever, or mix different values."""
         if self.alone:
             raise FederatedError(
                 f"{call} waits for all processes, and here each of them {self.alone}: it would wait forever, or mix the"
@@ -62,7 +62,7 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
 
     @contextmanager
     def _checked_addresses(self, is_due: bool) -> Iterator[None]:
-        """Refuse gloo's addresses if machines do not reach each other by them, before it waits."""
+        """Raise if machines cannot reach each other at gloo's addresses, before gloo waits for them."""
         environment = self.cluster_environment
         if not is_due or self.num_nodes == 1 or environment is None or "gloo" not in self._get_process_group_backend():
             yield
@@ -72,10 +72,10 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
         timeout = default_pg_timeout if self._timeout is None else self._timeout
         store, rank, size = next(rendezvous("env://", self.global_rank, self.world_size, timeout=timeout))
         check_addresses(store, rank, size)
-        yield  # the store stays until the process group has its own
+        yield  # keeps the store until the process group has its own
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the connections to other processes, which a copy opens itself."""
+        """Omit the connections to other processes, because a copy opens its own."""
         connections = ("peers", "shared_memory")
         return {name: value for name, value in super().__getstate__().items() if name not in connections}
 
@@ -110,8 +110,8 @@ class UnwrappedDDPStrategy(pl.strategies.DDPStrategy):
 
 
 def _leave_group() -> None:
-    # A gloo thread may release a tensor only after its exchange, and aborts the process if Python is exiting by then,
-    # after all results are written. After an error, other processes should notice this one's end at once.
+    # A gloo thread may release a tensor after its exchange. If Python is already exiting, it aborts the process, after
+    # all results are written. After an error, keep the group: other processes should notice this one's end at once.
     if dist.is_initialized() and getattr(sys, "last_type", None) is None:
         dist.destroy_process_group()
 
@@ -138,7 +138,7 @@ class ClientsStrategy(UnwrappedDDPStrategy):
 
     @cached_property
     def shared_memory(self) -> SharedMemory | None:
-        """The memory shared by processes on one machine's CPUs; on first access, all processes must call it."""
+        """The memory shared by processes on one machine's CPUs; all processes must make the first access."""
         if not self.share_memory or self.root_device.type != "cpu" or self.world_size == 1:
             return None
         timeout = default_pg_timeout if self._timeout is None else self._timeout
@@ -232,6 +232,6 @@ def adopt(trainer: pl.Trainer) -> None:
 
 
 def split_of(trainer: pl.Trainer) -> BatchSplit:
-    """Return how the trainer's strategy splits batches."""
+    """Return the batch split of the trainer's strategy."""
     strategy = trainer.strategy
     return strategy.split if isinstance(strategy, WithinClientStrategy) else BatchSplit()

@@ -25,7 +25,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.strategies.stopping import OtherProcessError
 
 _NO_SCRIPT = ("", "-", "-c")  # sys.argv[0] of a program that is not in a file
-_LARGEST = 2**15  # size limit of an exception in bytes, so that a pipe takes it without a reader
+_LARGEST = 2**15  # maximum bytes of an exception, so that a pipe accepts it without a reader
 
 
 class RoundLauncher(_MultiProcessingLauncher):
@@ -103,7 +103,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts a trainer's other processes by running its script again, and refuses a program that is not in a file."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the other processes, unless they are there, and call a function in this one.
+        """Start the other processes unless they exist already, and call a function in this one.
 
         Raises:
             FederatedError: If there is no script to run.
@@ -129,7 +129,7 @@ def adopt_launcher(trainer: pl.Trainer) -> None:
 
 
 def _settle_in_fork() -> None:
-    """Use one thread, and release the progress bars' lock that forks share with their parent.
+    """Use one thread, and replace the lock of progress bars that forks share with their parent.
 
     A process killed while drawing a bar would keep the lock, and the parent's next bar would wait forever.
     """
@@ -143,7 +143,7 @@ def _settle_in_fork() -> None:
 
 
 def _can_travel(error: Exception) -> bool:
-    """Return whether an exception can be rebuilt in another process, and fits the pipe to it."""
+    """Return whether an exception can be rebuilt in another process, and fits into a pipe."""
     try:
         return str(copy.copy(error)) == str(error) and len(pickle.dumps(error)) <= _LARGEST
     except Exception:

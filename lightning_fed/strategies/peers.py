@@ -1,10 +1,10 @@
-"""Connections between processes: tried out before gloo uses them, and watched for processes that are gone.
+"""Connections between processes: tests before gloo uses them, and detection of processes that are gone.
 
-With a wrong address, gloo fails on one machine, and waits on the other for half an hour or without end. So every
-machine is called first, at the address that gloo would give.
+With a wrong address, gloo fails on one machine, and waits on the other for half an hour or forever. So this module
+first connects to every machine at the address that gloo would use.
 
 Gloo reports a failed connection, but not the process at its other end. So every two processes keep an extra, idle
-connection, which closes when one of them ends. The systems at both ends test it, however busy the processes are, and it
+connection, which closes when one of them ends. The systems at both ends test it, even while the processes are busy. It
 fails when a machine no longer responds. Gloo's connections are tested too, since it would wait for half an hour.
 """
 
@@ -33,8 +33,8 @@ from lightning_fed.core.errors import FederatedError
 LIMIT = 15.0
 """Seconds without an answer after which a machine counts as gone."""
 
-_SETTLE = 1.0  # seconds from the first process found gone to the last of the same failure
-_KEY = 16  # bytes with which two processes confirm their connection
+_SETTLE = 1.0  # seconds to wait for other processes that are lost in the same failure
+_KEY = 16  # bytes of the key that confirms a connection
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Endpoint:
     pid: int = field(default_factory=os.getpid)
     port: int = 0
     addresses: tuple[str, ...] = ()  # known addresses of its machine; some may not be valid elsewhere
-    key: bytes = b""  # its reply, which confirms that others have reached it
+    key: bytes = b""  # a caller sends the other process's key, and gets its own back
 
 
 class Peers:
@@ -69,7 +69,7 @@ class Peers:
 
     @staticmethod
     def meet(rank: int, size: int, limit: float = LIMIT) -> "Peers":
-        """Connect every two processes of the default process group; all must call it."""
+        """Connect all pairs of processes in the default process group; all must call it."""
         if size == 1:
             return Peers(rank, [Endpoint()], limit=limit)
         dual = socket.has_dualstack_ipv6()
@@ -92,7 +92,7 @@ class Peers:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """If an exchange inside fails because processes are gone, raise an error that names them."""
+        """Raise an error that names gone processes if an exchange inside fails because of them."""
         try:
             yield
         except RuntimeError as error:
@@ -106,7 +106,7 @@ class Peers:
     def gone(self) -> set[int]:
         """Return the processes that have ended, or whose machines do not respond.
 
-        If others reported missing processes before they ended, it returns those and not the reporters.
+        If a process reported others as gone before it ended, this returns the others and not the reporter.
         """
         for rank, line in list(self._lines.items()):
             try:
@@ -141,7 +141,7 @@ NO_PEERS = Peers()
 
 @contextmanager
 def monitored_connections(limit: float = LIMIT) -> Iterator[None]:
-    """Make the system test the connections opened inside, which gloo does not request."""
+    """Make the system test connections that are opened inside, since gloo does not request that."""
     before = _sockets()
     yield
     for node, number in _sockets().items():
@@ -152,9 +152,9 @@ def monitored_connections(limit: float = LIMIT) -> Iterator[None]:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the file numbers of this process's open sockets, by inode."""
+    """Return the file descriptors of this process's open sockets, by inode."""
     found = {}
-    with suppress(OSError):  # if there is no such folder
+    with suppress(OSError):  # the folder may not exist
         for name in os.listdir("/dev/fd"):
             with suppress(OSError):
                 about = os.fstat(int(name))
@@ -175,7 +175,7 @@ def _named(ranks: Iterable[int], endpoints: Sequence[Endpoint]) -> str:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Return the addresses of this machine for other machines, the most likely first."""
+    """Return the addresses that other machines may use to reach this one, the most likely first."""
     main, name = os.environ.get("MASTER_ADDR", "localhost"), socket.gethostname()
     try:
         family, kind, _, _, address = socket.getaddrinfo(main, 1, type=socket.SOCK_DGRAM)[0]
@@ -189,7 +189,7 @@ def _addresses() -> tuple[str, ...]:
 
 
 def _call(endpoint: Endpoint, own: Endpoint, rank: int, limit: float) -> socket.socket | None:
-    """Connect to a process, which identifies this one by its rank; None if it cannot be reached."""
+    """Connect to a process, and send it this one's rank; return None if it cannot be reached."""
     for address in endpoint.addresses:
         with suppress(OSError):
             line = socket.create_connection((address, endpoint.port), timeout=limit)
@@ -228,7 +228,7 @@ def _close(lines: Mapping[int, socket.socket]) -> None:
 
 
 def _test(line: socket.socket, limit: float) -> None:
-    """Make the system test a connection, and close it after some seconds without a response."""
+    """Make the system test a connection, and close it after ``limit`` seconds without a response."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, int(limit / 5))
     options = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": seconds, "TCP_KEEPCNT": 4}
@@ -243,9 +243,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> None:
-    """Let every process connect to one process of each other machine; all raise the same error if one cannot.
+    """Connect every process to one process on each other machine; all raise the same error if one cannot.
 
-    All must call it, with the store of their process group. ``limit`` are the seconds for each connection.
+    All must call it, with the store of their process group. ``limit`` is the time for each connection, in seconds.
     """
     with ExitStack() as listening:
         store.set(f"{_KEYS}/endpoint/{rank}", json.dumps(_endpoint(listening)))
@@ -261,7 +261,7 @@ def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> N
             problems = [text.decode() for text in map(store.get, keys) if text]
     if problems:
         store.set(f"{_KEYS}/read/{rank}", "")
-        if rank == 0:  # whose end may end the store
+        if rank == 0:  # the end of process 0 may end the store
             with suppress(RuntimeError):
                 store.wait([f"{_KEYS}/read/{other}" for other in range(size)], timedelta(seconds=limit))
         raise FederatedError(
@@ -271,7 +271,7 @@ def check_addresses(store: Any, rank: int, size: int, limit: float = LIMIT) -> N
 
 
 def _endpoint(listening: ExitStack) -> dict[str, Any]:
-    """Return this machine, the addresses that gloo uses on it, with a port at which each listens, and where from."""
+    """Describe this machine, gloo's addresses on it with a listening port for each, and the source of these."""
     host, names = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME", "")
     machine = [host, _BOOT.read_text() if _BOOT.is_file() else ""]
     endpoint: dict[str, Any] = {"host": host, "machine": " ".join(machine), "ports": {}, "problem": ""}
@@ -314,7 +314,7 @@ def _of_interface(name: str) -> Iterator[str]:
 
 
 def _problem(rank: int, own: dict[str, Any], other: dict[str, Any], limit: float) -> str:
-    """Return why this process does not reach a machine, an empty text if it does."""
+    """Return the reason that this process cannot reach a machine, or an empty text if it can."""
     for address, port in other["ports"].items():
         why = "only processes of the same machine reach it" if ip_address(address).is_loopback else ""
         if not why:

@@ -25,7 +25,7 @@ Sent: TypeAlias = Sequence[Sequence[Tensor]]
 """The data for each process, as bytes in host memory."""
 
 _ALONE = 2**13  # tensors from this size on are summed separately in shared memory
-_TO_ALL = 2**13  # up to this size, all processes send full sums to all, in one exchange instead of two
+_TO_ALL = 2**13  # up to this size, each process sends its whole tensor to all, in one exchange instead of two
 _ALIGNED = 16  # alignment of sent parts in bytes
 
 
@@ -54,7 +54,7 @@ class Ranks:
 
     @staticmethod
     def of(trainer: pl.Trainer) -> "Ranks":
-        """Return the processes of a trainer; raise for several without float64, whose sums would be on the CPU."""
+        """Return the processes of a trainer; raise for several without float64, which would sum on the CPU."""
         strategy = trainer.strategy
         if trainer.world_size > 1 and not has_float64(strategy.root_device):
             raise FederatedError(
@@ -119,13 +119,13 @@ class Ranks:
         return records
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace contiguous tensors of one dtype with their sums over all ranks, which have equal shapes.
+        """Replace contiguous tensors of one dtype with their sums over all ranks; all ranks have the same shapes.
 
-        On CPUs they are added in order of rank by any transport, so that the bits do not depend on the machines.
+        On CPUs, any transport adds them in order of rank, so that the bits do not depend on the machines.
         """
         if self.size == 1 or not tensors:
             return
-        if self._shared is not None:  # large ones separately, since copying them together takes longer than waiting
+        if self._shared is not None:  # sum large ones separately: copying them together is slower
             large = [t for t in tensors if t.numel() >= _ALONE]
             for tensor in large:
                 self._shared.sum(tensor.view(-1))
@@ -164,7 +164,7 @@ class Ranks:
     def columns(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this process's share of the columns of all rows [S, p], in the order of ranks.
 
-        ``rows`` [n, P] are this process's, ``counts`` the number of rows of each process.
+        ``rows`` [n, P] are this process's rows, and ``counts`` has the number of rows of each process.
         """
         if self.size == 1:
             return rows
@@ -182,7 +182,7 @@ class Ranks:
     def deliver(self, record: Record, sent: Sent) -> Callable[[], list[tuple[Record, Tensor]]]:
         """Send a record to all processes, and bytes to each; return a function that returns what arrives here.
 
-        Processes with shared memory do not wait for each other until the call, which must be before the next exchange.
+        Processes with shared memory wait for each other only when it is called, which must be before the next exchange.
         It returns all records and bytes [n], in the order of ranks and in host memory, valid until the next exchange.
         """
         if self.size == 1:
@@ -237,7 +237,7 @@ class Ranks:
 def metrics_alone(trainer: pl.Trainer, what: str = "") -> Iterator[None]:
     """Make the module's metric objects compute from this process's data only, without exchanges.
 
-    ``what`` each process does by itself, if they are not at the same point: exchanges of the user are refused.
+    ``what`` describes the work if processes do it at different times; exchanges by user code are then refused.
     """
     if trainer.world_size == 1:
         yield
@@ -256,7 +256,7 @@ def metrics_alone(trainer: pl.Trainer, what: str = "") -> Iterator[None]:
 
 
 class _HostPickler(pickle.Pickler):
-    """Pickles device tensors as CPU tensors; otherwise, unpickling would use the device's memory everywhere."""
+    """Pickles device tensors as CPU tensors; otherwise, unpickling would use the device's memory in each process."""
 
     def reducer_override(self, value: Any) -> Any:
         is_elsewhere = isinstance(value, Tensor) and value.device.type != "cpu"
@@ -270,7 +270,7 @@ def _pickled(record: Any) -> bytes:
 
 
 def padded(length: int) -> int:
-    """Return the bytes that data occupy, with padding."""
+    """Return a length in bytes, rounded up to the alignment."""
     return -(-length // _ALIGNED) * _ALIGNED
 
 

@@ -1,7 +1,7 @@
 """Exchanges between the processes of one machine through shared memory.
 
-Through sockets, an exchange takes from 0.2 ms to several: a waiting process sleeps and must be woken, which is slowest
-on virtual machines. Here, it first polls for a while.
+Through sockets, an exchange takes from 0.2 ms to several ms, because a waiting process sleeps and must be woken. This
+is slowest on virtual machines. Here, a process first polls for a while.
 """
 
 import mmap
@@ -23,7 +23,7 @@ PIECE = 2**22
 
 _HEADER = 64  # bytes before the data: the exchange's number and the message's length in bytes
 _SPIN = 0.005  # seconds of busy waiting
-_LONGEST_SLEEP = 0.001  # seconds, afterwards
+_LONGEST_SLEEP = 0.001  # seconds of one sleep after busy waiting
 _NUMBER = 8  # bytes of a number
 
 
@@ -40,8 +40,8 @@ class SharedMemory:
         self._pids, self._files = pids, files
         self._alive = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
         self._maps: dict[tuple[int, int], Tensor] = {}
-        self.number = 0  # of exchanges begun
-        self._has_begun = False  # an unfinished exchange
+        self.number = 0  # exchanges begun so far
+        self._has_begun = False  # whether an exchange is unfinished
         weakref.finalize(self, _close, [*self._alive.values(), *(file for pair in files for file in pair)])
 
     @staticmethod
@@ -158,7 +158,7 @@ class SharedMemory:
 
 
 def add_together(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Write the sum of at least two tensors to another, added in order, which determines the bits."""
+    """Add at least two tensors in order, which determines the bits, and write the sum to ``total``."""
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total.add_(part)

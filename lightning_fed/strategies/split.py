@@ -18,7 +18,7 @@ from lightning_fed.strategies.peers import NO_PEERS, Peers
 from lightning_fed.strategies.stopping import Failure
 
 NO_EXAMPLES = object()
-"""The part of a batch for a process if there are fewer examples than processes."""
+"""The part of a process without examples, if a batch has fewer examples than there are processes."""
 
 
 class PeerError(ClientError):
@@ -28,18 +28,18 @@ class PeerError(ClientError):
 class BatchSplit:
     """The processes that split every batch of a client; one process splits nothing.
 
-    All run the same clients in step, with the same parameters. Each gets some examples of every batch, and their
-    gradients are summed, weighted by examples, so that a loss that is a mean over examples has the gradient of the
-    whole batch.
+    All run the same clients in step, with the same parameters. Each gets some examples of every batch. Gradients are
+    summed over processes, weighted by examples. So a loss that is a mean over examples has the gradient of the whole
+    batch.
 
-    Every exchange during training is a sum of equal length with an entry for failures: a failed process takes part in
+    Every exchange during training is a sum of equal length with an entry for failures. A failed process takes part in
     the next sum of the others, and all of them stop.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), rank: int = 0, size: int = 1, peers: Peers = NO_PEERS) -> None:
         self.rank, self.size = rank, size
         self._peers = peers
-        self.fraction = 1.0  # of the examples in the current training batch
+        self.fraction = 1.0  # this process's share of the current training batch
         self._params = list(params)
 
     def cut(self, batch: Any, examples: int) -> tuple[Any, int]:
@@ -50,7 +50,7 @@ class BatchSplit:
         if self.size == 1:
             return batch, examples
         first, last = (-(-rank * examples // self.size) for rank in (self.rank, self.rank + 1))
-        part = part_of(batch, examples, slice(first, last))  # also if empty, so that errors are raised in all
+        part = part_of(batch, examples, slice(first, last))  # cut empty parts too, so that all raise errors
         return (part if first < last else NO_EXAMPLES), last - first
 
     def take(self, batch: Any, examples: int) -> tuple[Any, int]:
@@ -60,11 +60,11 @@ class BatchSplit:
         return part, own
 
     def seed(self, seed: int) -> int:
-        """Return this process's seed of a random stream: other examples need other random masks."""
+        """Return this process's seed of a random stream, since different examples need different random masks."""
         return seed if self.rank == 0 else derive_seed(seed, Purpose.TRAINING, client=self.rank)
 
     def reduce_gradients(self) -> None:
-        """Replace every parameter's gradient with the sum over all processes; None if none has one."""
+        """Replace every parameter's gradient with the sum over all processes, or None if no process has one."""
         for p, total in zip(self._params, self._sum([p.grad for p in self._params]), strict=True):
             p.grad = total
 
@@ -85,9 +85,9 @@ class BatchSplit:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Raise an error inside one process in all, so that none waits for a process that is gone.
+        """Raise an error of one process in all of them, so that none waits for a process that is gone.
 
-        It is a ClientError in the others, or the request to stop that one got if none failed.
+        The others raise a ClientError or, if no process failed, the request to stop that this one received.
         """
         if self.size == 1:
             yield
@@ -113,7 +113,7 @@ class BatchSplit:
 
     @torch.no_grad()
     def _sum(self, parts: Sequence[Tensor | None], failed: bool = False) -> list[Tensor | None]:
-        """Return the sums over all processes of one part per parameter, None if none has it."""
+        """Return the sums over all processes of one part per parameter, or None if no process has it."""
         like = self._params[0]
         news = torch.tensor([part is not None for part in parts] + [failed], dtype=like.dtype, device=like.device)
         flat = [

@@ -32,7 +32,7 @@ class RequeueException(SIGTERMException):
 _EXCEPTIONS: dict[Stop, type[BaseException]] = {
     Stop.INTERRUPT: KeyboardInterrupt,
     Stop.TERMINATE: SIGTERMException,
-    Stop.REQUEUE: RequeueException,  # a SIGTERMException as well, so the larger number is right
+    Stop.REQUEUE: RequeueException,  # also a SIGTERMException, so `stop_of` takes the larger number
 }
 
 
@@ -63,9 +63,9 @@ class Failure:
 
     @staticmethod
     def raise_first(failures: Sequence["Failure | None"], own: BaseException | None = None) -> None:
-        """Raise the error that ends all processes in each of them; return if none failed.
+        """Raise, in each process, the error that ends all of them; return if none failed.
 
-        A failure of this process comes before those of others, and both before a request to stop.
+        A failure of this process takes precedence over others' failures, and any failure over a request to stop.
         """
         if own is not None and not stop_of(own):
             raise own
@@ -94,7 +94,7 @@ class RoundSignalConnector(_SignalConnector):
             self._register_signal(signal.SIGINT, self._sigint_handler_fn)
 
     def check(self) -> None:
-        """Stop here if a signal requested it."""
+        """Raise the exception of a stop if a signal has requested one."""
         if self.asked:
             raise exception_of(self.asked)
 

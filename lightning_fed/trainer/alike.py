@@ -1,4 +1,4 @@
-"""Whether all processes of a run were given the same settings and data."""
+"""A check that all processes of a run have the same settings and data."""
 
 import re
 from collections.abc import Mapping
@@ -22,19 +22,19 @@ from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.participation import Population
 from lightning_fed.strategies.processes import Ranks
 
-_ROWS = 100  # of one client's examples, which are compared if they are tensors
-_READ = 10  # of others, which are read one by one
-_DEVICE = re.compile(r", device='[^']*'")  # in the text of a tensor
+_ROWS = 100  # examples of one client to compare if they are tensors
+_READ = 10  # examples to compare otherwise, which are read one by one
+_DEVICE = re.compile(r", device='[^']*'")  # part of the text of a tensor
 _UNSHOWN = ("seed", "clients", "sizes", "examples", "validation examples", "parameters")  # secret, long, or checksums
 
 
 def check_alike(
     prepared: PreparedModule, population: Population, notes: Mapping[str, str], seed: int, ranks: Ranks
 ) -> None:
-    """Raise in all of several processes if one was given other settings or data than the first; all must call it.
+    """Raise in every process if any process has other settings or data than the first; all must call it.
 
-    They would draw other cohorts or train on other data, and wait for each other if they differ in the number of
-    exchanges.
+    Such processes would draw different cohorts or train on different data. They would wait for each other if their
+    numbers of exchanges differ.
     """
     split = prepared.split
     own = _described(prepared, population, notes, seed)
@@ -57,7 +57,7 @@ def _shown(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> str
 
 
 def _described(prepared: PreparedModule, population: Population, notes: Mapping[str, str], seed: int) -> dict[str, str]:
-    """Return what all processes must have in common, as texts."""
+    """Return the settings and data that all processes must share, as text."""
     settings, trainer, ids = prepared.settings, prepared.trainer, population.ids
     found = {
         "seed": str(seed),
@@ -78,20 +78,20 @@ def _described(prepared: PreparedModule, population: Population, notes: Mapping[
 
 
 def _examples(data: FederatedDataModule, population: Population) -> dict[str, str]:
-    """Return checksums of some of one client's examples, if they are known at the start, and of validation data."""
+    """Return checksums of validation data and, if known at the start, of some of one client's examples."""
     found = {"examples": "", "validation examples": ""}
-    with suppress(Exception):  # raised again when the client trains, which may be dropped, or at the validation
+    with suppress(Exception):  # raised again in validation, or when the client trains and may be dropped
         parts: Any = data.val if are_several(data.val) else [data.val]
         found["validation examples"] = " ".join(_some_of(part, data) for part in parts)
     with suppress(Exception):
-        if population.sizes_are_known:  # or clients are built when they train
+        if population.sizes_are_known:  # else clients are built only when they train
             found["examples"] = _some_of(data.client_dataset(population[0]), data)
             found["validation examples"] += _some_of(data.client_val_dataset(population[0]), data)
     return found
 
 
 def _some_of(dataset: Any, data: FederatedDataModule) -> str:
-    """Return a checksum of some examples, or nothing if they are drawn when they are read."""
+    """Return a checksum of some examples, or an empty string if reading them draws random numbers."""
     dataset = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     if dataset is None or not hasattr(dataset, "__len__"):
         return ""
@@ -103,7 +103,7 @@ def _some_of(dataset: Any, data: FederatedDataModule) -> str:
         return ""
     readings = []
     with preserved_random_state():
-        for seed in range(2):  # alike in all processes
+        for seed in range(2):  # the same seeds in all processes
             seed_global(seed)
             readings.append(repr([as_plain(dataset[k]) for k in range(min(_READ, count))]))
     return f"{count} {digest(readings[0].encode())}" if readings[0] == readings[1] else ""

@@ -1,4 +1,4 @@
-"""Three of Lightning's connectors, told that an epoch is a round; and its evaluation loops, shared by processes."""
+"""Replacements for three of Lightning's connectors, with rounds as epochs, and for its evaluation loops."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -37,10 +37,9 @@ from lightning_fed.trainer.evaluation import SharedEvaluationLoop
 
 
 class RoundCheckpointConnector(_CheckpointConnector):
-    """Checkpoints hold the server model and the state after the last completed round, whenever they are written.
+    """Writes checkpoints of the server model and the state after the last completed round, at any time.
 
-    A checkpoint of an ordinary Lightning run, or one of weights alone, gives x^0: its weights are loaded and nothing
-    else.
+    From a checkpoint of an ordinary Lightning run, or of weights alone, it loads only the weights, as x^0.
     """
 
     last_saved: tuple[int, Any] | None = None  # the completed rounds of the newest whole checkpoint, and its path
@@ -48,11 +47,11 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.contents = SafeContents()
-        # loggers that will number their version: afterwards, nothing distinguishes this number from a given one
+        # loggers that will number their own version; afterwards, this number looks like a given one
         self.unnumbered = [logger for logger in trainer.loggers if getattr(logger, "_version", 0) is None]
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Load the checkpoint, and keep only the weights of one that holds no federated state."""
+        """Load the checkpoint, and keep only its weights if it has no federated state."""
         checkpoint_path = self.trainer.strategy.broadcast(checkpoint_path)
         try:
             super().resume_start(checkpoint_path, weights_only=weights_only)
@@ -68,9 +67,9 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Load the checkpoint into module, data module and callbacks, or raise an error that names any mismatch."""
         trainer = self.trainer
-        # now that all callbacks are there, and before their states are loaded
+        # all callbacks exist now, and their states are not loaded yet
         adapt_checkpoint_callbacks(trainer, is_fit=trainer.state.fn == TrainerFn.FITTING)
-        # Lightning does so later, and what it loads would be rounded to the type that the module was made with
+        # Lightning converts later, so loaded values would be rounded to the dtype that the module was created with
         trainer.precision_plugin.convert_module(trainer.lightning_module)
         with restored_from(checkpoint_path, "the model and the callbacks"):
             super()._restore_modules_and_callbacks(checkpoint_path, weights_only=weights_only)
@@ -78,7 +77,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
     def restore_training_state(self) -> None:
         """Load loops, optimizers and schedules, or raise an error that names any mismatch with the checkpoint.
 
-        Load what Lightning leaves out of the states of callbacks, and mark a run that was stopped early as ended.
+        It also loads callback states that Lightning leaves out, and marks a run that was stopped early as ended.
         """
         if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
             super().restore_training_state()
@@ -117,11 +116,11 @@ class RoundCheckpointConnector(_CheckpointConnector):
                 )
 
     def _take(self, checkpoint: dict[str, Any], path: Any) -> None:
-        """Check a checkpoint before it is restored, and leave only weights in one of another kind of run."""
+        """Check a checkpoint before it is restored; keep only its weights if no federated run can resume from it."""
         weights, module = checkpoint.get("state_dict"), self.trainer.lightning_module
         if weights is None:
             raise FederatedError(f"{path} has no entry 'state_dict': it is not a Lightning checkpoint.")
-        for name, value in module.state_dict().items():  # torch would give a long list
+        for name, value in module.state_dict().items():  # torch would list every mismatch
             other = weights.get(name)
             if isinstance(other, Tensor) and isinstance(value, Tensor) and other.shape != value.shape:
                 raise FederatedError(
@@ -160,10 +159,10 @@ class RoundCheckpointConnector(_CheckpointConnector):
             )
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds: in the middle of a round, what this round began with.
+        """Return the contents of a checkpoint; in the middle of a round, those from its start.
 
-        Entries that could not be loaded without running code are left out; see :class:`SafeContents`. Raise before a
-        plateau schedule has stepped for the last round, or where the state has ended with other processes.
+        Entries that cannot be loaded without running code are left out; see :class:`SafeContents`. Raise if a plateau
+        schedule has yet to step for the last round, or if the state has ended with other processes.
         """
         if not weights_only:
             self.trainer.fit_loop.run_state.check_is_here("What a checkpoint holds")
@@ -181,7 +180,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         return self.contents.of(checkpoint, self.trainer.lightning_module)
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        """Find the checkpoint that "last" or "best" is; a trainer that has not trained looks for the newest run's."""
+        """Resolve "last" and "best" to a path; a trainer that has not trained uses the newest run's checkpoints."""
         trainer, is_fit = self.trainer, state_fn == TrainerFn.FITTING
         try:
             if ckpt_path == "last":
@@ -213,7 +212,7 @@ class RoundCheckpointConnector(_CheckpointConnector):
         return path
 
     def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the server model, whatever the module holds in the middle of a client's work."""
+        """Return the state dict of the server model, even while the module holds a client's model."""
         run = self.trainer.fit_loop.run_state
         if run.server_model is not None:
             run.server_model.sync_hook_changes()
@@ -223,13 +222,13 @@ class RoundCheckpointConnector(_CheckpointConnector):
 
 
 class RoundLoggerConnector(_LoggerConnector):
-    """Loggers are written once a round."""
+    """Writes loggers once per round."""
 
     @property
     def should_update_logs(self) -> bool:
         """Return whether callbacks that log per batch may do so: in the first local step of every n-th round.
 
-        That is at its first batch, and after each of its batches, since some wait for the last one.
+        That is at its first batch, and after each of its batches, since some callbacks wait for the last one.
         """
         if not super().should_update_logs:
             return False
@@ -240,7 +239,7 @@ class RoundLoggerConnector(_LoggerConnector):
 
 
 def install(trainer: pl.Trainer) -> None:
-    """Let a trainer use the connectors of this module, and share evaluations."""
+    """Install the connectors and the shared evaluation loops in a trainer."""
     trainer._checkpoint_connector = RoundCheckpointConnector(trainer)
     trainer._logger_connector.__class__ = RoundLoggerConnector
     trainer._signal_connector.__class__ = RoundSignalConnector

@@ -1,4 +1,4 @@
-"""Evaluation with ``validation_step``: of the server's model, shared by processes, and of single clients."""
+"""Evaluation with ``validation_step``: the server's model across processes, and models on single clients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,11 +33,11 @@ from lightning_fed.strategies.processes import Ranks, metrics_alone
 
 
 class SharedEvaluationLoop(_EvaluationLoop):
-    """Lightning's evaluation loop, with batch k given to process k mod n, under its own index.
+    """Lightning's evaluation loop, in which process k mod n evaluates batch k under its index k.
 
-    Values logged in a step are combined exactly when a loader is done, and metric objects exchange their states then. A
-    step exchanges nothing. If the result would differ from that of one process, every process evaluates everything:
-    with the user's own loaders, with fewer batches than processes, and with hooks that see the outputs of all batches.
+    When a loader is done, values logged in steps are combined exactly, and metric objects exchange their states. A step
+    exchanges nothing. Every process evaluates everything if sharing would change the result. This is the case with the
+    user's own loaders, with fewer batches than processes, and with hooks that see the outputs of all batches.
     """
 
     _results: EvaluationResults
@@ -45,7 +45,7 @@ class SharedEvaluationLoop(_EvaluationLoop):
     _is_shared = False
 
     def setup_data(self) -> None:
-        """Make the loaders, and take this process's part of them."""
+        """Create the loaders, and keep this process's part of them."""
         before = self._combined_loader
         super().setup_data()
         combined = self._combined_loader
@@ -81,12 +81,12 @@ class SharedEvaluationLoop(_EvaluationLoop):
             self._results.count = None
 
     def _refusing_exchanges(self) -> AbstractContextManager[None]:
-        """Refuse exchanges of the user in a step that the other processes do not take at the same time."""
+        """Refuse exchanges by user code in a step, since other processes do not take it at the same time."""
         strategy: Any = self.trainer.strategy
         return strategy.working_alone("evaluates its own batches") if self._is_shared else nullcontext()
 
     def _count(self, batch: Any, batch_idx: int, dataloader_idx: int) -> int | None:
-        """Return the number of examples in a batch, None if neither loader, user nor batch tells."""
+        """Return the number of examples in a batch, or None if neither loader, user nor batch determines it."""
         assert self._combined_loader is not None
         length = sampled_length(self._combined_loader.flattened[dataloader_idx], batch_idx)
         if length is not None:
@@ -142,10 +142,10 @@ def mean_loss(client_id: ClientId, total: float, examples: int) -> float:
 
 
 class ClientEvaluation:
-    """Evaluate a model on single clients with the module's own ``validation_step``.
+    """Evaluates a model on single clients with the module's own ``validation_step``.
 
-    Parameters, buffers, gradients, metrics, optimizer, random state and the trainer's logged values are as before
-    afterwards. Of the hooks, the module's ``on_validation_epoch_start`` and ``on_validation_epoch_end`` are called.
+    It restores parameters, buffers, gradients, metrics, optimizer, random state and the trainer's logged values. It
+    calls only two validation hooks: the module's ``on_validation_epoch_start`` and ``on_validation_epoch_end``.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -157,10 +157,10 @@ class ClientEvaluation:
     def of_client(
         self, x: Vector, buffers: State, client_id: ClientId, index: int, on: str, steps: int, round: int
     ) -> dict[str, float]:
-        """Return what ``validation_step`` logs on a client's examples, after some local steps of fine-tuning.
+        """Return the values that ``validation_step`` logs on a client's examples, after some fine-tuning steps.
 
-        ``x`` are the parameters [P + Q], personal ones last, and ``buffers`` those to start from. ``on`` is "val" or
-        "train" for its validation or training set, ``index`` its stored index.
+        ``x`` are the initial parameters [P + Q], personal ones last, and ``buffers`` the initial buffers. ``on`` is
+        "val" or "train" for the client's validation or training set, and ``index`` is its stored index.
         """
         data, engine, y = self.trainer.datamodule, self.engine, x.clone()
         train = data.client_batches(client_id)
@@ -181,7 +181,7 @@ class ClientEvaluation:
         return logged
 
     def _fine_tune(self, y: Vector, train: ClientBatches, steps: int, round: int, index: int) -> None:
-        """Take plain local steps: ``training_step``, gradient, clipping, a step of the user's optimizer from fresh."""
+        """Take plain local steps (``training_step``, gradient, clipping, optimizer) with a new optimizer state."""
         engine, base = self.engine, self.engine.optimizer.base
         seed_global(derive_seed(self.seed, Purpose.TRAINING, round, index), y.device)
         batches = _epochs(train, generator(self.seed, Purpose.BATCHES, round, index), engine.shuffle)
@@ -189,7 +189,7 @@ class ClientEvaluation:
         groups = options_of(base)
         base.state.clear()
         schedule = engine.optimizer.schedule
-        if schedule is not None:  # as for a new client
+        if schedule is not None:  # start as for a new client
             schedule.begin(schedule.start_of({}), steps)
         try:
             for i, batch in enumerate(islice(batches, steps)):
@@ -244,7 +244,7 @@ class ClientEvaluation:
 
     @contextmanager
     def _validating(self, results: EvaluationResults) -> Iterator[None]:
-        """Let ``self.log`` fill ``results`` as it would the trainer's own during validation."""
+        """Redirect ``self.log`` to ``results``, in place of the trainer's own results during validation."""
         trainer, connector = self.trainer, self.trainer._logger_connector
         loop = trainer.fit_loop.epoch_loop.val_loop
         names = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx")
@@ -272,7 +272,7 @@ def _epochs(batches: ClientBatches, stream: torch.Generator, shuffle: bool) -> I
 
 @contextmanager
 def _logging(module: pl.LightningModule) -> Iterator[None]:
-    """Let ``self.log`` work within a silent pass, and find the metrics that stand in for the module's own."""
+    """Enable ``self.log`` within a silent pass, and let it find the metrics that replace the module's own."""
     attributes: dict[str, Any] = module.__dict__
     silenced = {name: attributes[name] for name in ("log", "log_dict")}
     attributes.update({name: MethodType(getattr(type(module), name), module) for name in silenced})

@@ -1,4 +1,4 @@
-"""The logger that a trainer has by default, and the numbers of runs."""
+"""A trainer's default logger, and the numbering of runs."""
 
 import traceback
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from lightning_fed.core.errors import ClientError, FederatedError
 
 
 class MethodLogger(pl.loggers.TensorBoardLogger):
-    """Lightning's default logger, whose folder for a run also names the method: ``version_0_Scaffold``.
+    """Lightning's default logger, with the method in the name of a run's folder: ``version_0_Scaffold``.
 
-    Lightning still finds the number in such a name, and counts on from it.
+    Lightning still finds the number in such a name, and continues to count from it.
     """
 
     method: str
@@ -26,12 +26,12 @@ class MethodLogger(pl.loggers.TensorBoardLogger):
         return f"version_{super().version}_{self.method}"
 
 
-_LOGGED = ("config.yaml", "hparams.yaml", "metrics.csv")  # what the command line and Lightning's loggers write
+_LOGGED = ("config.yaml", "hparams.yaml", "metrics.csv")  # files of the command line and of Lightning's loggers
 _NUMBERED = (pl.loggers.TensorBoardLogger, pl.loggers.CSVLogger, MethodLogger)
 
 
 def name_default_runs(trainer: pl.Trainer, method: str) -> None:
-    """Let the loggers that Lightning has created name the method in the run's folder."""
+    """Make loggers that Lightning has created add the method to the name of the run's folder."""
     for logger in trainer.loggers:
         if type(logger) is pl.loggers.TensorBoardLogger:
             logger.__class__ = MethodLogger
@@ -40,20 +40,20 @@ def name_default_runs(trainer: pl.Trainer, method: str) -> None:
 
 @contextmanager
 def numbered(trainer: pl.Trainer) -> Iterator[None]:
-    """Give loggers that number their runs a number that no other process takes, by making the run's folder.
+    """Reserve a run number for loggers that number their runs, by creating the run's folder.
 
-    Lightning's loggers list the folders, and make their own a little later: two processes that start together would
-    write into one folder, and overwrite each other's files. An error before the first round ends removes a folder that
-    is empty, and if the run is refused, one with a logger's files and the configuration alone.
+    Lightning's loggers list the folders, and create their own a little later. Two processes that start together would
+    use one folder, and overwrite each other's files. An error before the first round ends removes an empty folder. If
+    the run is refused, it also removes a folder with only a logger's files and the configuration.
 
     Raises:
         FederatedError: If the logs cannot be written.
     """
     try:
         for logger in trainer._checkpoint_connector.unnumbered if trainer.is_global_zero else ():
-            if type(logger) not in _NUMBERED:  # a subclass may name its folder in its own way
+            if type(logger) not in _NUMBERED:  # a subclass may name its folder differently
                 continue
-            if logger._version is not None:  # from an earlier fit, or since somebody has asked for the folder
+            if logger._version is not None:  # set by an earlier fit, or by code that read the folder
                 continue
             while (folder := local_path(logger.log_dir)) is not None:
                 try:
@@ -67,7 +67,7 @@ def numbered(trainer: pl.Trainer) -> Iterator[None]:
     except BaseException as error:
         is_refusal = isinstance(error, FederatedError | SystemExit) and not isinstance(error, ClientError)
         if trainer.is_global_zero and not trainer.fit_loop.has_run:
-            for logger in trainer._checkpoint_connector.unnumbered:  # it has taken a number that was free
+            for logger in trainer._checkpoint_connector.unnumbered:  # their numbers were free
                 _remove_folder(logger, is_refusal)
         if isinstance(error, FederatedError) or (refusal := _unwritable_logs(trainer, error)) is None:
             raise
@@ -85,16 +85,16 @@ def _remove_folder(logger: Any, with_logs: bool) -> None:
         rmtree(logger.log_dir, ignore_errors=True)
         logger._version = None
         if isinstance(logger, pl.loggers.CSVLogger):
-            logger._experiment = None  # it makes the folder again, should another trainer use the logger
-    if logger.name:  # without one, the folder around is the user's
-        with suppress(OSError):  # it holds other runs
+            logger._experiment = None  # another trainer with this logger creates the folder again
+    if logger.name:  # without a name, the parent folder belongs to the user
+        with suppress(OSError):  # it may hold other runs
             Path(logger.root_dir).rmdir()
 
 
 def _unwritable_logs(trainer: pl.Trainer, error: BaseException) -> FederatedError | None:
-    """Return the error of a run whose logs cannot be written, or None if it is about something else.
+    """Return an error for logs that cannot be written, or None if the given error has another cause.
 
-    A full disk does not name the file, and TensorBoard's logger hides it behind a ``ValueError`` about the number.
+    A full disk's error does not name the file. TensorBoard's logger hides it behind a ``ValueError`` about the number.
     """
     cause: BaseException | None = error if isinstance(error, OSError | ValueError) else None
     while cause is not None and not isinstance(cause, OSError):

@@ -1,4 +1,4 @@
-"""The loop that replaces Lightning's epochs by federated rounds."""
+"""The loop that replaces Lightning's epochs with federated rounds."""
 
 import math
 import time
@@ -44,7 +44,7 @@ from lightning_fed.trainer.run_state import RunState
 
 
 class FederatedLoop(_FitLoop):
-    """Run federated rounds where Lightning would run epochs.
+    """Runs federated rounds in place of Lightning's epochs.
 
     A round is a Lightning epoch, and the step axis of loggers and checkpoints is the number of completed rounds::
 
@@ -60,21 +60,21 @@ class FederatedLoop(_FitLoop):
 
     Args:
         trainer: The trainer.
-        settings: How rounds are run.
-        min_epochs: The least number of rounds before early stopping.
+        settings: The settings of rounds.
+        min_epochs: The minimum number of rounds before early stopping.
         max_epochs: The number of rounds; -1 for no limit.
 
     Attributes:
-        settings: How rounds are run.
+        settings: The settings of rounds.
         run_state: The run between rounds: its start and end, checkpoints, and the server's model in the module.
         measurements: Measurements of clients.
         monitors: The metrics that callbacks and schedules follow.
-        runs_several: Whether a training step is that of several clients.
+        runs_several: Whether a training step runs several clients.
         is_closing: Whether a round is between the server's step and the end of its hooks.
         has_run: Whether a round has ended in this trainer.
-        after_round: How ModelCheckpoints save once the other hooks of the round's end have been called, each with
-            whether a run can resume from it.
-        corrected_clip: Value and algorithm of gradient clipping after the correction, if asked for.
+        after_round: Functions that save ModelCheckpoints after the other hooks of the round's end, each with whether a
+            run can resume from its checkpoint.
+        corrected_clip: Value and algorithm of gradient clipping after the correction, if set.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class FederatedLoop(_FitLoop):
         self.runs_several = self.is_closing = self.has_run = False
         self.corrected_clip: tuple[float, Any] | None = None
         self.after_round: list[tuple[bool, Callable[[], None]]] = []
-        self._plateau_round = 0  # in which ReduceLROnPlateau stepped last
-        self._of_hooks: dict[str, float] = {}  # what this process has logged in hooks of the last round
+        self._plateau_round = 0  # the round in which ReduceLROnPlateau last stepped
+        self._of_hooks: dict[str, float] = {}  # values that this process logged in hooks of the last round
         self._differing: set[str] = set()  # names of such values that processes do not agree on
-        self._names: set[str] = set()  # of values of rounds that are written
-        self._reserved_names: set[str] = set()  # of values that sites have reported under names of the server's
-        self._warned: set[ClientId] = set()  # clients whose failures the user has been warned of
-        self._stop = Stop.NO  # what any process was asked for in this round
-        self._has_checked_batches = False  # in this fit
-        self._says_why_it_continues = True  # when asked to stop too early
+        self._names: set[str] = set()  # names of logged values of rounds
+        self._reserved_names: set[str] = set()  # names of server values that sites have reported
+        self._warned: set[ClientId] = set()  # clients already named in a warning about a failure
+        self._stop = Stop.NO  # the strongest stop request to any process in this round
+        self._has_checked_batches = False  # whether this fit has checked batches
+        self._says_why_it_continues = True  # whether to log why after an early request to stop
 
     @property
     def done(self) -> bool:
@@ -115,7 +115,7 @@ class FederatedLoop(_FitLoop):
 
     @property
     def skip(self) -> bool:
-        """Return whether there is nothing to do at all."""
+        """Return whether the fit has nothing to do."""
         if self.round > 0 and (limit := self._limit_reached()):
             raised = "trainer.max_rounds" if limit.startswith("max_rounds") else "max_steps"
             rank_zero_warn(
@@ -126,7 +126,7 @@ class FederatedLoop(_FitLoop):
         return self.trainer.limit_train_batches == 0 or self.done
 
     def _limit_reached(self) -> str | None:
-        """Return the number of rounds or of local steps that ends the run, as it was given; None if it continues."""
+        """Return the limit on rounds or local steps that the run has reached, as text; None if it continues."""
         if self.max_epochs != -1 and self.round >= (self.max_epochs or 0):
             return f"max_rounds={self.max_epochs}"
         if self.max_steps != -1 and self.steps_taken >= self.max_steps:
@@ -134,7 +134,7 @@ class FederatedLoop(_FitLoop):
         return None
 
     def _iteration_based_training(self) -> bool:
-        return False  # or Lightning would restart in the middle of an epoch where max_steps is given
+        return False  # else Lightning would restart in the middle of an epoch if max_steps is set
 
     @property
     def _can_stop_early(self) -> bool:
@@ -143,7 +143,7 @@ class FederatedLoop(_FitLoop):
     # ------------------------------------------------------------------ start and end of a fit
 
     def setup_data(self) -> None:
-        """Check trainer and module, and read who the clients are."""
+        """Check the trainer and the module, and read the population."""
         trainer = self.trainer
         check_trainer(trainer)
         check_module(trainer)
@@ -155,7 +155,7 @@ class FederatedLoop(_FitLoop):
         trainer._last_val_time = time.monotonic()
 
     def reset(self) -> None:
-        """Start the run where it stands: at round 0, after the round of a checkpoint, or after an earlier fit."""
+        """Start the run at round 0, after the round of a checkpoint, or after the rounds of an earlier fit."""
         torch.set_grad_enabled(True)
         self.run_state.start()
         self._plateau_round = self.round
@@ -168,18 +168,18 @@ class FederatedLoop(_FitLoop):
         self.epoch_loop.val_loop._restarting = False
 
     def on_run_end(self) -> None:
-        """Call the hooks that end training, and keep what they change in the model."""
+        """Call the hooks that end training, and keep their changes to the model."""
         super().on_run_end()
         assert self.run_state.server_model is not None
         self.run_state.server_model.sync_hook_changes()
 
     def teardown(self) -> None:
-        """Let go of the run; :meth:`FederatedTrainer._teardown` has ended it."""
+        """Release the run; :meth:`FederatedTrainer._teardown` has already ended it."""
         self.monitors.release()
         self.epoch_loop.teardown()
 
     def set_progress(self, round: int) -> None:
-        """Set Lightning's counters of epochs from the round."""
+        """Set Lightning's epoch counters to the round."""
         for counter in (self.epoch_progress.total, self.epoch_progress.current):
             counter.ready = counter.started = counter.processed = counter.completed = round
 
@@ -188,15 +188,15 @@ class FederatedLoop(_FitLoop):
         return self.run_state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Take over a checkpoint's state, which the next fit starts from; counters follow from its round."""
+        """Load a checkpoint's state for the next fit, and set the epoch counters to its round."""
         self.run_state.load_state_dict(state_dict[f"{prefix}state_dict"])
         self.set_progress(self.round)
-        self.epoch_loop.val_loop._restarting = True  # so that Lightning runs no sanity check
+        self.epoch_loop.val_loop._restarting = True  # makes Lightning skip its sanity check
 
     # ------------------------------------------------------------------ a round
 
     def on_advance_start(self) -> None:
-        """Call the hooks that start a round, and draw its cohort in between Lightning's and those of rounds."""
+        """Call the hooks that start a round, and draw its cohort between Lightning's hooks and those of rounds."""
         trainer = self.trainer
         assert self.run_state.rounds is not None
         self.epoch_progress.increment_ready()
@@ -208,12 +208,12 @@ class FederatedLoop(_FitLoop):
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
-        # after these hooks, where GradientAccumulationScheduler sets how many batches make a step of this round
+        # draw after these hooks, since GradientAccumulationScheduler sets the batches per step of this round there
         self.run_state.rounds.draw(self.measurements.training_losses)
         call_round_hook(trainer, "on_round_start", self.round)
 
     def advance(self) -> None:
-        """Run one round, and validate the server model when that is due."""
+        """Run one round, and validate the server model if due."""
         trainer = self.trainer
         try:
             with trainer.profiler.profile("run_federated_round"):
@@ -239,7 +239,7 @@ class FederatedLoop(_FitLoop):
         self.epoch_progress.increment_processed()
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call._call_lightning_module_hook(trainer, "on_train_epoch_end")
-        for callback in trainer.callbacks:  # before callbacks that save
+        for callback in trainer.callbacks:  # check before callbacks save
             if isinstance(callback, TargetMetric):
                 callback.check(trainer)
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
@@ -262,21 +262,21 @@ class FederatedLoop(_FitLoop):
             raise error
 
     def _seed_hooks(self, purpose: Purpose) -> None:
-        """Seed the global generators for hooks of the user, alike in all processes; a resumed run draws the same."""
+        """Seed the global generators for user hooks; all processes and a resumed run draw the same numbers."""
         seed_global(derive_seed(self.state.seed, purpose, self.round), self.trainer.strategy.root_device)
 
     def _end_stopped(self, stop: Stop) -> None:
-        """See to it that a checkpoint holds the last completed round, in all processes together."""
+        """Save the last completed round unless a checkpoint has it, in all processes together."""
         trainer, connector = self.trainer, self.trainer._signal_connector
         if self.is_closing:
-            return  # interrupted at once: there is no completed round to save
+            return  # an immediate interrupt: the state is not that of a completed round
         connector.received_sigterm = stop >= Stop.TERMINATE
         save_last_round(trainer, self.round, trainer._checkpoint_connector.last_saved)
         if stop == Stop.REQUEUE:
             connector.requeue()
 
     def step_plateau_schedulers(self) -> None:
-        """Step ``ReduceLROnPlateau`` once a round: after validation, before a checkpoint could be written."""
+        """Step ``ReduceLROnPlateau`` once per round, after validation and before any checkpoint."""
         if self._plateau_round < self.round:
             self._plateau_round = self.round
             try:
@@ -314,7 +314,7 @@ class FederatedLoop(_FitLoop):
         interval = trainer._val_check_time_interval
         if interval is None:
             return True
-        stops = trainer.should_stop and self._can_stop_early  # as in Lightning, a run that is asked to stop validates
+        stops = trainer.should_stop and self._can_stop_early  # a run that is asked to stop validates, as in Lightning
         return bool(trainer.strategy.broadcast(stops or time.monotonic() - trainer._last_val_time >= interval))
 
     def _run_round(self) -> RoundReport:
@@ -330,8 +330,8 @@ class FederatedLoop(_FitLoop):
             self._has_checked_batches = True
         server_round, statuses = run.rounds.run(self._process_status)
         self._merge_statuses(statuses)
-        self.is_closing, run.round_start = True, None  # from here on, a checkpoint is of this round
-        self.max_batches = 1  # no longer those of the last client
+        self.is_closing, run.round_start = True, None  # from here on, checkpoints hold this round
+        self.max_batches = 1  # reset: it has the last client's value
         if run.has_hooks:
             run.server_model.stop_keeping()
         if self.settings.is_private or self.settings.client_privacy is not None:
@@ -340,7 +340,7 @@ class FederatedLoop(_FitLoop):
             self._drop_reserved_names()
         trainer._logger_connector.epoch_end_reached()
         metrics = {name: float(value) for name, value in trainer._logger_connector.metrics["callback"].items()}
-        if run.may_draw:  # in every process alike
+        if run.may_draw:  # identical in every process
             self._seed_hooks(Purpose.SERVER)
         report = server_round.close(metrics, time.perf_counter() - started)
         run.close_round(report)
@@ -349,7 +349,7 @@ class FederatedLoop(_FitLoop):
         return report
 
     def _process_status(self) -> dict[str, Any]:
-        """Return the facts that other processes need of this one when its clients are done."""
+        """Return the status of this process for the others when its clients are done."""
         trainer, run = self.trainer, self.run_state
         assert run.clients is not None
         assert run.server_model is not None
@@ -362,7 +362,7 @@ class FederatedLoop(_FitLoop):
         }
 
     def _merge_statuses(self, statuses: Sequence[Mapping[str, Any]]) -> None:
-        """Log what clients of all processes have logged, and do in this process what any of them asks for."""
+        """Combine the logged values of all processes, and apply stop requests and engine changes of any of them."""
         run = self.run_state
         assert run.clients is not None
         assert run.server_model is not None
@@ -375,7 +375,7 @@ class FederatedLoop(_FitLoop):
         self._stop = Stop(max(map(itemgetter("stop"), statuses)))
 
     def _warn_of_differences(self, of_hooks: Sequence[Mapping[str, float]]) -> None:
-        """Warn if the last round's hooks have logged other numbers in other processes, which nothing puts together."""
+        """Warn if hooks of the last round logged different values in different processes: nothing combines them."""
         for name, value in of_hooks[0].items():
             theirs = [
                 others[name] for others in of_hooks[1:] if name in others and not math.isnan(value + others[name])
@@ -388,7 +388,7 @@ class FederatedLoop(_FitLoop):
                     " sync_dist=True to self.log there, or log the value in training_step."
                 )
 
-    # ------------------------------------------------------------------ what callbacks may ask of the run
+    # ------------------------------------------------------------------ the state of the run, for callbacks
 
     @property
     def round(self) -> int:
@@ -444,7 +444,7 @@ class FederatedLoop(_FitLoop):
 
     @property
     def client_model(self) -> tuple[Vector, State] | None:
-        """The parameters [P] and buffers of the client whose hooks are called, if training."""
+        """The parameters [P] and buffers of the client whose hooks are called; None without a running fit."""
         prepared = self.prepared
         return None if prepared is None else (self.run_state.engine.current_parameters.clone(), prepared.buffers.read())
 
@@ -456,7 +456,7 @@ class FederatedLoop(_FitLoop):
 
     @property
     def epsilon(self) -> float | None:
-        """The privacy spent in the completed rounds, None without differential privacy."""
+        """The privacy spent in the completed rounds; None without differential privacy."""
         aggregator = self.settings.aggregator
         return aggregator.epsilon(self.round) if isinstance(aggregator, DifferentialPrivacy) else None
 
@@ -476,7 +476,7 @@ class FederatedLoop(_FitLoop):
 
     @property
     def arrived(self) -> float:
-        """Return the simulated seconds at which the last step's answers had arrived.
+        """Return the simulated time, in seconds, when the last step's answers had arrived.
 
         Raises:
             FederatedError: In a synchronous run.
@@ -487,7 +487,7 @@ class FederatedLoop(_FitLoop):
         return run.between().time
 
     def showing_server_model(self) -> AbstractContextManager[None]:
-        """Let the module hold the server's model inside, and afterwards what it held before."""
+        """Load the server's model into the module, and restore the module on exit."""
         return self.run_state.showing_server_model()
 
     def log_round(self, values: dict[str, float]) -> None:
@@ -502,7 +502,7 @@ class FederatedLoop(_FitLoop):
         connector.log_metrics({name: torch.tensor(value) for name, value in values.items()}, step=self.round)
 
     def _drop_reserved_names(self) -> None:
-        """Leave out what sites report under the name of a value of the server's: a single one could set that value."""
+        """Drop values that sites report under the name of a server value: a single site could set that value."""
         for name in self.epoch_loop._results.forget_clients(self._names | self.epoch_loop.val_loop._results.names):
             if name not in self._reserved_names:
                 self._reserved_names.add(name)
@@ -524,7 +524,7 @@ class FederatedLoop(_FitLoop):
         """Return the record of every process, in the order of ranks, for callbacks that measure; all must call it."""
         return self.run_state.ranks.gather(record)
 
-    # ------------------------------------------------------------------ what callbacks may measure of clients
+    # ------------------------------------------------------------------ measurements of clients, for callbacks
 
     def full_gradient(self, client_id: ClientId, point: Vector) -> Vector:
         """Return the full-batch gradient [P] of a client's training loss at a point [P].
@@ -539,7 +539,7 @@ class FederatedLoop(_FitLoop):
     def hessian_vector(self, client_id: ClientId, point: Vector, vector: Vector) -> Vector:
         """Return the full-batch Hessian of a client's training loss at a point [P], times a vector [P].
 
-        The Hessian is that of :meth:`full_gradient`, with the same dropout masks for every vector.
+        This differentiates :meth:`full_gradient`, with the same dropout masks for every vector.
 
         Raises:
             FederatedError: If the model has an operation that cannot be differentiated twice, or point or vector are
@@ -571,7 +571,7 @@ class FederatedLoop(_FitLoop):
     def training_losses(self, client_ids: Sequence[ClientId]) -> dict[ClientId, float]:
         """Return the mean training loss f_i of clients at the server model, in eval mode and without augmentation.
 
-        It leaves no trace, and is a function of (seed, round, client). Clients on sites: see :meth:`evaluate_clients`.
+        It leaves no trace, and is a function of (seed, round, client). For sites, see :meth:`evaluate_clients`.
 
         Raises:
             FederatedError: If a client has no examples.
@@ -581,15 +581,15 @@ class FederatedLoop(_FitLoop):
     def evaluate_client(
         self, client_id: ClientId, on: str = "val", steps: int = 0, own: bool = False
     ) -> dict[str, float]:
-        """Return what ``validation_step`` logs of the server model on one client's own examples, by name.
+        """Return the values that ``validation_step`` logs for the server model on one client's own examples, by name.
 
         It leaves no trace, and is a function of (seed, round, client).
 
         Args:
             client_id: The client.
             on: "val" for the client's own validation set, "train" for its training set.
-            steps: Local steps of fine-tuning on the client's training set, with the user's optimizer, before that.
-            own: Whether to evaluate the client's own model instead; of a client that this process keeps.
+            steps: Local fine-tuning steps on the client's training set, with the user's optimizer, before evaluation.
+            own: Whether to evaluate the client's own model instead. This process must keep the client's state.
 
         Raises:
             FederatedError: If the client has no validation set, or ``validation_step`` logs nothing.
@@ -599,14 +599,14 @@ class FederatedLoop(_FitLoop):
     def evaluate_clients(
         self, client_ids: Sequence[ClientId], on: str = "val", steps: int = 0, own: bool = False
     ) -> dict[ClientId, dict[str, float]]:
-        """Return :meth:`evaluate_client` of several clients, by client; remote clients are asked at once.
+        """Return :meth:`evaluate_client` of several clients, by client; remote clients are asked all at once.
 
         Clients on sites that do not answer are left out.
         """
         return self.measurements.evaluate_clients(client_ids, on, steps, own)
 
     def showing_client_model(self, client_id: ClientId) -> AbstractContextManager[None]:
-        """Let the module hold a client's personal model inside, and then restore it; between rounds of a fit.
+        """Load a client's personal model into the module between rounds of a fit, and restore the module on exit.
 
         This is the model to save or to use for this client. It is the server's if clients have no personal models.
 

@@ -1,4 +1,4 @@
-"""What callbacks may measure of clients during a run, without leaving a trace in it."""
+"""Measurements of clients for callbacks during a run, without a trace in it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ from lightning_fed.trainer.run_state import RunState
 
 
 class Measurements:
-    """Gradients, losses and metrics of single clients, which :class:`lightning_fed.FederatedLoop` hands to callbacks.
+    """Measures gradients, losses and metrics of single clients; :class:`lightning_fed.FederatedLoop` exposes it.
 
-    A measurement leaves no trace, and is a function of (seed, round, client). The loop's methods of the same names have
-    the arguments.
+    A measurement leaves no trace, and is a function of (seed, round, client). The loop's methods of the same names
+    document the arguments.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -73,7 +73,7 @@ class Measurements:
         return losses
 
     def evaluate_client(self, client_id: ClientId, on: str, steps: int, own: bool) -> dict[str, float]:
-        """Return what ``validation_step`` logs on one client's own examples."""
+        """Return the values that ``validation_step`` logs on one client's own examples."""
         index = self._population.index_of(client_id)
         check_one_of("evaluate_client", "on", on, ("val", "train"))
         steps = check_count("evaluate_client", "steps", steps, least=0)
@@ -101,7 +101,7 @@ class Measurements:
 
     @contextmanager
     def showing_client_model(self, client_id: ClientId) -> Iterator[None]:
-        """Let the module hold a client's own model inside, and afterwards what it held before."""
+        """Load a client's own model into the module, and restore the module on exit."""
         prepared = self._run.prepared
         if prepared is None or self._run.population is None:
             raise FederatedError(
@@ -119,7 +119,7 @@ class Measurements:
 
     @property
     def _ask_sites(self) -> Callable[[str, int, Sequence[ClientId], bool], dict[ClientId, dict[str, float]]] | None:
-        """The measurements of clients on remote sites; None if they are here."""
+        """The function that measures clients on remote sites; None for local clients."""
         return None if self._run.clients is None else self._run.clients.measure_on_sites
 
     @property
@@ -129,7 +129,7 @@ class Measurements:
 
     @contextmanager
     def _naming(self, client_id: ClientId, what: str = "its measure") -> Iterator[None]:
-        """Add the client and the round to any error inside, but for refusals, which have said all."""
+        """Add the client and the round to any error inside, except for a ``FederatedError``, which is complete."""
         try:
             yield
         except FederatedError:

@@ -11,7 +11,7 @@ _fitting = threading.RLock()
 
 
 def _forget() -> None:
-    """Let a forked process fit: a thread that was fitting is not in it."""
+    """Allow a forked process to fit, since it does not contain a thread that was fitting."""
     global _fitting
     _fitting = threading.RLock()
 
@@ -25,7 +25,7 @@ def one_thread() -> Iterator[None]:
     """Refuse a fit while another thread of the process is fitting; within a fit, its thread may fit another module.
 
     Every client seeds PyTorch's, Python's and NumPy's global generators. A second fit would seed them in between, and
-    both would train with other dropout masks and other augmentation than alone.
+    both would train with other dropout masks and augmentations than alone.
 
     Raises:
         FederatedError: If another thread is fitting.

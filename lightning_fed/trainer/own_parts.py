@@ -1,4 +1,4 @@
-"""Users' parts that keep something from round to round which neither checkpoints nor seeds cover."""
+"""User-defined parts that keep state between rounds outside of checkpoints and seeds."""
 
 import pickle
 import random
@@ -26,15 +26,15 @@ _REMEDIES = {
     "heterogeneity": "Compute it from the seed and the round",
     "attack": "Compute it from the message and its stream",
 }
-_PICKLED = (random.Random, np.random.RandomState, np.random.Generator)  # generators
+_PICKLED = (random.Random, np.random.RandomState, np.random.Generator)  # generators, compared by their pickles
 
 
 class OwnParts:
-    """Warns of users' parts that keep something in attributes which changes again in a fit's second round.
+    """Warns about user-defined parts with attributes that still change in a fit's second round.
 
-    These are attributes of the server's parts, and generators in attributes of the data module. The first round may
-    fill a cache. Generators within data sets are seeded for every batch, also if an attribute holds them. What
-    ``state_dict`` may hold is left to it.
+    It checks attributes of the server's parts, and generators in attributes of the data module. It ignores the first
+    round, which may fill a cache, and parts with their own ``state_dict``. Generators within data sets are seeded for
+    every batch, even if an attribute holds them too.
 
     Args:
         settings: The settings, with the server's parts.
@@ -55,7 +55,7 @@ class OwnParts:
         self._before: dict[str, dict[str, Any]] | None = None
 
     def look(self, report: RoundReport) -> bool:
-        """Compare the attributes after a completed round; return whether to do so again."""
+        """Compare the attributes after a completed round; return whether to compare again."""
         if not report.cohort:
             return True
         now = {name: self._attributes(part) for name, part in self._parts.items()}
@@ -75,7 +75,7 @@ class OwnParts:
         return False
 
     def _attributes(self, part: Any) -> dict[str, Any]:
-        """Return descriptions that change with the values, and with what a generator will draw."""
+        """Return descriptions that change with the values, and with the states of generators."""
         found = vars(part).items()
         return {
             key: pickle.dumps(value) if isinstance(value, _PICKLED) else as_plain(value)
@@ -95,7 +95,7 @@ class OwnParts:
 
 
 def _is_seeded(data: Any, client_id: ClientId, value: Any) -> bool:
-    """Return whether a generator is in the data of a client."""
+    """Return whether a generator is in a client's data, which the run seeds."""
     with preserved_random_state():
         is_loader = type(data).client_dataloader is not FederatedDataModule.client_dataloader
         made: Any = (

@@ -1,4 +1,4 @@
-"""The state of a run between rounds: how a fit starts and ends, and what its checkpoints hold."""
+"""The state of a run between rounds: the start and end of a fit, and the contents of its checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -33,36 +33,36 @@ from lightning_fed.trainer.server_model import EARLY_HOOKS, RoundStart, ServerMo
 
 
 class RunState:
-    """A trainer's run between rounds, and from one fit to the next."""
+    """The state of a trainer's run between rounds and between fits."""
 
     def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
         self.trainer, self.settings = trainer, settings
         self.client_states = ClientStatesStorage(trainer, settings.client_states, settings.client_states_dir)
         self.population: Population | None = None  # None before the first fit
-        self.prepared: PreparedModule | None = None  # while a fit is running or clients work without one
-        self.server_model: ServerModel | None = None  # in it, while a fit is running
+        self.prepared: PreparedModule | None = None  # set while a fit is running or clients work without one
+        self.server_model: ServerModel | None = None  # set while a fit is running
         self.clients: ClientHalf | None = None  # None before the first fit, and in a copy of the trainer
-        self.rounds: Rounds | None = None  # while a fit is running
+        self.rounds: Rounds | None = None  # set while a fit is running
         self.ranks = Ranks()
-        self.steps_taken = 0  # of all clients in all completed rounds
-        # of remote clients: the run's name at their sites ("run"), and the versions of the states there, by stored
-        # index, each with the fit that it is of ("versions")
+        self.steps_taken = 0  # local steps of all clients in all completed rounds
+        # Remote clients only: "run" is the run's name at their sites. "versions" has the versions of the states there,
+        # by stored index, each with its fit.
         self.sites: dict[str, Any] = {}
         self._server: Server | None = None
-        self._elsewhere: ClientHalf | None = None  # answers for the clients of a fit that starts, if not engines here
-        self._rounds_elsewhere = 0  # completed in processes that a launcher started and that have ended
-        self._checkpoint: dict[str, Any] | None = None  # a checkpoint's content for the run, until a fit starts from it
-        self._earlier: EarlierFit | None = None  # if it completed a round
-        self._notes: dict[str, str] = {}  # on data and optimizer
-        self._engines_before: list[str] = []  # that "auto" chose before this fit; see ClientWork.engine_names
+        self._elsewhere: ClientHalf | None = None  # answers for remote clients of a starting fit
+        self._rounds_elsewhere = 0  # rounds completed in launched processes that have ended
+        self._checkpoint: dict[str, Any] | None = None  # loaded for the run, until a fit starts from it
+        self._earlier: EarlierFit | None = None  # the last fit if it completed a round
+        self._notes: dict[str, str] = {}  # notes on data and optimizer
+        self._engines_before: list[str] = []  # chosen by "auto" before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
         self._drew_before: bool | None = None  # see ClientWork.draws
-        self.round_start: RoundStart | None = None  # of the current round, until it is complete
-        self.has_hooks = False  # whether hooks of the user may change the run, or draw, between clients' work
-        self.may_draw = False  # whether the server's step has a method, aggregator or optimizer of the user
+        self.round_start: RoundStart | None = None  # set until the current round is complete
+        self.has_hooks = False  # whether user hooks may change the run, or draw numbers, between clients' work
+        self.may_draw = False  # whether the server's step has a user-defined method, aggregator or optimizer
         self._own_parts: OwnParts | None = None  # watched in a fit's first rounds
-        self._sampler_is_checked = False  # whether checkpoints can hold its state
-        self._restore_generators: Callable[[], None] | None = None  # once the fit's rounds have begun
+        self._sampler_is_checked = False  # whether its state is known to load from a checkpoint
+        self._restore_generators: Callable[[], None] | None = None  # set once the fit's rounds have begun
 
     @property
     def round(self) -> int:
@@ -91,7 +91,7 @@ class RunState:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current fit, or of the last one, if there was one and the clients are here."""
+        """The engine of the current or last fit, for local clients."""
         if self.clients is None:
             raise FederatedError("Clients can be measured once this trainer has begun a fit; a copy has not.")
         if not isinstance(self.clients, ClientWork):
@@ -99,7 +99,7 @@ class RunState:
         return self.clients.engine
 
     def client_epsilons(self) -> dict[ClientId, float]:
-        """Return the record-level privacy spent by each client, also right after a checkpoint was loaded."""
+        """Return the record-level privacy spent by each client, even right after a checkpoint is loaded."""
         if self.settings.client_privacy is None:
             return {}
         self.check_is_here("The privacy that clients have spent")
@@ -114,7 +114,7 @@ class RunState:
         return {} if ledger is None else {ids[index]: epsilon for index, epsilon in ledger.epsilons().items()}
 
     def check_is_here(self, what: str) -> None:
-        """Refuse to return a state that ended with the processes that held it."""
+        """Raise if the state has ended with the processes that held it."""
         if self._rounds_elsewhere:
             raise FederatedError(
                 f"{what} after round {self._rounds_elsewhere - 1} has ended with the processes that the trainer"
@@ -122,23 +122,23 @@ class RunState:
             )
 
     def end_elsewhere(self, rounds: int) -> None:
-        """Note that other processes have completed the rounds of the fit, and ended."""
+        """Record that other processes have completed the rounds of the fit, and ended."""
         self._rounds_elsewhere = rounds
 
     def at_round_start(self) -> AbstractContextManager[None]:
-        """Let the server have inside the model with which the current round began, before its hooks."""
+        """Give the server the model from the round's start, before its hooks, and restore the current one on exit."""
         return nullcontext() if self.server_model is None else self.server_model.without_hook_changes()
 
     @contextmanager
     def showing_server_model(self) -> Iterator[None]:
-        """Let the module hold the server's model inside, and afterwards what it held before."""
+        """Load the server's model into the module, and restore the module on exit."""
         with self.preserving_module():
             if self.server_model is not None:
                 self.server_model.show()
             yield
 
     def preserving_module(self) -> AbstractContextManager[None]:
-        """Restore parameters and buffers of the module afterwards."""
+        """Restore the module's parameters and buffers on exit."""
         return nullcontext() if self.server_model is None else self.server_model.preserving_module()
 
     # ------------------------------------------------------------------ checkpoints
@@ -154,7 +154,7 @@ class RunState:
                 "A checkpoint in the middle of a round cannot be written by several processes, which are then at"
                 " different clients. Save at the end of a round, or train in one process."
             )
-        # the last metrics too: a schedule or a checkpoint callback may need one that is not logged in every round
+        # keep the last metrics: a schedule or a checkpoint callback may need one that is not logged in every round
         logged = self.trainer.callback_metrics if self.round_start is None else self.round_start.metrics
         metrics = {name: value.detach().cpu() for name, value in logged.items()}
         client_states = self.client_states.record(self._server, self.ranks)
@@ -170,7 +170,7 @@ class RunState:
         }
         noted |= {"sites": self.sites} if self.sites else {}
         if self.ranks.size > 1 and (precision := self.trainer.precision_plugin.state_dict()):
-            noted["precision"] = self.ranks.gather_at_zero(precision)  # each process has scaled its own clients' losses
+            noted["precision"] = self.ranks.gather_at_zero(precision)  # each process scales its own clients' losses
         if self.settings.aggregator is not None and (kept := self.settings.aggregator.state_dict()):
             noted["aggregator"] = kept
         if self.settings.sampler_learns:
@@ -178,18 +178,18 @@ class RunState:
         return {**self._server.state_dict(client_states), "metrics": metrics, **noted}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's state, which the next fit starts from."""
+        """Load a checkpoint's state for the next fit."""
         self._checkpoint = {**saved, "client_states": self.client_states.resolved(saved["client_states"])}
         self.sites = dict(saved.get("sites", {}))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of a fitted trainer needs; its next fit makes a new engine."""
+        """Return the state for a copy of a fitted trainer; its next fit creates a new engine."""
         return {**self.__dict__, "clients": None, "_elsewhere": None}
 
     # ------------------------------------------------------------------ clients
 
     def connect_clients(self) -> None:
-        """Let the data module connect to clients that are elsewhere, and read who the clients are."""
+        """Let the data module connect to remote clients, if it has any, and read the population."""
         self._elsewhere = self.trainer.datamodule.connect_clients()
         if self._elsewhere is None:
             if versions := self.sites.get("versions"):
@@ -206,7 +206,7 @@ class RunState:
         self.load_population()
 
     def load_population(self, among: Sequence[ClientId] | None = None) -> Population:
-        """Read who the clients are, before a fit, or between rounds if others have come.
+        """Read the population before a fit, or between rounds if new clients have arrived.
 
         ``among`` are the ids of all clients, if the data module has only some of them.
         """
@@ -237,7 +237,7 @@ class RunState:
         return prepared, population, work
 
     def _make_ledger(self, privacy: ClientPrivacy) -> PrivacyLedger:
-        """Return the account of the privacy that clients spend on their examples."""
+        """Return the ledger of the record-level privacy that clients spend."""
         population = self.population
         assert population is not None
         largest = max(population.sizes, default=1) if population.sizes_are_known else 1
@@ -256,7 +256,7 @@ class RunState:
     # ------------------------------------------------------------------ start and end of a fit
 
     def start(self) -> None:
-        """Prepare the module, bring the server to where the run stands, and prepare the clients."""
+        """Prepare the module, the server in the current state of the run, and the clients."""
         trainer, settings, population = self.trainer, self.settings, self.population
         assert population is not None
         self.prepared = prepared = PreparedModule(trainer)
@@ -280,12 +280,12 @@ class RunState:
                 None if saved is not None else self._earlier,
                 None if settings.client_privacy is None else self._make_ledger(settings.client_privacy),
             )
-        except BaseException:  # a server of an earlier fit must not be shown in this module
+        except BaseException:  # this module must not show the server of an earlier fit
             prepared.release()
             self.prepared = None
             raise
         self._notes, prepared.seed = notes, server.seed
-        privacy, is_here = settings.client_privacy, self._elsewhere is None  # sites have secrets of their own
+        privacy, is_here = settings.client_privacy, self._elsewhere is None  # sites have their own secrets
         if privacy is not None and privacy.noise_multiplier and is_here and server.seed < 2**64:
             rank_zero_warn(
                 f"With client_privacy, noise and samples follow from seed={server.seed}, which can be guessed: epsilon"
@@ -315,11 +315,11 @@ class RunState:
         self.server_model.show()
 
     def _resume_counts(self, saved: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's local steps, the engines that "auto" chose, and how many clients trained at once."""
+        """Restore a checkpoint's count of local steps, the engines that "auto" chose, and the chunk size."""
         asked = self.settings.chunk_size
         with restored_from(self.trainer.ckpt_path, "the choice of the engine"):
             self._engines_before, self._drew_before = [], saved.get("engine", {}).get("draws")
-            if "engine" not in saved:  # written by an earlier version, which noted only that "auto" had left one
+            if "engine" not in saved:  # an earlier version noted only that "auto" had left an engine
                 self._engines_before = ["sequential"] * 2 if saved.get("gave_up") else []
             elif saved["engine"]["asked"] == "auto":
                 self._engines_before = [str(name) for name in saved["engine"]["taken"]]
@@ -330,7 +330,7 @@ class RunState:
             self.steps_taken = int(saved["steps_taken"])
 
     def _resume_precision(self, saved: Mapping[str, Any]) -> None:
-        """Take over this process's gradient scaler; Lightning has loaded that of process 0 in all of them."""
+        """Restore this process's gradient scaler, since Lightning has loaded process 0's in all processes."""
         plugin, ranks = self.trainer.precision_plugin, self.ranks
         if not plugin.state_dict():
             return
@@ -347,12 +347,12 @@ class RunState:
             )
 
     def show_rates(self) -> None:
-        """Show the rates that the next round begins with; a schedule by local step sets them."""
+        """Show the initial rates of the next round, which a schedule by local step sets."""
         assert self.prepared is not None
         self.prepared.begin_round(self.settings.first_step(self.server.round, self.server.longest_steps))
 
     def begin_round(self) -> None:
-        """Note what the next round begins with, before its hooks."""
+        """Record the state at the start of the next round, before its hooks."""
         if self._restore_generators is None:
             self._restore_generators = capture_random_state(self.trainer.strategy.root_device)
         self.round_start = RoundStart(self.trainer, self.server_model if self.has_hooks else None)
@@ -372,7 +372,7 @@ class RunState:
         self.server_model.show()
 
     def _teach_sampler(self, report: RoundReport) -> None:
-        """Let a sampler that learns read the reports; processes that split batches take those of the first one."""
+        """Give the reports to a learning sampler; processes that split batches use the first one's reports."""
         sampler: Any = self.settings.sampler
         assert self.clients is not None
         (reports, *_) = self.clients.split.gather(dict(report.clients))
@@ -382,7 +382,7 @@ class RunState:
             check_loads(sampler.state_dict(), f"{type(sampler).__name__}.state_dict()")
 
     def leave_round(self) -> None:
-        """Abandon the current round: everything is as after the last completed one."""
+        """Abandon the current round, and return to the state after the last completed one."""
         assert self.rounds is not None
         assert self.server_model is not None
         try:
@@ -393,16 +393,16 @@ class RunState:
                 self.round_start.put_back(self.trainer)
 
     def end(self) -> None:
-        """End a fit, with the server's model in the module.
+        """End a fit, and leave the server's model in the module.
 
-        Rounds seed the global generators. What a script draws between fits must not be the same after each of them.
+        Rounds seed the global generators. This restores them, so that a script does not draw the same after each fit.
         """
         if self._restore_generators is not None:
             self._restore_generators()
             self._restore_generators = None
         if self.prepared is not None:
             if self.round_start is not None and self.rounds is not None:  # after an exception
-                with suppress(FederatedError):  # of a setting that cannot be put back, which has ended the run
+                with suppress(FederatedError):  # a setting that cannot be restored has ended the run
                     self.leave_round()
             self.round_start = None
             if (server := self._server) is not None:

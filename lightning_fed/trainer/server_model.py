@@ -1,4 +1,4 @@
-"""The server's model in the user's module, as hooks find and change it between rounds, and what a round began with."""
+"""The server's model in the user's module, the changes of hooks to it, and the values at the start of a round."""
 
 import copy
 import hashlib
@@ -24,11 +24,11 @@ _Model: TypeAlias = tuple[Vector, Vector, State, set[str]]
 """Trained and personal parameters, buffers, and the names of the buffers that have changed in the run."""
 
 
-_COPIED = 2**22  # untrained parameters up to this size can be put back
+_COPIED = 2**22  # maximum size of an untrained parameter to copy, so that it can be restored
 
 
 class Untrained:
-    """Parameters that nobody trains and the server does not keep, such as a teacher's, as a round has found them."""
+    """Saves parameters that are not trained and not on the server, such as a teacher's, at the start of a round."""
 
     def __init__(self, prepared: PreparedModule) -> None:
         kept, as_buffers = set(map(id, prepared.flat.params)), prepared.buffers.owners
@@ -42,7 +42,7 @@ class Untrained:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Put the numbers back; warn of a large parameter that has others now, of which there is no copy."""
+        """Restore the copies; warn about a large parameter that has changed, because it has no copy."""
         for p, numbers in self._small:
             p.copy_(numbers)
         for name, large, key in self._large:
@@ -55,7 +55,7 @@ class Untrained:
 
     @contextmanager
     def put_back_inside(self) -> Iterator[None]:
-        """Put the numbers back inside."""
+        """Restore the copies, and return to the current values on exit."""
         now = [p.detach().clone() for p, _ in self._small]
         self.put_back()
         try:
@@ -72,14 +72,14 @@ class ServerModel:
     def __init__(self, prepared: PreparedModule, server: Server) -> None:
         self._prepared, self._server = prepared, server
         self._loaded: Vector | None = None  # the parameters [P] that hooks find; None while clients work
-        self.change_digest: str | None = None  # of what hooks have made since the last round, to compare processes
-        self.keeps_untrained = False  # whether hooks may change parameters that nobody trains in a round
-        self._keeps = False  # whether what hooks change is kept as it was
-        self._kept: _Model | None = None  # it, once they have changed something
+        self.change_digest: str | None = None  # covers the model that hooks have changed, to compare processes
+        self.keeps_untrained = False  # whether hooks may change untrained parameters in a round
+        self._keeps = False  # whether to keep the model before hooks change it
+        self._kept: _Model | None = None  # this model, once hooks have changed something
         self._untrained: Untrained | None = None
 
     def show(self) -> None:
-        """Let the module hold the server's model, even in the middle of a client's work."""
+        """Load the server's model into the module, even in the middle of a client's work."""
         prepared, server = self._prepared, self._server
         self._loaded = server.evaluation_x()
         prepared.flat.y.copy_(self._loaded)
@@ -88,7 +88,7 @@ class ServerModel:
         prepared.buffers.write(server.buffers)
 
     def begin_round(self) -> None:
-        """Take over what hooks have changed; clients work in the module until :meth:`show`.
+        """Pass the changes of hooks to the server; clients work in the module until :meth:`show`.
 
         Raise if a hook has frozen, unfrozen or replaced a parameter.
         """
@@ -97,9 +97,9 @@ class ServerModel:
         self._loaded = None
 
     def sync_hook_changes(self) -> None:
-        """Give the server what hooks have changed in the module between rounds; do nothing while clients work.
+        """Pass the changes of hooks to the module between rounds to the server; do nothing while clients work.
 
-        Changes of parameters that the method does not train are refused.
+        Raise if the changed parameters are those of a model that the method shows but does not train.
         """
         prepared, server, loaded = self._prepared, self._server, self._loaded
         if loaded is None:
@@ -131,7 +131,7 @@ class ServerModel:
         self.change_digest = digest.hexdigest()
 
     def check_changes_agree(self, digests: Sequence[str | None]) -> None:
-        """Refuse changes by hooks that are not the same in all processes, given each one's :attr:`change_digest`."""
+        """Raise if the changes of hooks differ between processes, given each one's :attr:`change_digest`."""
         if len(set(digests)) > 1:
             raise FederatedError(
                 "Hooks have changed the model's parameters or buffers between rounds, and not alike in all processes:"
@@ -140,17 +140,17 @@ class ServerModel:
         self.change_digest = None
 
     def start_keeping(self) -> None:
-        """Take over what hooks have changed so far, and keep what they change from here until :meth:`stop_keeping`."""
+        """Pass earlier changes of hooks to the server, and make later ones undoable until :meth:`stop_keeping`."""
         self.sync_hook_changes()
         self._keeps, self._kept = True, None
         self._untrained = Untrained(self._prepared) if self.keeps_untrained else None
 
     def stop_keeping(self) -> None:
-        """Keep no more what hooks change."""
+        """Drop the kept values; later changes of hooks cannot be undone."""
         self._keeps, self._kept, self._untrained = False, None, None
 
     def undo_hook_changes(self) -> None:
-        """Undo what hooks have changed since :meth:`start_keeping`; the module does not show it until :meth:`show`."""
+        """Undo hook changes since :meth:`start_keeping`; :meth:`show` then loads the server's model into the module."""
         self.sync_hook_changes()
         if self._kept is not None:
             self._set(self._kept)
@@ -161,7 +161,7 @@ class ServerModel:
 
     @contextmanager
     def without_hook_changes(self) -> Iterator[None]:
-        """Undo what hooks have changed since :meth:`start_keeping` inside."""
+        """Undo hook changes since :meth:`start_keeping` inside the context, and redo them on exit."""
         self.sync_hook_changes()
         kept, loaded = self._kept, self._loaded
         with nullcontext() if self._untrained is None else self._untrained.put_back_inside():
@@ -189,7 +189,7 @@ class ServerModel:
 
     @contextmanager
     def preserving_module(self) -> Iterator[None]:
-        """Restore parameters and buffers of the module afterwards."""
+        """Restore the module's parameters and buffers on exit."""
         flat, buffers_of, loaded = self._prepared.flat, self._prepared.buffers, self._loaded
         parts, y, buffers = [p.data for p in flat.params], flat.whole.clone(), buffers_of.read()
         try:
@@ -202,7 +202,7 @@ class ServerModel:
 
 
 EARLY_HOOKS = ("on_train_epoch_start", "on_round_start", "on_round_restart", "on_client_start", "on_client_end")
-"""The hooks of a round that are called before it is complete, and may change what nobody trains."""
+"""The hooks that are called before a round is complete, and may change untrained parameters."""
 
 _ALL_HOOKS = tuple(name for name in dir(FederatedCallback) if name.startswith("on_"))
 
@@ -218,20 +218,20 @@ def has_round_hooks(trainer: pl.Trainer, hooks: Sequence[str] = _ALL_HOOKS) -> b
 
 
 class RoundStart:
-    """What a checkpoint in the middle of a round holds instead of the present values.
+    """The values that replace the current ones in a checkpoint in the middle of a round.
 
-    It is a checkpoint of the last completed round. A run that resumes from it calls the round's hooks again, so it must
-    not hold what they have changed: the server's model, the options of the local optimizer, the states of callbacks.
-    Those of callbacks that save checkpoints are the present ones, with the files that are there. Without hooks that may
-    change them, ``server_model`` is None.
+    The checkpoint is of the last completed round. A run that resumes from it calls the round's hooks again. So it must
+    not contain their changes to the server's model, the local optimizer's options and the callbacks' states. Callbacks
+    that save checkpoints keep their current states, which match the existing files. ``server_model`` is None without
+    hooks that may change these.
     """
 
     def __init__(self, trainer: pl.Trainer, server_model: ServerModel | None) -> None:
         self.precision: dict[str, Any] = copy.deepcopy(trainer.precision_plugin.state_dict())
-        # that callbacks may follow, without those of the round's first steps
+        # callbacks may monitor these; they exclude values of the round's first steps
         self.metrics: dict[str, Tensor] = dict(trainer._logger_connector._callback_metrics)
         self._callbacks: dict[str, Any] = {}
-        self._options: list[dict[str, Any]] = []  # of each parameter group
+        self._options: list[dict[str, Any]] = []  # one entry per parameter group
         if server_model is None:
             return
         server_model.start_keeping()
@@ -240,12 +240,12 @@ class RoundStart:
         for callback in trainer.callbacks:
             if is_users_own(callback, "state_dict") and not isinstance(callback, pl.callbacks.Checkpoint):
                 state = callback.state_dict()
-                with suppress(Exception):  # a checkpoint leaves out what cannot be copied
+                with suppress(Exception):  # a checkpoint omits a state that cannot be copied
                     state = copy.deepcopy(state)
                 self._callbacks[callback.state_key] = state
 
     def put_back(self, trainer: pl.Trainer) -> None:
-        """Put back the precision and the options, when the round is left."""
+        """Restore the precision and the options when the round is abandoned."""
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -253,7 +253,7 @@ class RoundStart:
             group.update(copy.deepcopy(options))
 
     def put_into(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-        """Replace what a checkpoint holds of the present, except for the server's model."""
+        """Replace the current values in a checkpoint, except for the server's model."""
         if (name := type(trainer.precision_plugin).__qualname__) in checkpoint:
             checkpoint[name] = self.precision
         groups = [group for state in checkpoint.get("optimizer_states", ()) for group in state["param_groups"]]

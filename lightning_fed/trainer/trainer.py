@@ -47,17 +47,17 @@ __all__ = ["ClientsStrategy", "FederatedTrainer"]
 
 
 class _NoLoaderError(FederatedError, AttributeError):
-    """For ``getattr`` with a default value, the trainer has no such attribute."""
+    """An error that ``getattr`` with a default value handles as a missing attribute."""
 
 
 class FederatedTrainer(pl.Trainer):
     """A Lightning Trainer whose epochs are federated rounds.
 
     Every argument of :class:`pytorch_lightning.Trainer` keeps its meaning, counted in rounds:
-    ``check_val_every_n_epoch`` validates the server model every n rounds, ``fast_dev_run`` is one round of n batches a
-    client, ``limit_train_batches`` limits the batches of a client's epoch, ``max_time`` ends the run after the round
-    that exceeds it. ``max_steps`` and ``min_steps`` count the local steps of all clients and are checked after each
-    round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
+    ``check_val_every_n_epoch`` validates the server model every n rounds. ``fast_dev_run`` is one round of n batches
+    per client. ``limit_train_batches`` limits the batches of a client's epoch. ``max_time`` ends the run after the
+    round that exceeds it. ``max_steps`` and ``min_steps`` count the local steps of all clients and are checked after
+    each round. ``val_check_interval=n`` with ``check_val_every_n_epoch=None``, and ``every_n_train_steps=n`` of a
     ``ModelCheckpoint``, count rounds, as the global step does. A ``val_check_interval`` that is a time, such as
     "00:00:10:00", validates after the first round that ends when this time has passed since the last validation.
     Environment variables ``PL_TRAINER_...`` set the arguments that are not given, as for Lightning's Trainer:
@@ -73,7 +73,7 @@ class FederatedTrainer(pl.Trainer):
             from the server's for every client, and are averaged by examples, or treated as ``buffers`` sets.
         lora: The mean of LoRA adapters of peft. "separate" takes the means of A and B, as of any other parameters.
             "frozen_a" freezes A, so that the mean is that of the merged weights (FFA-LoRA). "exact" trains both, and
-            adds what is missing to the base weights of the server and all clients (FedEx-LoRA).
+            adds the missing part to the base weights of the server and all clients (FedEx-LoRA).
         max_rounds: The number of rounds; -1 for no limit. Another name for Lightning's ``max_epochs``.
         clients_per_round: The clients drawn uniformly without replacement each round: an int is a count, a float in
             (0, 1] a share. By default all of them.
@@ -159,7 +159,7 @@ class FederatedTrainer(pl.Trainer):
     """
 
     _has_reported_threads = False
-    _val_check_time_interval: float | None  # seconds, as Lightning has found them in val_check_interval
+    _val_check_time_interval: float | None  # in seconds, parsed from val_check_interval by Lightning
 
     @defaults_of_environment
     def __init__(
@@ -214,7 +214,7 @@ class FederatedTrainer(pl.Trainer):
         if kwargs.get("logger") is None or kwargs["logger"] is True:
             name_default_runs(self, type(settings.algorithm).__name__)
         self.fit_loop: FederatedLoop = FederatedLoop(self, settings, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
-        if not kwargs.get("fast_dev_run"):  # which Lightning counts in steps: n batches a client, in one round
+        if not kwargs.get("fast_dev_run"):  # Lightning counts it in steps; here it is n batches per client in one round
             steps, given = self.fit_loop.epoch_loop, dict(kwargs)  # kwargs.get would set what --help shows
             steps.max_steps, steps.min_steps = given.get("max_steps", -1), given.get("min_steps")
         if (seconds := self._val_check_time_interval) is not None:
@@ -222,13 +222,13 @@ class FederatedTrainer(pl.Trainer):
                 raise FederatedError(
                     f"val_check_interval must be a time that is not negative, found {seconds:g} seconds."
                 )
-            # which Lightning leaves unset; EarlyStopping asks for it, to look only after rounds that validate
+            # Lightning leaves it unset; EarlyStopping needs it, to check only after rounds that validate
             self.val_check_interval = timedelta(seconds=seconds)  # type: ignore[assignment]
         elif self.check_val_every_n_epoch is None and type(every := self.val_check_interval) is int and every > 0:
             self.check_val_every_n_epoch, self.val_check_interval = every, 1.0  # a step over all epochs is a round
         if gradient_clip_on == "corrected" and self.gradient_clip_val:
             self.fit_loop.corrected_clip = (self.gradient_clip_val, self.gradient_clip_algorithm or "norm")
-            self.gradient_clip_val = None  # or Lightning would clip before the correction as well
+            self.gradient_clip_val = None  # else Lightning would also clip before the correction
         check_strategy(self.strategy)
         check_local_options(self)
         adopt(self)
@@ -238,7 +238,7 @@ class FederatedTrainer(pl.Trainer):
                 "on_client_error='drop' cannot be combined with strategy='ddp', whose processes work on one client"
                 " together and stop together. Use strategy='clients', or leave on_client_error at 'raise'."
             )
-        if isinstance(self.strategy, UnwrappedDDPStrategy):  # Lightning's sampler would show some examples twice
+        if isinstance(self.strategy, UnwrappedDDPStrategy):  # Lightning's sampler would repeat some examples
             self._accelerator_connector.use_distributed_sampler = False
         install(self)
 
@@ -268,13 +268,13 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """How often schedules are stepped in the run; infinite without a limit.
+        """The number of schedule steps in the run; infinite without a limit.
 
-        This is the number of rounds. With ``local_schedule`` it is the number of steps that the schedule counts, at the
-        most: ``local_steps`` for "restart", and that times the rounds for "continue" and "total".
+        This is the number of rounds. With ``local_schedule`` it is the maximum number of steps that the schedule
+        counts: ``local_steps`` for "restart", and that times the rounds for "continue" and "total".
 
         Raises:
-            FederatedError: If ``max_steps`` alone limits the run: what rounds it makes depends on who is drawn. If
+            FederatedError: If ``max_steps`` alone limits the run: the number of rounds depends on the clients drawn. If
                 schedules count local steps, and ``local_epochs`` lets clients take different numbers of them.
         """
         steps = self._steps_of_round("estimated_stepping_batches")
@@ -290,7 +290,7 @@ class FederatedTrainer(pl.Trainer):
         return float("inf")
 
     def _steps_of_round(self, name: str) -> int:
-        """Return how often schedules are stepped in a round at the most; ``name`` is what asks."""
+        """Return the maximum number of schedule steps in a round; ``name`` is the attribute that needs it."""
         settings = self.fit_loop.settings
         steps = 1 if settings.local_schedule is None else settings.local_steps
         if steps is None:
@@ -323,8 +323,8 @@ class FederatedTrainer(pl.Trainer):
     def num_training_batches(self) -> int | float:
         """The batches in the local epoch of the client at work; 1 between the work of clients.
 
-        In ``configure_optimizers``, where modules multiply it by ``max_epochs`` for the length of a schedule, it is how
-        often schedules are stepped in a round: once, or with ``local_schedule`` after each of the ``local_steps``.
+        In ``configure_optimizers``, modules multiply it by ``max_epochs``. There it is the number of schedule steps in
+        a round (one, or ``local_steps`` with ``local_schedule``) times ``accumulate_grad_batches``.
 
         Raises:
             FederatedError: In ``configure_optimizers``, if schedules count local steps, and ``local_epochs`` lets
@@ -338,7 +338,7 @@ class FederatedTrainer(pl.Trainer):
 
     @property
     def is_last_batch(self) -> bool:
-        """Return whether the current client is at the last batch of its local epoch."""
+        """Whether the current client is at the last batch of its local epoch."""
         self._check_is_one("is_last_batch")
         return super().is_last_batch
 
@@ -406,7 +406,7 @@ class FederatedTrainer(pl.Trainer):
                 ) from error
 
     def _run_stage(self) -> Any:
-        """Run a stage, with the threads that suit the model; here the model is complete, and the process is its own."""
+        """Run a stage with a thread count that suits the model: it is complete here, and processes have started."""
         with threads_for(self.lightning_module, self.strategy.root_device) as before:
             if before is not None and not self._has_reported_threads:
                 self._has_reported_threads = True
@@ -417,7 +417,7 @@ class FederatedTrainer(pl.Trainer):
             return super()._run_stage()
 
     def _teardown(self) -> None:
-        """End the run before the strategy moves the module: parameters are then no longer views of the run's memory."""
+        """End the run before the strategy moves the module, so that parameters are not views of the run's memory."""
         try:
             if self.state.fn == TrainerFn.FITTING:  # also after an error in validation
                 self.fit_loop.run_state.end()
@@ -437,9 +437,9 @@ class FederatedTrainer(pl.Trainer):
         seen only a part of the round, and a resumed run would differ.
 
         Args:
-            filepath: Where, a path or a URL.
+            filepath: The path or URL to write to.
             weights_only: Whether to save the model's weights alone.
-            storage_options: As for the CheckpointIO plugin.
+            storage_options: Options for the CheckpointIO plugin.
 
         Raises:
             FederatedError: If the path is not one, or there is nothing to save; or, unless ``weights_only``, if a
@@ -469,13 +469,13 @@ def _rounds(max_rounds: int | None, max_epochs: int | None) -> int | None:
 
 
 def _on_meta(module: pl.LightningModule) -> str | None:
-    """Return the name of a parameter or a buffer without numbers, or None."""
+    """Return the name of a parameter or buffer on the device "meta", or None."""
     named = (*module.named_parameters(), *module.named_buffers())
     return next((name for name, value in named if value.is_meta), None)
 
 
 def _with_defaults(callbacks: Sequence[pl.Callback] | pl.Callback | None, kwargs: dict[str, Any]) -> list[pl.Callback]:
-    """Add the callbacks that every federated run brings along."""
+    """Add the default callbacks of a federated run."""
     given = as_callbacks(callbacks)
     kinds = (RoundLogger,) if kwargs.get("barebones") else (RoundLogger, RoundLines, RunSummary)
     missing = [kind() for kind in kinds if not any(isinstance(c, kind) for c in given)]
