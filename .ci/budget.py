@@ -2,10 +2,10 @@
 
     python .ci/budget.py --wall 240 --cpu 420 -- pytest -n auto
 
-CPU seconds depend on the machine, so a fixed loop is timed before and after the command, on all cores at once as the
-tests run. The budget is in seconds of the reference machine, on which that loop takes ``REFERENCE`` seconds. The exit
-status is the command's own; it is 1 if the command passes and uses more than ``TOLERANCE`` times its CPU budget. The
-wall time is printed only: it depends on what else the machine does.
+CPU seconds depend on the machine, so a fixed loop is timed before and after the command, on all cores at once like the
+tests. The budget is in seconds of the reference machine, where that loop takes ``REFERENCE`` seconds. The exit status
+is the command's own, or 1 if the command passes and uses more than ``TOLERANCE`` times its CPU budget. The wall time
+is only printed, since it depends on the machine's other load.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def calibrate(loops: int) -> float:
 
 
 def slowness(processes: int, loops: int) -> float:
-    """Return how many times as long as the reference machine this one takes, with every core at work."""
+    """Return this machine's time as a multiple of the reference machine's, with all cores busy."""
     with ProcessPoolExecutor(processes) as pool:
         seconds = sum(pool.map(calibrate, [loops] * processes)) / processes
     return seconds / (REFERENCE * loops / LOOPS)

@@ -1,6 +1,6 @@
-"""What a user of ``import lightning as L`` does, where pytorch_lightning is not installed: modules of several kinds.
+"""Train several kinds of modules with ``import lightning as L``, without pytorch_lightning installed.
 
-Each is trained by both engines, with Lightning's callbacks and loggers, and goes on from its own checkpoint.
+Each engine that takes a module trains it with Lightning's callbacks and loggers, and resumes from its checkpoint.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ class Module(L.LightningModule):
 
 
 class Hooked(Module):
-    """A module with a hook per batch, and a callback of its own."""
+    """A module with a hook per batch and its own callback."""
 
     batches = 0
 
@@ -55,7 +55,7 @@ class Hooked(Module):
         type(self).batches += 1
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Return what stops a run that gets no better."""
+        """Return a callback that stops a run without improvement."""
         return [EarlyStopping("val_acc", mode="max", patience=5)]
 
 
@@ -84,7 +84,7 @@ ZOO: dict[str, Callable[[], Module]] = {
     "recurrent": lambda: Module(Rows()),
     "hooked": lambda: Hooked(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))),
 }
-STEPPED_TOGETHER = {"dense"}  # those that the vectorized engine takes
+STEPPED_TOGETHER = {"dense"}  # the modules that the vectorized engine takes
 
 
 def _fit(module: Module, engine: str, rounds: int, start: str | None = None) -> str:
@@ -117,7 +117,7 @@ def _fit(module: Module, engine: str, rounds: int, start: str | None = None) -> 
 
 
 def main() -> None:
-    """Train and resume every module with every engine that takes it, and count what the package imports."""
+    """Train and resume every module with every engine that takes it, and check the package's lazy imports."""
     assert importlib.util.find_spec("pytorch_lightning") is None, "this shows nothing where the other package is"
     for name, make in ZOO.items():
         for engine in ("sequential", "vectorized") if name in STEPPED_TOGETHER else ("sequential",):

@@ -5,7 +5,7 @@
     pip install -e ".[dev]" -c oldest.txt
 
 Packages that these bring along are not named, so pip takes their newest versions. ``--keep`` takes a package's version
-from ``constraints.txt`` instead, such as that of the PyTorch build at hand.
+from ``constraints.txt`` instead, such as the version of an available PyTorch build.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def requirements(project: Path, extras: Iterable[str]) -> list[Requirement]:
-    """Return what a project requires, with what some of its extras add."""
+    """Return the requirements of a project and of some of its extras."""
     table = tomllib.loads(project.read_text())["project"]
     optional = table.get("optional-dependencies", {})
     texts = [*table["dependencies"]]
@@ -38,7 +38,7 @@ def requirements(project: Path, extras: Iterable[str]) -> list[Requirement]:
 
 
 def oldest(required: Iterable[Requirement]) -> dict[str, str]:
-    """Return by package the oldest version that every requirement allows."""
+    """Return the oldest version of each package that every requirement allows."""
     found: dict[str, Version] = {}
     for requirement in required:
         bounds = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
@@ -50,7 +50,7 @@ def oldest(required: Iterable[Requirement]) -> dict[str, str]:
 
 
 def pinned(constraints: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return by package the version in a file of constraints."""
+    """Return the version of each package in a file of constraints."""
     lines = [line.split("==") for line in constraints.read_text().splitlines() if line and not line.startswith("#")]
     versions = {canonicalize_name(name): version for name, version in lines}
     wanted = [canonicalize_name(name) for name in names]

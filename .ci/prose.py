@@ -26,13 +26,13 @@ RULES = ROOT / ".ci" / "prose.yaml"
 
 
 def pages() -> list[Path]:
-    """Return the pages that are checked; those in ``docs/papers`` are generated."""
+    """Return the pages to check. Those in ``docs/papers`` are generated and not checked."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def sentences(text: str) -> Iterator[str]:
     """Yield the sentences of a page, without its code, tables, headings, pictures and formulas."""
-    text = re.sub(r"^<!-- (\S+):start -->.*?^<!-- \1:end -->", "", text, flags=re.M | re.S)  # which a benchmark writes
+    text = re.sub(r"^<!-- (\S+):start -->.*?^<!-- \1:end -->", "", text, flags=re.M | re.S)  # a benchmark writes them
     text = re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.M | re.S)
     text = re.sub(r"^(?:    (?! *[-*\d]).*|\|.*|#.*|!\[.*)$", "", text, flags=re.M)
     text = re.sub(r"^ *(?:[-*]|\d+\.) +", "\n\n", text, flags=re.M)
@@ -74,7 +74,7 @@ def docstrings(code: str) -> Iterator[str]:
 
 
 def comments(code: str) -> Iterator[str]:
-    """Yield the comments of a module; those on lines of their own that follow each other are one."""
+    """Yield the comments of a module. Consecutive comment lines are one comment."""
     block: list[str] = []
     end = 0
     for token in tokenize.generate_tokens(io.StringIO(code).readline):

@@ -1,4 +1,4 @@
-"""Set the repository's address in every file that needs it, or replace the address that is there.
+"""Set the repository's address in every file that needs it, or replace the existing one.
 
     python .ci/set_address.py https://github.com/OWNER/NAME
     python .ci/set_address.py https://github.com/OWNER/NAME --check   # change nothing; fail if a file lacks the address

@@ -1,4 +1,4 @@
-"""Look at every page of the built documentation in a browser, at the widths of a desktop and of a phone.
+"""Check every page of the built documentation in a browser, at the widths of a desktop and of a phone.
 
     mkdocs build --strict && python .ci/site_check.py site
     python .ci/site_check.py site --pages index methods --screenshots shots
@@ -28,7 +28,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 WIDTHS = (1280, 500)  # Chromium's windows are at least 500 pixels wide
 HEIGHT = 900
 
-# Opens the pages one after the other in a frame of each width, as media queries see it, and reports what is wrong.
+# The script opens each page in a frame of each width, so that media queries apply, and reports errors.
 LOOK = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body style="margin:0"><script>
 const {pages, widths, height} = %s;
 const shown = e => e.tagName.toLowerCase() + [...e.classList].map(c => '.' + c).join('') + ' "' +
@@ -96,7 +96,7 @@ def browser() -> str | None:
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serve the site, the page that looks at it, and take its reports."""
+    """Serve the site and the page that checks it, and receive its reports."""
 
     server: "Server"
 
@@ -132,7 +132,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A server of one site, and what was found on its pages."""
+    """A server of one site, with the reports on its pages."""
 
     def __init__(self, site: Path, look: str) -> None:
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(site)))
@@ -155,7 +155,7 @@ def serving(site: Path, look: str) -> Iterator[Server]:
 
 
 def command(path: str, profile: str, *options: str) -> list[str]:
-    """Return a command that runs the browser without a window, with its own profile and without other addresses."""
+    """Return a command that runs the browser headless, with its own profile and without access to other addresses."""
     fixed = [
         "--headless=new",
         "--no-sandbox",
@@ -204,7 +204,7 @@ def take_screenshots(site: Path, reports: Sequence[dict[str, Any]], path: str, f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a site; return 1 if a page fails."""
+    """Check a site, and return 1 if a page fails, or 2 if no browser is installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("site", type=Path, help="the folder that mkdocs built")
     parser.add_argument("--pages", nargs="+", help="such as index or api/algorithms; all by default")

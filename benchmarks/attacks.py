@@ -1,9 +1,9 @@
-"""What attacks do to a model under every aggregation rule, and what a rule costs.
+"""Measure the effect of attacks on a model under every aggregation rule, and the cost of each rule.
 
     python benchmarks/attacks.py            # the accuracies of docs/aggregation.md, about three minutes
     python benchmarks/attacks.py --cost     # CPU seconds to combine the messages of 100 clients, a million entries each
 
-The digits are dealt to 20 clients alike, of which 4 are bad. A logistic regression trains for 12 rounds of one epoch.
+The digits are split IID among 20 clients. Four are bad. A logistic regression trains for 12 rounds of one epoch.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What client states cost in memory and on disk: SCAFFOLD, in whose rounds all clients take part in turn.
+"""Measure the memory and disk use of client states: SCAFFOLD with clients that take part in turn.
 
     python benchmarks/client_states.py --clients 100000 --params 2000 --store memory disk
 
-One line of JSON for each: peak resident memory of the process, and what it grew by since the imports; the median of the
-seconds of a round; seconds to save a checkpoint and to resume from it; the size of the checkpoint and of the files
-beside it, in MB. Each client has 8 examples made on demand, and takes one local step.
+It prints a line of JSON per store. Memory is the peak resident size of the process, and its growth since the imports.
+Times are the median seconds of a round, and the seconds to save a checkpoint and to resume from it. Disk sizes are of
+the checkpoint and of the files next to it, in MB. Each client takes one local step on 8 examples made on demand.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def measure(store: str, clients: int, params: int, per_round: int, rounds: int, 
     features = max(1, params // CLASSES - 1)
 
     class Population(lightning_fed.FederatedDataModule):
-        """Clients made when they are asked for."""
+        """Clients created on demand."""
 
         def client_dataset(self, client_id: int | str) -> TensorDataset:
             """Return a client's examples, a function of its id."""
@@ -49,22 +49,22 @@ def measure(store: str, clients: int, params: int, per_round: int, rounds: int, 
             return EXAMPLES
 
     class Clock(lightning_fed.FederatedCallback):
-        """Keep when rounds started and ended."""
+        """Record the start and end of each round."""
 
         def __init__(self) -> None:
             self.starts: list[float] = []
             self.ends: list[float] = []
 
         def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
-            """Note when a round starts."""
+            """Record the start of a round."""
             self.starts.append(time.perf_counter())
 
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: RoundReport) -> None:
-            """Note when a round ends."""
+            """Record the end of a round."""
             self.ends.append(time.perf_counter())
 
     warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # the output is JSON: no lines, no summary
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # keep the output pure JSON
     torch.set_num_threads(1)
 
     def trainer(rounds: int) -> tuple[Any, Any, Any, Clock]:
@@ -111,13 +111,13 @@ def measure(store: str, clients: int, params: int, per_round: int, rounds: int, 
 
 
 def _peak_memory() -> float:
-    """Return the process's largest resident memory so far in MB; the system counts it in KiB, macOS in bytes."""
+    """Return the process's peak resident memory so far in MB. The system reports KiB, or bytes on macOS."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
 def main() -> None:
-    """Measure each store in a process of its own, and print a line of JSON for each."""
+    """Measure each store in its own process, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100_000, help="number of clients")
     parser.add_argument("--params", type=int, default=2000, help="number of parameters, about")

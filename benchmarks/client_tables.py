@@ -1,9 +1,9 @@
-"""What the rules of ``ClientTable`` cost: CPU seconds to read a table of 20 clients.
+"""Measure the cost of the rules of ``ClientTable``: CPU seconds to read a table of 20 clients.
 
     python benchmarks/client_tables.py
 
-Every table has 8 columns of numbers and 2 of words. "numbers alone" leaves the words out. The other cases are the same
-rows, read by one more rule each.
+Every table has 8 columns of numbers and 2 of words. "numbers alone" skips the words. Each other case reads the same
+rows with one more rule.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def write(path: Path, rows: int, decimal: str = ".", missing: float = 0.0) -> None:
-    """Write a table with the same numbers and words every time, some of them left out."""
+    """Write a table with deterministic numbers and words, some of them missing."""
     draw = random.Random(0)  # noqa: S311 - no secret
     lines = [";".join(["site", *NUMBERS, *WORDS, "ill"])]
     for row in range(rows):

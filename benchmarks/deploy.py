@@ -1,21 +1,20 @@
-"""What a run through real clients costs: seconds a round, CPU time, memory of server and sites, and what grows.
+"""Measure the cost of a run with real clients: seconds per round, CPU time, memory of server and sites, and growth.
 
     python benchmarks/deploy.py --parameters 11000000 --sites 2 --clients 2 --rounds 8 --json
     python benchmarks/deploy.py --clients 60 --sites 3 --cohort 60 --rounds 200 --json
     python benchmarks/deploy.py --transport flower nvflare nvflare-own --algorithm Scaffold --json
 
-``flower`` is a real SuperLink with SuperNodes on this machine, ``nvflare`` the same clients in FLARE's simulator, and
-``nvflare-own`` the same job without lightning_fed: NVFlare's ScaffoldRecipe and its patched Trainer, in the same
-simulator. Both run the sites' script in FLARE's own process, which is the default. The transports run one after the
-other, in the order given; one may be given several times.
+``flower`` is a real SuperLink with SuperNodes on this machine. ``nvflare`` runs the same clients in FLARE's simulator.
+``nvflare-own`` runs the same job in the same simulator without lightning_fed: with NVFlare's ScaffoldRecipe and its
+patched Trainer. Both run the sites' script in FLARE's own process, the default. The transports run one after the
+other, in the order given. One may be given several times.
 
-Clients have 16 examples of 20 features each and take two local steps, so that nearly all the time is the transport's.
-The first round warms up: seconds and CPU time are those from its end to the end of the last round. CPU time counts all
-processes, also those that have ended. All processes are looked at twice a second. ``peak_mb`` is the largest resident
-size that one process of a kind had, ``peak_mb_of_all`` the largest sum over all processes, in which a page that
-several share counts once. Bytes are those that Flower counts at the SuperLink, with the greeting. What must not grow is
-counted when a fifth of the rounds is done, and at the end, and added up over processes of a kind. ``docs/deploy.md``
-has figures.
+Clients have 16 examples of 20 features each and take two local steps, so the transport takes nearly all the time.
+The first round is a warm-up. Seconds and CPU time are measured from its end to the end of the last round. CPU time
+includes processes that have ended. All processes are sampled twice a second. ``peak_mb`` is the largest resident size
+of one process of a kind. ``peak_mb_of_all`` is the largest sum over all processes, and counts a shared page once.
+Flower counts the bytes at the SuperLink, including the greeting. Quantities that must not grow are measured after a
+fifth of the rounds and at the end, and summed over processes of a kind. ``docs/deploy.md`` has figures.
 """
 
 import argparse
@@ -52,8 +51,8 @@ from systems.with_lightning_fed import make_method
 
 __all__ = ["client_ids", "main", "make_data", "make_model", "make_trainer", "measure", "serve_own"]
 
-_OPTIONS = "DEPLOY_BENCHMARK"  # the environment variable that has the options for the processes of the run
-_LOOK = 0.5  # seconds between two looks at the processes
+_OPTIONS = "DEPLOY_BENCHMARK"  # the environment variable with the options for the processes of the run
+_LOOK = 0.5  # seconds between two samples of the processes
 _STAY = ("flower-superlink", "flwr-serverapp", "flower-supernode", "simulator", "simulator_worker", "site process")
 _PROJECT = """
 [project]
@@ -88,7 +87,7 @@ importlib.import_module("deploy").serve_own()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, and return the exit status."""
+    """Measure the chosen transports, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.rounds < 3:
@@ -121,7 +120,7 @@ def _cohort(args: argparse.Namespace) -> int:
     return int(args.cohort or args.clients)
 
 
-# ---------------------------------------------------------------------- what server and sites make
+# ---------------------------------------------------------------------- objects of server and sites
 
 
 def _options() -> dict[str, Any]:
@@ -148,7 +147,7 @@ def make_model() -> pl.LightningModule:
 
 
 def make_data(node_config: Mapping[str, Any]) -> lightning_fed.FederatedDataModule:
-    """Return the data, which a site uses for its own clients alone."""
+    """Return the data. A site uses only its own clients' data."""
     return Population(_options()["clients"])
 
 
@@ -158,17 +157,17 @@ def client_ids() -> range:
 
 
 class NoteRounds(lightning_fed.FederatedCallback):
-    """Note when rounds end, on the server.
+    """Record the ends of rounds, on the server.
 
     Args:
-        marks: The file that gets a line for each.
+        marks: The file that gets a line for each round.
     """
 
     def __init__(self, marks: Path) -> None:
         self.marks = marks
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Note one."""
+        """Record one."""
         _note(self.marks)
 
 
@@ -178,7 +177,7 @@ def _note(marks: Path) -> None:
 
 
 def serve_own() -> None:
-    """Train as a client of NVFlare's own SCAFFOLD. The first site notes its rounds."""
+    """Train as a client of NVFlare's own SCAFFOLD. The first site records its rounds."""
     import nvflare.client as flare
 
     torch.set_num_threads(1)
@@ -190,7 +189,7 @@ def serve_own() -> None:
     train_as_client(trainer, make_model(), DataLoader(data, BATCH, shuffle=True), done)
 
 
-# ---------------------------------------------------------------------- what runs
+# ---------------------------------------------------------------------- transports
 
 
 @dataclass
@@ -198,10 +197,10 @@ class Started:
     """A run that has been started.
 
     Attributes:
-        roots: Returns the side and the number of each process at the top of a tree.
+        roots: Returns the side of each root process by its id.
         folder: The files of the server.
-        ended: Returns None as long as the run goes on, then an empty text or what went wrong.
-        facts: Returns what the transport itself has counted.
+        ended: Returns None while the run continues, then an empty text or the error.
+        facts: Returns the transport's own counts.
     """
 
     roots: Callable[[], Mapping[int, str]]
@@ -297,19 +296,19 @@ def _nvflare_own(args: argparse.Namespace, folder: Path) -> Iterator[Started]:
 _TRANSPORTS = {"flower": _flower, "nvflare": _nvflare, "nvflare-own": _nvflare_own}
 
 
-# ---------------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------------- measurement
 
 
 def measure(args: argparse.Namespace, folder: Path, transport: str = "flower") -> dict[str, Any]:
-    """Run with real processes and return the figures.
+    """Run with real processes, and return the measurements.
 
     Args:
-        args: What the command line says.
-        folder: Where everything goes.
-        transport: What carries the messages.
+        args: The options of the command line.
+        folder: The folder for all files.
+        transport: The transport of the messages.
 
     Raises:
-        RuntimeError: If the run does not end well.
+        RuntimeError: If the run fails.
     """
     marks = folder / "marks"
     marks.touch()
@@ -320,7 +319,7 @@ def measure(args: argparse.Namespace, folder: Path, transport: str = "flower") -
         watch = Watch(started, [folder / "sites" / site for site in _shares(args)], marks)
         watch.wait_for(max(2, args.rounds // 5))
         before = watch.standing()
-        watch.wait_for(args.rounds - 1)  # after the last one the server may be gone
+        watch.wait_for(args.rounds - 1)  # the server may exit after the last round
         after = watch.standing()
         while (wrong := started.ended()) is None:
             time.sleep(1)
@@ -341,7 +340,7 @@ def measure(args: argparse.Namespace, folder: Path, transport: str = "flower") -
 
 
 class Watch:
-    """Look at the processes of a run until it is told to stop.
+    """Sample the processes of a run until it is stopped.
 
     Args:
         started: The run.
@@ -353,35 +352,35 @@ class Watch:
         self._started, self._sites, self._marks = started, sites, marks
         self._peak: dict[str, int] = {}  # by the kind of process, in bytes
         self._peak_of_all = 0
-        self._cpu: list[tuple[float, dict[str, float]]] = []  # when looked at, and the seconds of each side until then
+        self._cpu: list[tuple[float, dict[str, float]]] = []  # the time, and the CPU seconds of each side until then
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, daemon=True)
         self._thread.start()
 
     def times(self) -> list[float]:
-        """Return when rounds have ended."""
+        """Return the end times of rounds."""
         return [float(line) for line in self._marks.read_text().splitlines()]
 
     def wait_for(self, rounds: int) -> None:
         """Wait until some rounds are done.
 
         Args:
-            rounds: How many.
+            rounds: The number of rounds.
 
         Raises:
-            RuntimeError: If the run ends before.
+            RuntimeError: If the run ends earlier.
         """
         looked = time.monotonic()
         while len(self.times()) < rounds:
             time.sleep(_LOOK)
-            if time.monotonic() - looked > 30:  # Flower's answer is a process of its own
+            if time.monotonic() - looked > 30:  # asking Flower starts a process
                 looked, wrong = time.monotonic(), self._started.ended()
                 if wrong is not None and len(self.times()) < rounds:
                     raise RuntimeError(f"The run is over after {len(self.times())} rounds: {wrong}")
 
     def _roots(self) -> dict[int, str]:
         found = {}
-        for site in self._sites:  # its process is nobody's child where what started it has ended
+        for site in self._sites:  # its process has no parent if its starter has ended
             if log_of(site).is_file() and (line := re.search(r"Process (\d+) answers", log_of(site).read_text())):
                 found[int(line[1])] = "sites"
         return {**found, **self._started.roots()}
@@ -397,7 +396,7 @@ class Watch:
                         seen.add(process)
                         kind = _kind_of(process.cmdline())
                         yield "sites" if kind == "simulator_worker" else side, kind, process
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the process has just ended
                 continue
 
     def _look_on(self) -> None:
@@ -406,11 +405,11 @@ class Watch:
             self.look()
 
     def look(self) -> None:
-        """Look once at all processes."""
+        """Sample all processes once."""
         spent, of_all = {"server": 0.0, "sites": 0.0}, 0
         for side, kind, process in self._processes():
             try:
-                spent[side] += sum(process.cpu_times()[:4])  # with the time of its children that have ended
+                spent[side] += sum(process.cpu_times()[:4])  # includes children that have ended
                 of_all += process.memory_full_info().pss
                 status = Path(f"/proc/{process.pid}/status").read_text()
             except (OSError, psutil.Error):
@@ -421,7 +420,7 @@ class Watch:
         self._cpu.append((time.time(), spent))
 
     def standing(self) -> dict[str, float]:
-        """Return what must not grow: memory in MB, descriptors and threads of the processes that stay, and files."""
+        """Return quantities that must not grow: memory (MB), descriptors and threads of lasting processes, files."""
         found: dict[str, float] = defaultdict(float)
         for _, kind, process in self._processes():
             if kind in _STAY:
@@ -437,7 +436,7 @@ class Watch:
         return {name: round(value, 1) for name, value in found.items()}
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop sampling."""
         self._is_over.set()
         self._thread.join()
 

@@ -1,15 +1,15 @@
-"""What a warm round asks of a device: kernels, host reads, and copies to the device, beside a plain loop.
+"""Count kernels, host reads and copies to the device in a warm round, and compare them with a plain loop.
 
     python benchmarks/device_counts.py                    # three minutes; from the root of a checkout
     python benchmarks/device_counts.py --case shared --method FedAvg Mime --engine sequential --kernels
 
-The device is the test device of ``tests/devices``, which is built on first use and counts. It is not a GPU, and these
-are counts, not times. On a GPU each kernel is a launch, and each host read waits until all launched kernels are done. A
-foreach operator is one kernel there; here it counts once per tensor.
+The device is the counting test device of ``tests/devices``, which is built on first use. It is not a GPU, and these
+are counts, not times. On a GPU, each kernel is a launch, and each host read waits for all launched kernels. A foreach
+operator is one kernel there. Here, it counts once per tensor.
 
 A case is 12 clients, 10 a round, one local epoch in 10 batches of 20. The plain loop trains the clients of a cohort one
-after another on batches that it copies to the device, keeps the losses there until the end of a client, and averages
-the models.
+after another on batches that it copies to the device. It keeps the losses there until the end of a client, and then
+averages the models.
 """
 
 import argparse
@@ -52,11 +52,11 @@ class Case:
     """Data and a network.
 
     Attributes:
-        what: What it is, in words.
+        what: A description in words.
         sizes: The clients' numbers of examples, repeated.
-        is_shared: Whether clients are cut out of one data set, not data sets of their own.
-        options: Of the data module.
-        make: Makes the network.
+        is_shared: Whether clients are subsets of one data set instead of separate data sets.
+        options: Options of the data module.
+        make: A function that makes the network.
     """
 
     what: str
@@ -80,7 +80,7 @@ class Case:
 
 
 class Residual(nn.Module):
-    """As deep as a ResNet-18, of linear layers: 52 parameters of 153,000 numbers in all."""
+    """A network of linear layers, as deep as a ResNet-18. It has 52 parameters with 153,000 numbers in all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Model(pl.LightningModule):
 
 
 class _Counting(lightning_fed.FederatedCallback):
-    """Counts what the device does in one round."""
+    """Count the device's operations in one round."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -146,7 +146,7 @@ class _Counting(lightning_fed.FederatedCallback):
 
 
 def _device() -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """Return the test device, and what makes the arguments of a trainer that trains there."""
+    """Return the test device, and a function that returns a trainer's arguments for this device."""
     root = str(Path(__file__).parents[1])
     if root not in sys.path:
         sys.path.append(root)
@@ -157,7 +157,7 @@ def _device() -> tuple[Any, Callable[[], dict[str, Any]]]:
 
 
 def count(method: str, engine: str, case: Case, **options: Any) -> Counts:
-    """Return what a warm round of a method counts.
+    """Return the counts of a warm round of a method.
 
     Args:
         method: One of :data:`METHODS`.
@@ -177,7 +177,7 @@ def count(method: str, engine: str, case: Case, **options: Any) -> Counts:
 
 
 def plain(case: Case) -> Counts:
-    """Return what a round of FedAvg counts in a plain loop."""
+    """Return the counts of a round of FedAvg in a plain loop."""
     mini, _ = _device()
     device = torch.device("mini", 0)
     model = Model(case).to(device)

@@ -1,14 +1,14 @@
-"""How far NVFlare's automatic SCAFFOLD for Lightning is from SCAFFOLD's formula, and how far lightning_fed is.
+"""Compare NVFlare's automatic SCAFFOLD for Lightning, and lightning_fed, with SCAFFOLD's formula.
 
     python benchmarks/nvflare_scaffold.py
 
-The same LightningModule over the same batches, in float32: three clients, with 24 examples each or with 40, 24 and 16,
-two local epochs in batches of 8 that are not shuffled, three rounds in which all take part. The reference is the
-paper's algorithm written out in float64: a client corrects each gradient by c - c_i, its new c_i is the mean of its
-gradients, which with plain SGD is option ii, and the server takes the plain means.
+Both train the same LightningModule on the same batches in float32. Three clients have 24 examples each, or 40, 24 and
+16. They take two local epochs in unshuffled batches of 8, and all take part in three rounds. The reference is the
+paper's algorithm in float64: a client corrects each gradient by c - c_i, and its new c_i is the mean of its gradients.
+With plain SGD, this is option ii. The server takes plain means.
 
 NVFlare runs in its simulator, with its ScaffoldRecipe and ``nvflare.client.lightning.patch``. An error is the distance
-between the parameters over the distance that the reference has moved. ``docs/coming_from.md`` has the figures.
+from the reference, divided by the distance that the reference has moved. ``docs/coming_from.md`` has the figures.
 """
 
 import argparse
@@ -35,7 +35,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 
 
 class Net(pl.LightningModule):
-    """A small network, with BatchNorm and momentum if asked for."""
+    """A small network, optionally with BatchNorm and momentum."""
 
     def __init__(self, norm: bool = False, momentum: float = 0.0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def examples(case: str, site: str) -> TensorDataset:
-    """Return the examples of a client, whose labels depend on the client."""
+    """Return the examples of a client. Their labels depend on the client."""
     number = SITES.index(site)
     x = torch.randn(CASES[case][0][number], 4, generator=torch.Generator().manual_seed(number))
     return TensorDataset(x, (x[:, number] > 0).long())
@@ -100,7 +100,7 @@ def formula(case: str, net: Net) -> dict[str, Tensor]:
 
 
 def of_lightning_fed(case: str, net: Net) -> Mapping[str, Tensor]:
-    """Return the parameters that lightning_fed comes to."""
+    """Return lightning_fed's final parameters."""
     data = FederatedDataModule(clients={site: examples(case, site) for site in SITES}, batch_size=BATCH, shuffle=False)
     rounds = {"max_rounds": ROUNDS, "clients_per_round": len(SITES), "local_epochs": EPOCHS, "seed": 0}
     FederatedTrainer(algorithm=Scaffold(), accelerator="cpu", **rounds, **QUIET).fit(net, data)
@@ -108,14 +108,14 @@ def of_lightning_fed(case: str, net: Net) -> Mapping[str, Tensor]:
 
 
 def scaffold_recipe(model: Mapping[str, Any], sites: int, rounds: int, script: Path, **more: Any) -> Any:
-    """Return NVFlare's recipe of a job, which all sites take part in.
+    """Return NVFlare's recipe for a job with all sites.
 
     Args:
-        model: Its class path and arguments.
-        sites: How many there are.
-        rounds: To run.
-        script: What each site runs.
-        more: Further arguments of the recipe.
+        model: The model's class path and arguments.
+        sites: The number of sites.
+        rounds: The number of rounds.
+        script: The script that each site runs.
+        more: More arguments of the recipe.
     """
     from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe
 
@@ -125,13 +125,13 @@ def scaffold_recipe(model: Mapping[str, Any], sites: int, rounds: int, script: P
 def train_as_client(
     trainer: pl.Trainer, net: pl.LightningModule, loader: Iterable[Any], done: Callable[[], None] | None = None
 ) -> None:
-    """Train as a client of NVFlare, as its examples for Lightning do.
+    """Train as a client of NVFlare, like its examples for Lightning.
 
     Args:
-        trainer: Is patched.
+        trainer: The trainer to patch.
         net: The module.
         loader: The client's batches.
-        done: Called after the client's work of each round.
+        done: A function to call after the client's work in each round.
     """
     import nvflare.client.lightning as flare
 
@@ -143,7 +143,7 @@ def train_as_client(
 
 
 def of_nvflare(case: str, folder: Path) -> Mapping[str, Tensor]:
-    """Return the parameters that NVFlare comes to, in its simulator."""
+    """Return NVFlare's final parameters, from its simulator."""
     from nvflare.recipe import SimEnv
 
     model = {"class_path": "nvflare_scaffold.Net", "args": CASES[case][1]}
@@ -166,14 +166,14 @@ def serve(case: str) -> None:
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
-    """Return the distance to what is expected, over the distance from the start to that."""
+    """Return the distance from the expected parameters, divided by their distance from the start."""
     off = sum(float((found[name].double() - value).square().sum()) for name, value in expected.items())
     way = sum(float((value - start[name].double()).square().sum()) for name, value in expected.items())
     return float((off / way) ** 0.5)
 
 
 def main() -> None:
-    """Print the errors of both, or be a client."""
+    """Print the errors of both, or run as a client."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     client = parser.parse_args().client

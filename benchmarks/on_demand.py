@@ -1,4 +1,4 @@
-"""The problem of the load runs: clients made on demand, as many as wanted, and a network of a wanted size."""
+"""The problem of the load runs: any number of clients, made on demand, and a network of any size."""
 
 import lightning_fed  # first: see lightning_fed.compat.torchvision
 import pytorch_lightning as pl
@@ -15,10 +15,10 @@ EXAMPLES, FEATURES, CLASSES, BATCH = 16, 20, 10, 8
 
 
 class Population(lightning_fed.FederatedDataModule):
-    """Clients with 16 examples of 20 features each, a function of the client's number; two batches an epoch.
+    """Clients with 16 examples of 20 features each, a function of the client's number. An epoch has two batches.
 
     Args:
-        num_clients: How many there are.
+        num_clients: The number of clients.
     """
 
     def __init__(self, num_clients: int) -> None:
@@ -43,8 +43,8 @@ class Network(pl.LightningModule):
     """A classifier with one ``self.log``.
 
     Args:
-        parameters: How many parameters it should have, at least about: two hidden layers of one width are chosen to
-            match. 0 for a linear classifier, which has 210.
+        parameters: The approximate number of parameters. The width of two equal hidden layers is chosen to match. 0 is
+            for a linear classifier, which has 210.
     """
 
     def __init__(self, parameters: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What an option adds to a round: CPU milliseconds of a round with it and without it, with each engine.
+"""Measure the cost of options: CPU milliseconds of a round with and without each option, in each engine.
 
     python benchmarks/options.py
 
@@ -33,17 +33,17 @@ CLIENTS, COHORT, STEPS, BATCH = 20, 10, 10, 20
 
 
 class Scheduled(MLPClassifier):
-    """The model with a schedule by local step."""
+    """The model with a schedule per local step."""
 
     def configure_optimizers(self) -> Any:
-        """Return SGD, whose rate falls from step to step."""
+        """Return SGD with a rate that falls from step to step."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=100)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class OwnRate(lightning_fed.FederatedCallback):
-    """Sets a learning rate for each client."""
+    """Set a learning rate for each client."""
 
     def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
         """Set the client's rate."""
@@ -51,7 +51,7 @@ class OwnRate(lightning_fed.FederatedCallback):
 
 
 class Losses(lightning_fed.FederatedCallback):
-    """Keeps the clients' losses."""
+    """Keep the clients' losses."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -97,7 +97,7 @@ OPTIONS: dict[str, Callable[[], tuple[pl.LightningModule, dict[str, Any]]]] = {
     "`UpdateNormSampler`": lambda: (model(), {"sampler": UpdateNormSampler(COHORT)}),
     "`OptimalClientSampling`": lambda: (model(), {"aggregator": OptimalClientSampling(COHORT // 2)}),
 }
-WITHOUT: dict[str, Callable[[], pl.LightningModule]] = {}  # the module without an option, where it is another one
+WITHOUT: dict[str, Callable[[], pl.LightningModule]] = {}  # the module without an option, if it differs
 if find_spec("peft") is not None:
     OPTIONS |= {f'`lora="{lora}"`': lambda lora=lora: (adapted(), {"lora": lora}) for lora in ("frozen_a", "exact")}
     WITHOUT = {name: adapted for name in OPTIONS if "lora" in name}
@@ -128,7 +128,7 @@ def milliseconds(module: pl.LightningModule, engine: str, rounds: int, **options
 
 
 def compare(name: str, engine: str, rounds: int, turns: int) -> str:
-    """Return a cell: milliseconds with an option and without, and their ratio; or the engine that trains instead."""
+    """Return a cell: milliseconds with and without an option and their ratio, or the engine that trains instead."""
     if engine == "vectorized" and "each client's rate" in name:
         return "trains with `sequential`"
     without: list[float] = []

@@ -1,15 +1,15 @@
-"""How much of the package a round, or the start of a fit, enters: files, functions and calls, by folder.
+"""Count the package's files, functions and calls that a round or the start of a fit enters, by folder.
 
     python benchmarks/reach.py                    # a vectorized and a sequential round of three methods
     python benchmarks/reach.py --algorithm FedAvg --engine vectorized --list
     python benchmarks/reach.py --fit              # the start of a fit, until its first round starts
     PYTHONPATH=CHECKOUT python benchmarks/reach.py --json     # the same of another checkout
 
-The run is a toy: an MLP of three layers, 6 clients, 5 local steps each. ``sys.setprofile`` watches round 3, when all
-that is made once has been made, from ``on_round_start`` to ``on_round_end``; with ``--whole`` from the end of round 2,
-so that drawing the cohort and the loop around the round are seen as well; with ``--fit`` from the call of ``fit`` to
-the first ``on_round_start``. "Functions" are qualified names: Python 3.11 and older run comprehensions as functions of
-their own, which count; "defined" are those that have a ``def`` or a ``lambda``, which is the same in every Python.
+The run is a toy: an MLP of three layers, and 6 clients with 5 local steps each. ``sys.setprofile`` watches round 3,
+after all one-time work, from ``on_round_start`` to ``on_round_end``. ``--whole`` starts at the end of round 2, to
+include the draw of the cohort and the loop around the round. ``--fit`` watches from the call of ``fit`` to the first
+``on_round_start``. "Functions" are qualified names, including comprehensions, which are functions in Python 3.11 and
+older. "Defined" are functions with a ``def`` or a ``lambda``. They are the same in every Python.
 
 There are targets for FedAvg: for a round in each engine, and for the start of a fit in the sequential one.
 """
@@ -47,9 +47,9 @@ TARGETS = {
     ("round", "sequential"): ("functions", 250),
     ("fit", "sequential"): ("defined", 170),
 }
-"""What FedAvg may enter at most, by what is watched and engine."""
+"""The most that FedAvg may enter, by watched part and engine."""
 
-Calls: TypeAlias = Counter[tuple[str, str]]  # (file below the package, qualified name) -> how often it was entered
+Calls: TypeAlias = Counter[tuple[str, str]]  # (file below the package, qualified name) -> number of calls
 
 
 class Model(pl.LightningModule):
@@ -75,28 +75,28 @@ class Watch(lightning_fed.FederatedCallback):
     """Count calls.
 
     Args:
-        what: "round", "whole" for a round with what lies before it, or "fit" for the start of a fit.
+        what: "round", "whole" for a round and the loop around it, or "fit" for the start of a fit.
     """
 
-    __module__ = "lightning_fed.reach"  # the random numbers of a user's hooks are seeded, which would be counted
+    __module__ = "lightning_fed.reach"  # not a user's: seeding for a user's hooks would be counted
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.calls: Counter[CodeType] = Counter()
 
     def begin(self) -> None:
-        """Begin."""
+        """Start counting."""
         sys.setprofile(self._count)
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Begin with a round, or end with the start of the fit."""
+        """Start counting at a round, or stop at the first round of a fit."""
         if self.what == "fit":
             sys.setprofile(None)
         elif self.what == "round" and round == ROUND:
             self.begin()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """End, or begin a round early."""
+        """Stop counting, or start at the end of the previous round."""
         sys.setprofile(None)
         if self.what == "whole" and round_report.round == ROUND - 1:
             self.begin()
@@ -112,7 +112,7 @@ def reach(engine: str, method: str, what: str = "round") -> Calls:
     Args:
         engine: "vectorized" or "sequential".
         method: The name of a method.
-        what: What is watched; see :class:`Watch`.
+        what: The watched part, see :class:`Watch`.
     """
     torch.manual_seed(0)
     clients = [TensorDataset(torch.randn(STEPS * BATCH, 8), torch.arange(STEPS * BATCH) % 4) for _ in range(CLIENTS)]
@@ -130,7 +130,7 @@ def reach(engine: str, method: str, what: str = "round") -> Calls:
     for code, count in watch.calls.items():
         path = Path(code.co_filename)
         if path.is_relative_to(PACKAGE):
-            name = getattr(code, "co_qualname", f"{code.co_name}:{code.co_firstlineno}")  # it is new in Python 3.11
+            name = getattr(code, "co_qualname", f"{code.co_name}:{code.co_firstlineno}")  # new in Python 3.11
             found[str(path.relative_to(PACKAGE)), name] += count
     return found
 
@@ -150,7 +150,7 @@ def _counted(calls: Calls) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the counts; the exit status is 1 if a target is missed and ``--check`` was given."""
+    """Print the counts, and return 1 if a target is missed and ``--check`` is given, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", nargs="+", default=list(METHODS), help=f"methods; by default {METHODS}")
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES), help="both by default")

@@ -1,4 +1,4 @@
-"""What record-level privacy on clients costs: CPU seconds of a round, with and without gradients of single examples.
+"""Measure the cost of record-level privacy on clients: CPU seconds of a round with and without per-example gradients.
 
     python benchmarks/record_privacy.py
 
@@ -41,7 +41,7 @@ HOW: dict[str, ClientPrivacy | None] = {
 
 
 def seconds(model: pl.LightningModule, privacy: ClientPrivacy | None, rounds: int) -> float:
-    """Return the CPU seconds of a round, the median of those after the first."""
+    """Return the median CPU seconds of the rounds after the first."""
     starts: list[float] = []
 
     class Clock(lightning_fed.FederatedCallback):

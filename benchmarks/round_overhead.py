@@ -1,9 +1,9 @@
-"""What a federated round costs beside a plain PyTorch loop over the same batches, in one process and on one thread.
+"""Compare a federated round with a plain PyTorch loop over the same batches, in one process and on one thread.
 
     python benchmarks/round_overhead.py --json
 
 Workload: MLP 784-300-100-62, batches of 20, 10 local steps a client, one ``self.log`` in ``training_step``, FedAvg. The
-two loops take turns, round by round; the figures are medians over the rounds.
+two loops take turns, round by round. The figures are medians over the rounds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CLIENTS, STEPS, BATCH = 10, 10, 20
 
 
 def network() -> nn.Sequential:
-    """The MLP of the workload."""
+    """Return the MLP of the workload."""
     return nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 62))
 
 
@@ -51,7 +51,7 @@ class Model(pl.LightningModule):
 
 
 def plain_round(model: nn.Module, clients: list[TensorDataset]) -> None:
-    """FedAvg in as few lines of PyTorch as it takes: each client from x, then the mean."""
+    """Run FedAvg in minimal PyTorch: train each client from x, then take the mean."""
     params = list(model.parameters())
     x = [p.detach().clone() for p in params]
     total = [torch.zeros_like(p) for p in params]
@@ -74,7 +74,7 @@ def plain_round(model: nn.Module, clients: list[TensorDataset]) -> None:
 
 
 class TakeTurns(lightning_fed.FederatedCallback):
-    """After each federated round run a plain one, and keep both times."""
+    """Run a plain round after each federated one, and keep both times."""
 
     def __init__(self, clients: list[TensorDataset], warmup: int) -> None:
         self.clients, self.warmup, self.model = clients, warmup, network()
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # the output is JSON: no lines, no summary
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # keep the output pure JSON
     figures = measure(args.rounds)
     if args.json:
         print(json.dumps(figures))

@@ -1,15 +1,15 @@
-"""Whether engines differ by more than rounding, where an adaptive local optimizer divides by what is nearly zero.
+"""Check that engines differ only by rounding if an adaptive local optimizer divides by nearly zero.
 
     python benchmarks/rounding.py                 # about a minute
     python benchmarks/rounding.py --runs 500 --eps 1e-8 --list
 
-Random configurations in float64 (networks, methods, optimizers at their defaults, cohorts) train for a round or two by
-both engines. Beside their distance stands how far the sequential engine alone moves when its start, or every gradient,
-is changed by one unit in the last place. If engines were further apart than that, one of them would be at fault.
+Both engines train random configurations in float64 (networks, methods, optimizers at their defaults, cohorts) for a
+round or two. Their distance is compared with the effect on the sequential engine of changing its start, or every
+gradient, by one unit in the last place. If engines were further apart than that, one of them would be wrong.
 
-Some coordinates are told apart: those that no loss depends on, where the gradient is zero but for rounding. A bias is
-one before a normalization that takes it away again, or in the keys of attention. Other gradients here are zero without
-rounding: of dead ReLUs, and of features that are always zero; and there are classes that never appear.
+Coordinates that no loss depends on are separate: their gradient is zero up to rounding. Examples are a bias before a
+normalization that removes it, and the bias of the keys of attention. Other gradients here are exactly zero, for dead
+ReLUs and for features that are always zero. Some classes never appear.
 """
 
 import argparse
@@ -48,11 +48,11 @@ METHODS: dict[str, Callable[[float], Algorithm]] = {
     "Scaffold": lambda _: Scaffold(),
 }
 STILL = {"relu": "", "attention": "key.bias", "conv": "0.bias"}
-"""The networks, and the parameter of each that its loss does not depend on."""
+"""The networks, each with the parameter that its loss does not depend on, if any."""
 
 _ULP = torch.finfo(torch.float64).eps
-_NOTHING = 1e-13  # between engines
-_FACTORS = (10, 1e4)  # at the most, of what an ulp makes: in the coordinates that matter, and in the others
+_NOTHING = 1e-13  # a distance between engines that always passes
+_FACTORS = (10, 1e4)  # limits in multiples of an ulp's effect: for the coordinates that matter, and for the others
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Configuration:
     """A run.
 
     Attributes:
-        seed: Of parameters, data and run.
+        seed: The seed of parameters, data and run.
         network: "relu", "attention" or "conv".
         method: The name of a method.
-        strength: What pulls y to x in some of them: mu, or alpha.
-        optimizer: Its position in ``OPTIMIZERS``.
-        eps: What the optimizer adds to the root of its statistics.
+        strength: The pull of y to x in some methods: mu or alpha.
+        optimizer: The optimizer's position in ``OPTIMIZERS``.
+        eps: The constant that the optimizer adds to the root of its statistics.
         sizes: The numbers of examples of the clients.
         batch: The examples in a batch.
         epochs: Local epochs.
@@ -99,7 +99,7 @@ def draw(seed: int, eps: float) -> Configuration:
 
 
 class Attention(nn.Module):
-    """One head over two tokens of four features; the keys' bias adds the same to all scores of a query."""
+    """One head over two tokens of four features. The keys' bias adds the same value to all scores of a query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def build(network: str) -> nn.Module:
         with torch.no_grad():
             layers[0].bias[:4] = -8.0  # dead for all examples
         net = nn.Sequential(*layers)
-    elif network == "conv":  # a group per channel takes its bias away again
+    elif network == "conv":  # one group per channel removes its bias
         first, last = nn.Conv1d(1, 4, 3), nn.Linear(4 * (FEATURES - 2), CLASSES)
         net = nn.Sequential(first, nn.GroupNorm(4, 4), nn.ReLU(), nn.Flatten(), last)
     return net.double()
@@ -133,7 +133,7 @@ class Model(pl.LightningModule):
     Args:
         configuration: The run.
         changed: "", "start" or "gradients".
-        draw: Which of the random changes.
+        draw: The seed of the random change.
     """
 
     def __init__(self, configuration: Configuration, changed: str = "", draw: int = 0) -> None:
@@ -158,7 +158,7 @@ class Model(pl.LightningModule):
         return F.cross_entropy(self.net(x.unsqueeze(1) if self.configuration.network == "conv" else x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer at its defaults but for eps."""
+        """Return the optimizer at its defaults, except for eps."""
         return OPTIMIZERS[self.configuration.optimizer](self.parameters(), eps=self.configuration.eps)
 
 
@@ -181,10 +181,10 @@ def train(configuration: Configuration, engine: str, changed: str = "", draw: in
 
 
 def distances(configuration: Configuration) -> dict[str, tuple[float, float]]:
-    """Return how far apart parameters are: those that matter, and those that no loss depends on.
+    """Return the distances of parameters that matter, and of parameters that no loss depends on.
 
     Returns:
-        For "engines", "start" and "gradients" the largest absolute difference to the sequential engine's.
+        The largest absolute differences from the sequential engine's, for "engines", "start" and "gradients".
     """
     own = train(configuration, "sequential")
     others = {"engines": [train(configuration, "vectorized")]}
@@ -200,7 +200,7 @@ def distances(configuration: Configuration) -> dict[str, tuple[float, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the distances; the exit status is 1 if engines are further apart than rounding explains."""
+    """Print the distances, and return 1 if engines are further apart than rounding explains, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=60, help="configurations, each with every eps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first configuration")
@@ -227,10 +227,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_explained(found: dict[str, tuple[float, float]]) -> bool:
-    """Whether engines are no further apart than one unit in the last place explains.
+    """Return whether one unit in the last place explains the distance between engines.
 
-    Where no loss depends on a coordinate, its rounding may grow from step to step: by a few orders of magnitude more or
-    less in each draw.
+    If no loss depends on a coordinate, its rounding may grow from step to step. The growth varies between draws by a
+    few orders of magnitude.
     """
     return all(
         engines <= max(factor * max(start, gradients), _NOTHING)

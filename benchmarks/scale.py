@@ -1,10 +1,10 @@
-"""Time and memory of a round against cohort, population, size of the model, processes, and clients that keep a state.
+"""Measure a round's time and memory against cohort, population, model size, processes, and clients with a state.
 
     python benchmarks/scale.py --axis all --results scale.jsonl
     python benchmarks/scale.py --results scale.jsonl --render docs/benchmarks.md
 
-Each point runs in a process of its own and is one line of JSON. Its memory is the peak of what is resident, above what
-was resident after a small run of the same kind: imports and whatever else is made once are not in it.
+Each point runs in its own process and is one line of JSON. Its memory is the peak resident memory, minus the resident
+memory after a small run of the same kind. So it excludes imports and other one-time costs.
 ``docs/benchmarks.md`` describes the problem and has the figures.
 """
 
@@ -34,13 +34,13 @@ class Point:
 
     Attributes:
         algorithm: The method.
-        cohort: Clients a round.
-        population: Clients there are.
+        cohort: The number of clients per round.
+        population: The number of all clients.
         parameters: The wanted size of the model.
         processes: Processes that share the clients.
         chunk: Clients that the vectorized engine runs at once.
-        states: Where clients' states are kept, "memory" or "disk".
-        rounds: Rounds to time; None for what the command line says.
+        states: The store of clients' states, "memory" or "disk".
+        rounds: Rounds to time; None for the number on the command line.
     """
 
     algorithm: str = "FedAvg"
@@ -94,13 +94,13 @@ _IDENTITY = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, and return the exit status."""
+    """Run the chosen axes, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.point is not None:
         point = Point(**json.loads(args.point))
         line = measure(point, point.rounds or args.rounds, args.warmup)
-        if line is not None:  # None in a process that helped another one
+        if line is not None:  # None in a process that is not the first
             print(json.dumps(line))
         return 0
     if not args.axis and None in (args.results, args.render):
@@ -140,7 +140,7 @@ def _value(axis: str, point: Point) -> int:
 
 
 def _run_apart(axis: str, point: Point, rounds: int, warmup: int) -> dict[str, Any]:
-    """Run a point in a fresh process and return its line; what it says on the way goes to standard error."""
+    """Run a point in a fresh process, and return its line. Its messages go to standard error."""
     command = [sys.executable, __file__, "--rounds", str(rounds), "--warmup", str(warmup)]
     done = subprocess.run(  # noqa: S603
         [*command, "--point", json.dumps(asdict(point))], stdout=subprocess.PIPE, text=True
@@ -152,11 +152,11 @@ def _run_apart(axis: str, point: Point, rounds: int, warmup: int) -> dict[str, A
 
 
 def measure(point: Point, rounds: int, warmup: int) -> dict[str, Any] | None:
-    """Train in this process and return the figures; None in a process that helped another one."""
+    """Train in this process, and return the figures, or None in a process that is not the first."""
     if point.processes == 1:
         _train(replace(point, cohort=2, population=2, parameters=1000), rounds=2, warmup=1)
     resident = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     started = time.perf_counter()
     found = _train(point, rounds, warmup)
     if found is None:
@@ -181,7 +181,7 @@ def measure(point: Point, rounds: int, warmup: int) -> dict[str, Any] | None:
 
 
 def _train(point: Point, rounds: int, warmup: int) -> tuple[int, int, int, Stopwatch] | None:
-    """Train, and return the number of parameters, the clients that keep a state, its bytes, and the times of rounds."""
+    """Train, and return the number of parameters, the number of kept states, their bytes, and the times of rounds."""
     import lightning_fed  # first: see lightning_fed.compat.torchvision
     import torch
 
@@ -189,7 +189,7 @@ def _train(point: Point, rounds: int, warmup: int) -> tuple[int, int, int, Stopw
     from systems.with_lightning_fed import Ticks, make_method
 
     warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # the output is JSON: no lines, no summary
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # keep the output pure JSON
     torch.set_num_threads(1)
     torch.manual_seed(0)
     stopwatch = Stopwatch(Settings(rounds, warmup))

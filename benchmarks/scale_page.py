@@ -27,7 +27,7 @@ _GROWS = ("cohort", "large", "population", "model")
 
 
 def render(page: Path, lines: Sequence[Line]) -> None:
-    """Write a table for each axis that was measured, and a figure of the curves to the folder ``images`` beside it.
+    """Write a table for each measured axis to a page, and a figure of the curves to the folder ``images`` next to it.
 
     Raises:
         SystemExit: If the page lacks a marker.
@@ -48,7 +48,7 @@ def render(page: Path, lines: Sequence[Line]) -> None:
 
 
 def _table(axis: str, lines: Sequence[Line]) -> str:
-    """Return the figures of an axis as a table in Markdown; those of several processes are the sums of their peaks."""
+    """Return an axis as a table in Markdown. The memory of several processes is the sum of their peaks."""
     key, name = _VALUE[axis]
     rows = [("method", name, "s a round", "ms a client", *_HEADS[axis])]
     rows.append(("---",) * len(rows[0]))
@@ -67,7 +67,7 @@ def _table(axis: str, lines: Sequence[Line]) -> str:
 
 
 def _exponents(axis: str, lines: Sequence[Line]) -> str:
-    """Return the exponents with which time and memory grow along an axis: slopes of lines through the logarithms."""
+    """Return the growth exponents of time and memory along an axis: slopes of lines through the logarithms."""
     key, name = _VALUE[axis]
     rows = [("method", f"s a round, as a power of {name}", "MB without client states in memory, the same")]
     rows.append(("---",) * 3)
@@ -79,7 +79,7 @@ def _exponents(axis: str, lines: Sequence[Line]) -> str:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Return the slope of the line of least squares through the logarithms of points; nan for a single value."""
+    """Return the least-squares slope through the logarithms of points; nan for a single value."""
     logs = [(math.log(x), math.log(y)) for x, y in points]
     if len({x for x, _ in logs}) < 2:
         return math.nan
@@ -103,7 +103,7 @@ _HEADS = {
 
 
 def _draw(path: Path, lines: Sequence[Line]) -> None:
-    """Draw time and memory along each axis, on logarithmic scales unless there is little between the values."""
+    """Draw time and memory along each axis. The vertical scale is logarithmic if values differ by a factor above 5."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -132,6 +132,6 @@ def _draw(path: Path, lines: Sequence[Line]) -> None:
 
 
 def _own_mb(line: Line) -> float:
-    """Return what a round needs beside the client states that are in memory."""
+    """Return a round's memory in MB without the client states in memory."""
     own: float = line["peak_above_mb"] - (line["kept_mb"] if line["states"] == "memory" else 0.0)
     return max(own, 0.1)

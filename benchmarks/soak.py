@@ -1,12 +1,12 @@
-"""Whether a long run stays as light as it began: memory, open files and time over thousands of rounds.
+"""Check that a long run does not grow: memory, open files and time over thousands of rounds.
 
     python benchmarks/soak.py --rounds 20000 --json
     python benchmarks/soak.py --rounds 300 --cohort 1000 --population 1000000 --algorithm FedAvg --json
 
 A linear classifier of 210 parameters, clients of two local steps, a TensorBoard log, and every hundred rounds a
 checkpoint and a validation. The growth of the resident memory is the median over twentieths of the last 80 % of the
-rounds: the first ones fill what is filled once, such as kept client states, traces and the allocator's pools, and one
-step of the allocator later is no leak.
+rounds. The first rounds fill one-time memory, such as kept client states, traces and the allocator's pools. A single
+later step of the allocator is not a leak.
 ``docs/benchmarks.md`` has figures.
 """
 
@@ -42,11 +42,11 @@ __all__ = ["main", "soak"]
 
 _IDENTITY = ("algorithm", "engine", "client_states", "processes", "rounds", "cohort", "population")
 _SETTLED = 0.2  # the share of the rounds after which nothing may grow
-_PARTS = 20  # of the rounds after that, whose median memory is compared
+_PARTS = 20  # parts of the later rounds, to compare their median memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, and return the exit status."""
+    """Run or render, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.render is not None:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         line = soak(args, Path(folder))
-    if line is None:  # a process that helped another one
+    if line is None:  # a process that is not the first
         return 0
     print(json.dumps(line) if args.json else "\n".join(f"{name:26} {value}" for name, value in line.items()))
     if args.results is not None:
@@ -83,11 +83,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
-    """Train in this process and return the figures; None in a process that helped another one.
+    """Train in this process, and return the figures, or None in a process that is not the first.
 
     Args:
-        args: What the command line says.
-        folder: Where the logs and checkpoints go.
+        args: The options of the command line.
+        folder: The folder of logs and checkpoints.
     """
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
@@ -122,7 +122,7 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
 
 
 class Watch(lightning_fed.FederatedCallback):
-    """Note time and memory after every round, in arrays that do not grow, on rank zero.
+    """Record time and memory after every round, in arrays that do not grow, on rank zero.
 
     Args:
         rounds: The number of rounds.
@@ -145,13 +145,13 @@ class Watch(lightning_fed.FederatedCallback):
             self._last = time.perf_counter()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Take the time and the memory."""
+        """Record the time and the memory."""
         now = time.perf_counter()
         self.seconds[round_report.round], self._last = now - self._last, now
         self.resident[round_report.round] = _resident_bytes()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count again."""
+        """Count files and objects again."""
         self._count()
 
     def _count(self) -> None:
@@ -159,7 +159,7 @@ class Watch(lightning_fed.FederatedCallback):
         self.counts.append((_open_files(), len(gc.get_objects())))
 
     def figures(self) -> dict[str, float]:
-        """Return slopes and ratios; memory in bytes, time in seconds."""
+        """Return times in seconds, memory in MB, its growth in bytes per round, and counts."""
         tenth = max(1, len(self.seconds) // 10)
         first, last = statistics.median(self.seconds[:tenth]), statistics.median(self.seconds[-tenth:])
         resident = np.frombuffer(self.resident, dtype=np.int64)[self.settled :].astype(float)
@@ -189,7 +189,7 @@ def _open_files() -> int:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Return the figures as a table in Markdown, one row a run, with hardware and date."""
+    """Return the figures as a table in Markdown, one row per run, with hardware and date."""
     rows: list[tuple[str, ...]] = [
         ("run", "rounds", "clients a round", "of", "ms a round", "last / first tenth", "MB at 20 %", "MB at the end",
          "bytes a round", "objects", "open files", "TensorBoard bytes a round"),

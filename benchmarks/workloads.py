@@ -1,17 +1,17 @@
-"""Seconds per federated round: lightning_fed beside a plain PyTorch loop and other federated simulators.
+"""Measure seconds per federated round: lightning_fed, a plain PyTorch loop and other federated simulators.
 
     python benchmarks/workloads.py --system lightning_fed --workload W1 --rounds 8 --json
     python benchmarks/workloads.py --system all --workload W1 W2 --python fedjax=PATH --render docs/benchmarks.md
     python benchmarks/workloads.py --against CHECKOUT --workload W1 W1x10 W2 W4 --algorithm FedAvg Mime Scaffold
     python benchmarks/workloads.py --without tracing turns whole-steps+turns --workload W2 --algorithm FedAvg Mime
 
-One system on one workload is one line of JSON. Several are run workload by workload and in turns: each run in a process
-of its own, each repeat once through all systems, so that a busy machine treats all alike; with ``--in-turns 4`` every
-four rounds. Systems other than lightning_fed may live in environments of their own: ``--python fedjax=PATH`` or the
-environment variable ``BENCHMARK_PYTHON_FEDJAX`` names their interpreter; what is not installed is skipped.
-``--against`` compares lightning_fed with another checkout of it, in turns and on one core: ratios of seconds and of
-processor time, set-up and memory. ``--without`` does the same with mechanisms that are patched away, each by itself, or
-several that are joined by "+": what each of them buys. ``systems/ablations.py`` names them.
+One system on one workload is one line of JSON. Several run workload by workload, each in its own process. Each repeat
+runs all systems once, so a busy machine affects all alike. With ``--in-turns 4``, they take turns every four rounds.
+Systems other than lightning_fed may have their own environments: ``--python fedjax=PATH`` or the environment variable
+``BENCHMARK_PYTHON_FEDJAX`` names their interpreter. Systems that are not installed are skipped.
+``--against`` compares lightning_fed with another checkout of it, in turns and on one core. It prints ratios of seconds,
+processor time, set-up and memory. ``--without`` does the same without some mechanisms, each by itself or several
+joined by "+", to show the gain from each. ``systems/ablations.py`` names them.
 ``docs/benchmarks.md`` describes the workloads.
 """
 
@@ -53,7 +53,7 @@ _ON_GPU = ("lightning_fed", "torch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, and return the exit status."""
+    """Run, compare or render, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.against is not None or (args.without and not args.here):
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     compared("--against", type=Path, metavar="CHECKOUT", help="compare lightning_fed with that of another checkout")
     compared("--without", nargs="+", default=[], metavar="NAME", help="and with itself without some of its mechanisms")
     add("--here", action="store_true", help=argparse.SUPPRESS)  # this interpreter is the system's own
-    add("--every-round", action="store_true", help=argparse.SUPPRESS)  # the line has the time of each
+    add("--every-round", action="store_true", help=argparse.SUPPRESS)  # the line has the time of each round
     return parser
 
 
@@ -134,7 +134,7 @@ def _interpreter(text: str) -> tuple[str, str]:
 
 
 def _runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Run]:
-    """Return the runs (workload, system, method) of a repeat; systems are compared in FedAvg."""
+    """Return the runs (workload, system, method) of a repeat. Other systems only run FedAvg."""
     everything, on_gpu = "all" in args.system, args.accelerator == "gpu"
     systems = [name for name in PACKAGES if name in _ON_GPU or not on_gpu] if everything else args.system
     if on_gpu and not set(systems) <= set(_ON_GPU):
@@ -155,7 +155,7 @@ def _runs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Run
 
 
 def _compare(args: argparse.Namespace, compared: Sequence[Variant]) -> int:
-    """Run lightning_fed beside itself in all workloads and methods, print ratios, and return the exit status."""
+    """Compare lightning_fed with itself in all workloads and methods, print ratios, and return the exit status."""
     lines: list[dict[str, Any]] = []
     args.devices, args.every_round = args.devices or 1, True
     for workload, method in itertools.product(args.workload, args.algorithm or ["FedAvg"]):
@@ -172,12 +172,12 @@ def _compare(args: argparse.Namespace, compared: Sequence[Variant]) -> int:
 
 
 def _python(args: argparse.Namespace, system: str) -> str | None:
-    """Return the interpreter that was named for a system."""
+    """Return the interpreter given for a system, or None."""
     return dict(args.python).get(system) or os.environ.get(f"BENCHMARK_PYTHON_{system.upper().replace('-', '_')}")
 
 
 def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: str) -> dict[str, Any] | None:
-    """Run a system in this process and return its line; None in a process that helped another one."""
+    """Run a system in this process, and return its line, or None in a process that is not the first."""
     named = {"system": system, "workload": workload, "algorithm": algorithm}
     package = PACKAGES[system]
     if importlib.util.find_spec(package) is None:
@@ -195,7 +195,7 @@ def _run_here(args: argparse.Namespace, workload: str, system: str, algorithm: s
     stopwatch = Stopwatch(settings)
     for name in args.without:
         ablations.switch_off(name)
-    with contextlib.redirect_stdout(sys.stderr):  # what the systems print
+    with contextlib.redirect_stdout(sys.stderr):  # keep the systems' output out of the JSON
         module = importlib.import_module(f"systems.with_{package}")
         outcome: Outcome | None = module.run(problem, settings, stopwatch)
     if outcome is None:
@@ -220,9 +220,9 @@ def _run_one_by_one(args: argparse.Namespace, runs: Sequence[Run]) -> list[dict[
 
 
 def _run_in_turns(args: argparse.Namespace, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Run systems side by side and return their lines: only one of them is at work, the others have stopped.
+    """Run systems in turns, and return their lines. One of them runs while the others are stopped.
 
-    A machine that is faster at one time than at another, as virtual ones are, is so for all of them then.
+    So a machine whose speed varies, such as a virtual one, affects all of them alike.
     """
     started: list[subprocess.Popen[str]] = []
     try:
@@ -244,7 +244,7 @@ def _run_in_turns(args: argparse.Namespace, runs: Sequence[Run]) -> list[dict[st
 
 
 def _stops(process: subprocess.Popen[str]) -> bool:
-    """Wait until a process has stopped, or has ended; return whether it has stopped."""
+    """Wait until a process stops or ends, and return whether it has stopped."""
     change = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     has_stopped = change is not None and change.si_code == os.CLD_STOPPED
     if has_stopped:
@@ -253,7 +253,7 @@ def _stops(process: subprocess.Popen[str]) -> bool:
 
 
 def _start(args: argparse.Namespace, workload: str, system: str | Variant, algorithm: str) -> subprocess.Popen[str]:
-    """Start a system in a fresh process; what it says on the way goes to standard error."""
+    """Start a system in a fresh process. Its other output goes to standard error."""
     environment, without = dict(os.environ), ()
     if isinstance(system, Variant):
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -269,7 +269,7 @@ def _start(args: argparse.Namespace, workload: str, system: str | Variant, algor
     command += ["--in-turns", str(args.in_turns)] if args.in_turns else []
     command += ["--every-round"] * args.every_round
     command += ["--without", *without] if without else []
-    # its processes are a group of their own, to be stopped together
+    # its processes form their own group, so that they stop together
     group = args.in_turns > 0
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=group)  # noqa: S603
 

@@ -1,10 +1,10 @@
-"""Draw the house: folders and top-level files of the package by floor, with the imports between them.
+"""Draw the package as a house: folders and top-level files by floor, with the imports between them.
 
     python docs/architecture_picture.py
 
-Writes docs/images/architecture.svg from the imports in the code. A room stands one floor above the highest room that it
-imports. Of the arrows, which all point downwards, those are left out that follow from others: where a imports b and b
-imports c, a may import c. Files whose names begin with an underscore are left out.
+It writes docs/images/architecture.svg from the imports in the code. A room is one floor above the highest room that it
+imports. All arrows point downwards. Arrows that follow from others are left out: if a imports b and b imports c, a may
+import c. Files whose names begin with an underscore are left out.
 """
 
 import ast
@@ -16,14 +16,14 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_fed"
 
-Rooms = Mapping[str, set[str]]  # each with those that it imports
-Place = tuple[str, ...]  # (room), or (upper, lower) where an arrow passes a floor
+Rooms = Mapping[str, set[str]]  # each room with the rooms that it imports
+Place = tuple[str, ...]  # (room), or (upper, lower, floor) if an arrow passes a floor
 
 _BOX, _FLOOR, _GAP, _LETTER, _PASS, _SWEEPS = 30, 84, 16, 8.2, 10, 24
 
 
 def rooms(package: Path) -> dict[str, set[str]]:
-    """Return the rooms of a package, each with those that it imports."""
+    """Return the rooms of a package, each with the rooms that it imports."""
     found: dict[str, set[str]] = {}
     for path in sorted(package.rglob("*.py")):
         room = _room(path.relative_to(package).parts)
@@ -43,15 +43,15 @@ def rooms(package: Path) -> dict[str, set[str]]:
 
 
 def _room(parts: Sequence[str]) -> str | None:
-    """Return the first folder of a file, or its own name; None for private files."""
+    """Return a file's top folder, or its own name at the top level; None for private files."""
     return None if parts[0].startswith("_") else parts[0].removesuffix(".py")
 
 
 def floors(house: Rooms) -> dict[str, int]:
-    """Return each room's floor, the lowest of which is 0.
+    """Return each room's floor. The lowest floor is 0.
 
     Raises:
-        graphlib.CycleError: If rooms import each other in a circle.
+        graphlib.CycleError: If rooms import each other in a cycle.
     """
     found: dict[str, int] = {}
     for room in TopologicalSorter(house).static_order():
@@ -60,7 +60,7 @@ def floors(house: Rooms) -> dict[str, int]:
 
 
 def arrows(house: Rooms) -> list[tuple[str, str]]:
-    """Return the pairs (upper, lower) of which the upper imports the lower, but for those that follow from others."""
+    """Return the pairs (upper, lower) where upper imports lower, except pairs that follow from others."""
     below: dict[str, set[str]] = {}
     for room in TopologicalSorter(house).static_order():
         below[room] = house[room].union(*(below[other] for other in house[room]))
@@ -73,7 +73,7 @@ def arrows(house: Rooms) -> list[tuple[str, str]]:
 
 
 def _rows(house: Rooms) -> tuple[list[list[Place]], list[tuple[Place, Place]]]:
-    """Return who stands on each floor from left to right, and the parts of arrows from floor to floor."""
+    """Return the places on each floor from left to right, and the parts of arrows from floor to floor."""
     level = floors(house)
     rows: list[list[Place]] = [[] for _ in range(max(level.values()) + 1)]
     for room in sorted(house):
@@ -90,7 +90,7 @@ def _rows(house: Rooms) -> tuple[list[list[Place]], list[tuple[Place, Place]]]:
     for one, other in parts:
         joined.setdefault(one, []).append(other)
         joined.setdefault(other, []).append(one)
-    for sweep in range(_SWEEPS):  # down and up again, each below or above those that it is joined with
+    for sweep in range(_SWEEPS):  # down and up: move each place near the places that it is joined with
         step = -1 if sweep % 2 == 0 else 1
         for floor in range(len(rows))[::step][1:]:
             x = {**_centers(rows[floor]), **_centers(rows[floor - step])}
@@ -104,7 +104,7 @@ def _width(place: Place) -> float:
 
 
 def _centers(row: Sequence[Place]) -> dict[Place, float]:
-    """Return where each stands in its row, around 0."""
+    """Return the center of each place in a row that is centered at 0."""
     x, found = -(sum(map(_width, row)) + _GAP * (len(row) - 1)) / 2, {}
     for place in row:
         found[place] = x + _width(place) / 2

@@ -24,9 +24,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 MADE_OF = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "examples.md": "examples/README.md"}
 HIDDEN = {"index.md": ["navigation"], "examples.md": ["navigation", "toc"]}  # room for cards, and for whole files
-BRANCH = "main"  # of the repository, for links to its files
-_LONG = 40  # characters of code that a table's cell shows in one line
-KEPT = {"FederatedTrainer"}  # users call what it overrides
+BRANCH = "main"  # the repository's branch, for links to its files
+_LONG = 40  # a table's cell may break code of at least this length
+KEPT = {"FederatedTrainer"}  # users call its overridden members
 LISTED = {
     "Algorithm",
     "FederatedTrainer",
@@ -122,7 +122,7 @@ class Docstrings(griffe.Extension):
     """Turn docstrings, which are written for ``help``, into Markdown, and leave out overridden members.
 
     Args:
-        repository: The repository's address, for links to the code; none without it.
+        repository: The repository's address, for links to the code; None for no links.
     """
 
     def __init__(self, repository: str | None = None) -> None:
@@ -158,13 +158,13 @@ def _inherited(cls: griffe.Class) -> set[str]:
     """Return the names that a class inherits, also from Lightning and PyTorch if its module can be imported."""
     try:
         found = getattr(importlib.import_module(cls.module.path), cls.name, object)
-    except ImportError:  # of an optional package
+    except ImportError:  # the module needs an optional package
         return {name for base in cls.mro() for name in base.members}
     return {name for base in found.__mro__[1:] for name in vars(base)}
 
 
 def _admonitions(markdown: str) -> str:
-    """Return Markdown whose notes, quotes that begin with ``[!WARNING]`` or another kind, are admonitions."""
+    """Turn the notes of Markdown (quotes that begin with ``[!WARNING]`` or another kind) into admonitions."""
 
     def admonition(note: re.Match[str]) -> str:
         lines = [line.removeprefix(">").removeprefix(" ") for line in note[2].splitlines()]
@@ -178,7 +178,7 @@ def _in_repository(address: str, path: str) -> str:
 
 
 def _long(code: re.Match[str]) -> str:
-    """Return code that may break between its words, and only there."""
+    """Return code that may break only between its words."""
     words = " ".join(f"<span>{word}</span>" for word in code[1].split())
     return f'<code class="long">{words}</code>'
 
@@ -190,7 +190,7 @@ def _markdown(text: str) -> str:
     text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
     text = re.sub(r":(?:class|func|meth|attr|data|mod):`~?([^`]+)`", r"`\1`", text)
     text = re.sub(r"``([^`\n]+)``", r"`\1`", text)
-    text = re.sub(r"^Example:$", "Examples:", text, flags=re.M)  # where doctests are code
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.M)  # under this heading, doctests are code
     return re.sub(r"::(\n\n +)", r":\1", text).rstrip()
 
 
@@ -206,12 +206,12 @@ def _table(table: re.Match[str]) -> str:
 
 
 def _mathml(formula: str, display: str) -> str:
-    """Return a formula as MathML; what cannot be read ends the build."""
+    """Return a formula as MathML. A formula that cannot be read ends the build."""
     formula = formula.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">")
     for latex, same in (("{aligned}", "{split}"), (r"\lvert", r"\left|"), (r"\rvert", r"\right|")):
         formula = formula.replace(latex, same)
     formula = formula.replace(r"\lVert", r"\left\|").replace(r"\rVert", r"\right\|")
-    if "&" in formula and r"\begin" not in formula:  # as Sphinx has it, aligned without saying so
+    if "&" in formula and r"\begin" not in formula:  # Sphinx aligns such formulas implicitly
         formula = rf"\begin{{split}}{formula}\end{{split}}"
     mathml = convert(formula.strip(), display=display)
     try:
@@ -226,18 +226,18 @@ def _anchor(heading: str) -> str:
 
 
 def _examples() -> str:
-    """Return the index of the examples, and below it each file as it is."""
+    """Return the index of the examples, and below it each file unchanged."""
     parts = [(ROOT / "examples" / "README.md").read_text()]
     for path in sorted(p for p in (ROOT / "examples").rglob("*") if p.suffix in _SHOWN):
         name = path.relative_to(ROOT / "examples").as_posix()
-        heading = name.replace("__", r"\_\_")  # which would be bold
+        heading = name.replace("__", r"\_\_")  # or Markdown makes it bold
         parts.append(f"## {heading}\n\n```{_SHOWN[path.suffix]}\n{path.read_text()}```\n")
     return "\n".join(parts)
 
 
 @cache
 def _package() -> griffe.Object | griffe.Alias:
-    """Return the package as its files define it; nothing is imported."""
+    """Return the package as its files define it, without importing it."""
     return griffe.load("lightning_fed", search_paths=[str(ROOT)], resolve_aliases=True)
 
 
@@ -248,7 +248,7 @@ def _defined(name: str) -> griffe.Object | griffe.Alias:
 
 
 def _public() -> Iterator[str]:
-    """Yield the paths of all definitions that a package exports; those that two packages export, once."""
+    """Yield the path of each definition that a package exports, once if several packages export it."""
     paths = {"lightning_fed": _package()}
     for path in (ROOT / "lightning_fed").rglob("*/__init__.py"):
         name = ".".join(path.parent.relative_to(ROOT).parts)

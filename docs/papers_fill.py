@@ -1,10 +1,10 @@
-"""Run the cells that an experiment lacks, and keep them where the next machine finds them.
+"""Run the missing cells of an experiment, and keep them so that the next machine can continue.
 
     python docs/papers_fill.py NAME SCALE STORE [--jobs K] [--data_root DIR] [--first "METHOD; METHOD"]...
 
-Cells that STORE, ``docs/papers/started`` or ``docs/papers`` has are not run again. One line of the experiment is run
-after the other, its tuned values first and then its other seeds. After each, everything that was found or run is
-written to ``docs/papers/started``, in the files of a published experiment. The same command continues from there. When
+Cells in STORE, ``docs/papers/started`` or ``docs/papers`` are not run again. The lines of the experiment run one after
+the other, first their tuned values and then their other seeds. After each, all cells that were found or run are written
+to ``docs/papers/started``, in the files of a published experiment. The same command continues from there. When
 nothing is missing, move the files to ``docs/papers``, and make the page with ``lightning-fed reproduce NAME --scale
 SCALE --published docs/papers --out docs/papers``.
 """
@@ -31,7 +31,7 @@ STARTED = PUBLISHED / "started"
 
 
 def published(grid: Grid, folder: Path) -> list[PublishedCells]:
-    """Return the cells that a folder has of an experiment, nothing if it has none."""
+    """Return an experiment's published cells in a folder, or an empty list if there are none."""
     try:
         return [PublishedCells(grid, folder)]
     except FederatedError:
@@ -39,7 +39,7 @@ def published(grid: Grid, folder: Path) -> list[PublishedCells]:
 
 
 def lines(grid: Grid, results: Results, first: Sequence[Sequence[str]]) -> Iterator[list[Cell]]:
-    """Yield what a line needs: the cells that choose its values, then those of all seeds. Some methods come first."""
+    """Yield the cells of each line: those that choose its values, then all seeds. Some methods come first."""
 
     def turn(point: Point) -> int:
         return next((n for n, methods in enumerate(first) if point.by_axis[METHOD] in methods), len(first))
@@ -53,13 +53,13 @@ def lines(grid: Grid, results: Results, first: Sequence[Sequence[str]]) -> Itera
 def fill(
     grid: Grid, store: Store, workers: TaskRunner, started: Path, first: Sequence[Sequence[str]], root: str | None
 ) -> Results:
-    """Run what is missing, line by line, and publish after each.
+    """Run the missing cells line by line, and publish after each line.
 
     Args:
         grid: The experiment at a scale.
-        store: Where cells are kept that are run here.
-        workers: What runs them.
-        started: Where they are published.
+        store: The store of the cells that are run here.
+        workers: The processes that run them.
+        started: The folder to publish them in.
         first: The methods that come first, by turns.
         root: The folder of data sets.
     """
@@ -81,7 +81,7 @@ def fill(
 
 
 def main() -> None:
-    """Read the command line, run, and say what is missing still."""
+    """Read the command line, run, and print the number of missing cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="an experiment, or the path of its file")
     parser.add_argument("scale")

@@ -38,7 +38,7 @@ otherwise. "Full" is the paper's scale without any departure. Most figures of th
 
 @dataclass(frozen=True)
 class Page:
-    """What is published of an experiment.
+    """The published results of an experiment.
 
     Args:
         experiment: The experiment.
@@ -66,7 +66,7 @@ class Page:
 
     @property
     def counts(self) -> "Counter[str]":
-        """How many claims hold, fail, are undecided or were not judged."""
+        """The numbers of claims that hold, fail, are undecided or were not judged."""
         verdicts = {row["number"]: row["verdict"] for row in self.claims}
         return Counter(KINDS[verdict] for verdict in verdicts.values())
 
@@ -88,7 +88,7 @@ class Page:
 
     @property
     def main(self) -> str:
-        """The numbers of its first claim for which the paper has some, or else of its first."""
+        """The numbers of the first claim that has a number from the paper, or else of the first claim."""
         row = next((row for row in self.claims if row["the paper's number"]), self.claims[0])
         where = f"{row['at']}: " if row["at"] else ""
         paper = row["the paper's number"]
@@ -97,7 +97,7 @@ class Page:
 
 
 def all_pages() -> dict[str, Page]:
-    """Return what is published, by experiment."""
+    """Return the published results by experiment."""
     rows: dict[str, list[Mapping[str, str]]] = {}
     for row in read_claims(FOLDER / "claims.csv"):
         rows.setdefault(row["experiment"], []).append(row)

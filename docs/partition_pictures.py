@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/partitions.md: scikit-learn's digits, dealt out by each partition, and shifted.
+"""Draw the pictures of docs/partitions.md: scikit-learn's digits, split by each partition, and shifted.
 
     python docs/partition_pictures.py          # a few seconds; needs matplotlib
 
@@ -73,7 +73,7 @@ def row(data: Digits, client: int) -> Tensor:
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write a figure with few colours, at a third of the size."""
+    """Write a figure with few colors, at a third of the size."""
     path = FOLDER / f"{name}.png"
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=90)

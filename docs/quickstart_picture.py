@@ -1,4 +1,4 @@
-"""Draw the README's picture: four methods on the quickstart's digits, from what they wrote to TensorBoard.
+"""Draw the README's picture: four methods on the quickstart's digits, from their TensorBoard logs.
 
     python docs/quickstart_picture.py          # about two minutes on two cores; needs the dev extra
 
@@ -30,7 +30,7 @@ TAGS = {"val_acc": "validation accuracy", "client/drift": "spread of the client 
 
 
 def run(method: Algorithm, rounds: int, folder: Path) -> EventAccumulator:
-    """Train with one method and return what it logged."""
+    """Train with one method, and return its log."""
     torch.manual_seed(0)
     logger = TensorBoardLogger(folder)
     trainer = lightning_fed.FederatedTrainer(

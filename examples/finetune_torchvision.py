@@ -1,12 +1,12 @@
-"""A network of torchvision, fine-tuned across clients: ``python examples/finetune_torchvision.py --weights DEFAULT``.
+"""Fine-tune a torchvision network across clients: ``python examples/finetune_torchvision.py --weights DEFAULT``.
 
-``--weights DEFAULT`` downloads the weights trained on ImageNet, a path loads those of a file; without, they are random.
-The images are scikit-learn's digits, as large and as colourful as the network wants them; put your own in ``data_of``.
+``--weights DEFAULT`` downloads weights trained on ImageNet. A path loads weights from a file. By default, they are
+random. The images are scikit-learn's digits, enlarged to RGB for the network. Put your own images in ``data_of``.
 
-What about BatchNorm, whose running statistics no mean of clients gets right? By default the backbone is frozen with its
-statistics: clients train and exchange the last layer only, and every layer before it is the same map everywhere. With
-``--train-backbone`` all layers are trained; then GroupNorm, which has no statistics, takes BatchNorm's place. Weights
-that were trained with the one do not fit the other, so this starts at random, and needs many more rounds.
+No mean over clients gives the right running statistics of BatchNorm. So by default, the backbone is frozen with its
+statistics. Clients train and exchange only the last layer, and every layer before it is the same map everywhere.
+``--train-backbone`` trains all layers, with GroupNorm, which has no statistics, in place of BatchNorm. Weights trained
+with one do not fit the other, so this starts from random weights and needs many more rounds.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from lightning_fed.models import Classifier
 
 
 class FineTuned(Classifier):
-    """A ResNet of torchvision with a new last layer; ``weights`` are a name of torchvision, a file, or None."""
+    """A ResNet of torchvision with a new last layer. ``weights`` is a name from torchvision, a file, or None."""
 
     def __init__(
         self, num_classes: int, weights: str | None = None, train_backbone: bool = False, lr: float = 0.03
@@ -37,28 +37,28 @@ class FineTuned(Classifier):
         net = get_model("resnet18", weights=None if from_file else weights, **norm)
         if from_file:
             net.load_state_dict(torch.load(weights, weights_only=True))
-        net.requires_grad_(train_backbone).train(train_backbone)  # Lightning leaves the mode as it is
+        net.requires_grad_(train_backbone).train(train_backbone)  # Lightning does not change the mode
         net.fc = torch.nn.Linear(net.fc.in_features, num_classes)
         super().__init__(net, num_classes, lr)
 
     @torch.no_grad()
     def measure_statistics(self, images: torch.Tensor) -> None:
-        """Let BatchNorm's statistics be those of these images [B, 3, H, W]: random weights come without any."""
+        """Set BatchNorm's statistics from images [B, 3, H, W], since random weights have none."""
         for layer in self.modules():
             if isinstance(layer, torch.nn.BatchNorm2d):
-                layer.momentum = None  # the plain mean over what is seen
+                layer.momentum = None  # the plain mean over all images
         self.net.train()(images)
         self.net.eval()
 
 
 def enlarged(batch: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Turn a batch of digits [B, 64] into normalised images [B, 3, 32, 32]."""
+    """Turn a batch of digits [B, 64] into normalized images [B, 3, 32, 32]."""
     images = batch[0].view(-1, 1, 8, 8).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
     return [(images.expand(-1, 3, -1, -1) - 0.45) / 0.225, *batch[1:]]
 
 
 def data_of(num_clients: int) -> FederatedDataModule:
-    """Return the clients. Any map-style data set of images and labels will do for ``train`` and ``val``."""
+    """Return the clients. Any map-style data set of images and labels works for ``train`` and ``val``."""
     digits = Digits(num_clients=1)
     train, val = digits.client_dataset(0), TensorDataset(*digits.val[:])
     partition = Dirichlet(num_clients, alpha=0.5)
@@ -71,7 +71,7 @@ def main(max_rounds: int = 10, weights: str | None = None, train_backbone: bool 
     model = FineTuned(num_classes=10, weights=weights, train_backbone=train_backbone)
     data = data_of(num_clients=20)
     if weights is None and not train_backbone:
-        (images,) = enlarged([data.val.tensors[0]])  # the server's own
+        (images,) = enlarged([data.val.tensors[0]])  # the server's own images
         model.measure_statistics(images)
     trainer = FederatedTrainer(
         algorithm=FedAvg() if train_backbone else Scaffold(),

@@ -1,15 +1,15 @@
 """A method written outside the package, trained on the digits of scikit-learn: ``python examples/new_algorithm.py``.
 
 The method is FedACG: Kim et al., *Communication-Efficient Federated Learning with Accelerated Client Gradient*, CVPR
-2024 (https://arxiv.org/abs/2201.03172). The server's model theta has a momentum m, and clients start where it will be
-carried, at x = theta + lam m::
+2024 (https://arxiv.org/abs/2201.03172). The server's model theta has a momentum m, and clients start at the point
+that the momentum leads to, x = theta + lam m::
 
     y     <- y - eta (g_i(y) + beta (y - x))
     m     <- lam m + mean of (y_i - x)
     theta <- theta + m
 
-What the server holds here is x. The new theta is the mean of the clients' models, so x moves to that mean plus lam m,
-and ``evaluate_at`` gives theta for validation, checkpoints and the final model. The server optimizer stays SGD(lr=1).
+The server holds x here. The new theta is the mean of the clients' models, so x moves to that mean plus lam m.
+``evaluate_at`` returns theta for validation, checkpoints and the final model. The server optimizer stays SGD(lr=1).
 """
 
 import argparse
@@ -43,7 +43,7 @@ class FedACG(Algorithm):
         return g + self.beta * (y - step.x)
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:
-        """Renew m, and step to the mean of the clients' models plus lam m."""
+        """Update m, and step to the mean of the clients' models plus lam m."""
         m = self.lam * server["m"] + mean["delta"]
         return mean["delta"] + self.lam * m, {"m": m}
 

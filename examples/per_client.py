@@ -1,7 +1,7 @@
-"""How well one model serves every client, before and after a few steps of its own: ``python examples/per_client.py``.
+"""Evaluate one model on every client, before and after a few local steps: ``python examples/per_client.py``.
 
-Each client keeps a fifth of its examples to be evaluated on. Its personalisation gap is the accuracy after a few local
-steps from the server's model, minus that of the server's model as it is.
+Each client keeps a fifth of its examples for evaluation. Its personalization gap is the accuracy after a few local
+steps from the server's model, minus the accuracy of the server's model itself.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(max_rounds: int = 30) -> float:
         max_rounds=max_rounds,
         clients_per_round=10,
         local_epochs=2,
-        callbacks=[as_it_is, after_steps],  # which also log summaries, and write tables beside them
+        callbacks=[as_it_is, after_steps],  # both also log summaries and write tables
     )
     trainer.fit(MLPClassifier(lr=0.2), data)
 

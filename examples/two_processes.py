@@ -1,8 +1,8 @@
-"""The clients of a round shared among processes, on CPUs or GPUs: ``python examples/two_processes.py --devices 2``.
+"""Share the clients of a round among processes, on CPUs or GPUs: ``python examples/two_processes.py --devices 2``.
 
-Lightning starts this script once more for every further process, so that all of it but the functions stands below
-``if __name__``. ``torchrun --nproc-per-node 2 examples/two_processes.py`` starts them itself, and on several machines
-``--num-nodes`` says on how many. The rounds are those of a single process up to rounding.
+Lightning starts this script again for each additional process, so all code except the functions is below
+``if __name__``. ``torchrun --nproc-per-node 2 examples/two_processes.py`` starts the processes itself. On several
+machines, ``--num-nodes`` gives their number. The rounds equal those of a single process up to rounding.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from lightning_fed.models import MLPClassifier
 
 
 def main(max_rounds: int = 30, devices: int = 2, num_nodes: int = 1, accelerator: str = "cpu") -> float:
-    """Train, and return the validation accuracy of the last round, which every process knows."""
+    """Train, and return the validation accuracy of the last round. Every process has it."""
     seed_everything(0)  # the same in every process
     trainer = FederatedTrainer(
         algorithm=Scaffold(),

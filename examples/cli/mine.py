@@ -1,4 +1,4 @@
-"""A module and a data module of one's own, for the command line: see ``run.yaml`` beside this file."""
+"""A user's module and data module for the command line: see ``run.yaml`` next to this file."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from lightning_fed.data import Partition
 
 
 class Net(pl.LightningModule):
-    """A network with one hidden layer; the annotations of ``__init__`` tell the command line what it may be given."""
+    """A network with one hidden layer. The command line takes its options from the annotations of ``__init__``."""
 
     def __init__(self, width: int = 32, lr: float = 0.1) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Net(pl.LightningModule):
 
 
 class MyData(FederatedDataModule):
-    """The digits of scikit-learn: ``setup`` loads the data, and what is dealt out and what is validated on."""
+    """The digits of scikit-learn. ``setup`` loads the data to split among clients, and the validation data."""
 
     def __init__(self, partition: Partition, batch_size: int = 16) -> None:
         super().__init__(batch_size=batch_size)
         self.partition = partition
 
     def setup(self, stage: str) -> None:
-        """Load the data; here it is there already, elsewhere it may come from files."""
+        """Load the data. Here, scikit-learn includes them. Other data may come from files."""
         digits = load_digits()
         inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
         labels = torch.tensor(digits.target)

@@ -1,6 +1,6 @@
-"""Make keys and certificates: `python certificates.py --host NAME`, the SuperLink's machine; and a key for each site.
+"""Make certificates for the SuperLink's machine, and a key for each site: `python certificates.py --host NAME`.
 
-They are for a trial, or for machines of one house; in earnest, have your own authority sign the certificate.
+They are for a trial, or for machines of one organization. Otherwise, have your own authority sign the certificate.
 """
 
 import argparse
@@ -21,8 +21,8 @@ def make_certificates(folder: Path, hosts: Sequence[str], sites: Sequence[str] =
     """Write ``ca.crt``, ``server.pem``, ``server.key``, and ``<site>.key`` and ``<site>.pub`` for each site.
 
     Args:
-        folder: Where; private keys are readable by this user alone.
-        hosts: Names and addresses at which SuperNodes reach the SuperLink.
+        folder: The folder to write to. Only this user can read the private keys.
+        hosts: Names and addresses that SuperNodes use to reach the SuperLink.
         sites: The sites.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

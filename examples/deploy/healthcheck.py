@@ -1,4 +1,4 @@
-"""Ask whether a SuperLink or a SuperNode runs: `python healthcheck.py URL [ca.crt]` exits with 0 or 1."""
+"""Check whether a SuperLink or a SuperNode runs: `python healthcheck.py URL [ca.crt]` exits with 0 or 1."""
 
 import ssl
 import sys
@@ -10,7 +10,7 @@ def is_healthy(url: str, authority: str | None = None) -> bool:
 
     Args:
         url: ``https://HOST:8000/health`` of a SuperLink, ``http://127.0.0.1:9094/health`` of a SuperNode.
-        authority: The file of the certificate that signed the SuperLink's.
+        authority: The file with the certificate of the authority that signed the SuperLink's certificate.
     """
     context = ssl.create_default_context(cafile=authority) if url.startswith("https") else None
     try:

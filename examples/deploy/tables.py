@@ -1,17 +1,17 @@
-"""Write a table for each site: `python tables.py`. In earnest, each site has its own already."""
+"""Write a table for each site: `python tables.py`. In a real deployment, each site has its own."""
 
 import csv
 import random
 from pathlib import Path
 
-SITES = {"hospital-north": (160, 0.0), "hospital-south": (90, 0.5), "bank": (240, -0.5)}  # rows, and what differs
+SITES = {"hospital-north": (160, 0.0), "hospital-south": (90, 0.5), "bank": (240, -0.5)}  # rows, and their shift
 
 
 def write_tables(folder: Path) -> None:
     """Write ``<site>.csv`` for each site.
 
     Args:
-        folder: Where.
+        folder: The folder to write to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for site, (rows, shift) in SITES.items():

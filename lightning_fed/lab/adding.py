@@ -1,4 +1,4 @@
-"""The user's methods as further lines of an experiment; its claims remain about its own methods."""
+"""Add the user's methods to an experiment. Its claims still cover only its own methods."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,10 +21,10 @@ def add_methods(experiment: Experiment, path: Path) -> Experiment:
 
     Args:
         experiment: The experiment.
-        path: A file of labels with overrides, as an experiment has them under ``methods``.
+        path: A file of labels with overrides, in the format of an experiment's ``methods``.
 
     Raises:
-        FederatedError: If the file is not of that format, names no method, or a label is taken.
+        FederatedError: If the file has another format or names no method, or a label is taken.
     """
     new = read_labels(str(path), METHOD, read_yaml(path))
     if not new.choices:
@@ -62,7 +62,7 @@ def _empty(axis: Axis) -> Mapping[Label, Mapping[str, object]]:
 
 
 def _extended(part: _Part, axes: tuple[str | None, ...], old: tuple[Label, ...], new: tuple[Label, ...]) -> _Part:
-    """Return a figure or table with the new methods if methods are told apart in it, else with the old ones alone."""
+    """Add the new methods to a figure or table with an axis of methods, or restrict it to the old ones."""
     if METHOD in axes:
         at: Selection = {**part.at, METHOD: (*part.at[METHOD], *new)} if METHOD in part.at else part.at
     else:
@@ -71,17 +71,17 @@ def _extended(part: _Part, axes: tuple[str | None, ...], old: tuple[Label, ...],
 
 
 def _restricted(claim: Claim, old: tuple[Label, ...]) -> Claim:
-    """Return a claim about the methods that it was about."""
+    """Return a claim restricted to the original methods."""
     is_open = claim.compare != METHOD and (claim.difference is None or claim.difference.axis != METHOD)
     at = {METHOD: old, **claim.at} if is_open else claim.at
     return replace(claim, at=at, controls=tuple(_restricted(control, old) for control in claim.controls))
 
 
 class EitherCells:
-    """Cells of several places: the first place that has a cell counts.
+    """Cells from several places. The first place that has a cell provides it.
 
     Args:
-        *places: The places, such as published cells and those of a store.
+        *places: The places, such as published cells and a store.
     """
 
     def __init__(self, *places: Cells) -> None:
@@ -92,5 +92,5 @@ class EitherCells:
         return next((found for place in self._places if (found := place.record(cell)) is not None), None)
 
     def failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed; None if it did not, or was not run."""
+        """Return the cause of a cell's failure, or None if it did not fail or was not run."""
         return next((cause for place in self._places if (cause := place.failure(cell)) is not None), None)

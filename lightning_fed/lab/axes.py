@@ -1,4 +1,4 @@
-"""The axes of a grid, and the values that are tuned, as a file states them."""
+"""Read the axes of a grid, and its tuned values, from a file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ _TAKEN = ("seed", "metric", "tuned", "chosen")  # in the names of cells, in figu
 
 
 def read_axis(where: str, name: str, found: Any) -> Axis:
-    """Return an axis: labels with overrides, or a key with values, or several keys in step with lists of values.
+    """Return an axis: labels with overrides, a key with values, or several keys with one list of values per choice.
 
     Raises:
-        FederatedError: If it has another form, or a name that results use for something else.
+        FederatedError: If it has another form, or results already use its name.
     """
     if isinstance(found, Mapping) and "key" in found:
         choices = _values(where, check_keys(where, found, ("key", "values"), ("key", "values")))
@@ -38,10 +38,10 @@ def read_axis(where: str, name: str, found: Any) -> Axis:
 
 
 def read_labels(where: str, name: str, found: Mapping[Any, Any]) -> Axis:
-    """Return an axis of labels with overrides; the key ``tune`` has the tuned values there.
+    """Return an axis of labels with overrides. A label's key ``tune`` has its tuned values.
 
     Raises:
-        FederatedError: If a label cannot be one, or its content is not understood.
+        FederatedError: If a label or its content is invalid.
     """
     choices, tune = {}, {}
     for label, overrides in found.items():
@@ -54,7 +54,7 @@ def read_labels(where: str, name: str, found: Mapping[Any, Any]) -> Axis:
 
 
 def read_tuned(where: str, found: Any) -> dict[str, Any]:
-    """Return what is tuned, by name, checked: a key with values, or a list of other values for what has a key.
+    """Check and return tuned values by name: a key with values, or a list that replaces the values of such an entry.
 
     Raises:
         FederatedError: If an entry is neither.
@@ -69,16 +69,16 @@ def read_tuned(where: str, found: Any) -> dict[str, Any]:
 
 
 def make_tune_axis(where: str, name: str, found: Any) -> Axis:
-    """Return an axis of tuned values, which has a key and values.
+    """Return an axis of tuned values from a key and its values.
 
     Raises:
-        FederatedError: If it has not.
+        FederatedError: If either is missing, or there are other keys.
     """
     return Axis(name, _values(where, check_keys(where, found, ("key", "values"), ("key", "values"))))
 
 
 def revise(tuned: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tuned values with changes on top: a list gives an entry with a key other values, all else replaces.
+    """Return tuned values with changes applied. A list replaces an entry's values, anything else the whole entry.
 
     Args:
         tuned: The tuned values, as :func:`read_tuned` returns them.
@@ -96,10 +96,10 @@ def revise(tuned: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def check_overrides(where: str, found: Any) -> Config:
-    """Return overrides whose keys can be those of a configuration, and are not the runner's.
+    """Return overrides, after checking that a configuration may have their keys and the runner does not set them.
 
     Raises:
-        FederatedError: If a key is another one.
+        FederatedError: If a key is not allowed.
     """
     if not isinstance(found, Mapping):
         raise FederatedError(f"{where} must be a mapping of keys of a configuration to values, found {found!r}.")

@@ -1,4 +1,4 @@
-"""The experiments that come with the package, with what each takes: read from a small file, without PyTorch."""
+"""The package's experiments with their CPU times and data sets, read from a small file without PyTorch."""
 
 import csv
 from pathlib import Path
@@ -7,7 +7,7 @@ CATALOGUE = Path(__file__).parent / "papers" / "catalogue.csv"
 """A row for each experiment; ``python docs/papers_index.py`` writes it."""
 
 COLUMNS = ("name", "scales", "published", "seeds", "cpu_hours", "data", "title", "paper", "item")
-"""Its columns: the scales, the one that is published, with its seeds and CPU hours, the data sets, and what it is."""
+"""The columns. Seeds and CPU hours are for the published scale."""
 
 
 def listing() -> str:

@@ -1,4 +1,4 @@
-"""One cell: a fit whose logs are kept, in a process that runs one cell after another."""
+"""Run cells one after another in a process, and record everything that each fit logs."""
 
 import json
 import os
@@ -27,13 +27,13 @@ _PROBE: Config = {"trainer": {"max_rounds": 1, "limit_val_batches": 1, "check_va
 
 
 class Recorder(pl.loggers.Logger):
-    """Keep every value that a run logs.
+    """A logger that keeps every value.
 
     Args:
-        folder: Where callbacks that write files may write them.
+        folder: The folder for callbacks that write files.
 
     Attributes:
-        series: The values by tag and step, which is the number of completed rounds.
+        series: The values by tag and step. The step is the number of completed rounds.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -57,7 +57,7 @@ class Recorder(pl.loggers.Logger):
         return None if self.folder is None else str(self.folder)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the configuration is kept."""
+        """Do nothing: the record has the configuration."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Keep the values."""
@@ -67,21 +67,21 @@ class Recorder(pl.loggers.Logger):
 
 
 class CellRunner:
-    """Run cells one after another; data sets read from files are kept for the next cell with the same ones."""
+    """Run cells one after another. A data set read from files is reused if the next cell has the same one."""
 
     def __init__(self) -> None:
         self._data: tuple[str, pl.LightningDataModule] | None = None
-        self._sums: tuple[str, dict[str, str]] = ("", {})  # of the files that the data with that key were read from
+        self._sums: tuple[str, dict[str, str]] = ("", {})  # the data's key, and the checksums of its files
 
     def run(self, config: Config, completed: Config, final: Path) -> None:
         """Run a cell, and write its record.
 
-        A loss or a model that is not finite ends it: it has diverged, which is a result.
+        A loss or a model that is not finite ends the cell with the status "diverged", which is a valid result.
 
         Args:
             config: The configuration to run.
             completed: The configuration to keep in the record.
-            final: The folder of the record, which must not be there yet.
+            final: The folder of the record. It must not exist yet.
         """
         work = final.with_name(f".{final.name}")
         work.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class CellRunner:
         settle(work, final)
 
     def probe(self, config: Config) -> list[str] | None:
-        """Run one round of a cell on one batch for each client, and return what is logged; None if it diverges.
+        """Run one round of a cell with one batch per client, and return the logged tags, or None if it diverges.
 
         Raises:
             FederatedError: If the cell cannot be run.
@@ -116,7 +116,7 @@ class CellRunner:
     def _fit(self, config: Config, recorder: Recorder, probes: bool = False) -> None:
         parts = CellParts(config, recorder)
         assert isinstance(parts.trainer, FederatedTrainer)
-        if probes and parts.trainer.fit_loop.settings.algorithm.local_work:  # without, it would be refused
+        if probes and parts.trainer.fit_loop.settings.algorithm.local_work:  # a limit without local work is an error
             parts.trainer.limit_train_batches = 1
         model, data = parts.model, parts.datamodule
         key = json.dumps(config["data"], sort_keys=True, default=str)
@@ -130,20 +130,20 @@ class CellRunner:
         try:
             with files_read(root) as files:
                 parts.trainer.fit(model, data)
-        finally:  # it may have diverged
+        finally:  # runs even if the fit diverged
             if files or self._sums[0] != key:
                 self._sums = (key, {} if root is None else checksums(files, root))
 
 
 def _measured_every_round(node: Any) -> Any:
-    """Return a configuration whose measures are due in every round."""
+    """Return a configuration that measures everything in every round."""
     if isinstance(node, Mapping):
         return {key: 1 if key == "every_n_rounds" else _measured_every_round(value) for key, value in node.items()}
     return [_measured_every_round(value) for value in node] if isinstance(node, list) else node
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of this process up to now, with that of the processes that it started and that have ended."""
+    """Return the CPU time so far of this process and of its child processes that have ended."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
 
@@ -173,7 +173,7 @@ def made_with() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's name, or the part of it that the system reports."""
+    """Return the processor's name, as far as the system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

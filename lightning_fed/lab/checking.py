@@ -1,4 +1,4 @@
-"""Figures and tables that would show several points of the grid in one place are refused before anything runs."""
+"""Refuse figures and tables that would show several grid points in one place, before anything runs."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ def check_outputs(grid: Grid) -> None:
     """Refuse figures and tables that leave an axis of the grid open, and those that show nothing.
 
     Raises:
-        FederatedError: If one does; it names the axis and its labels.
+        FederatedError: If one does. The message names the axis and its labels.
     """
     experiment = grid.experiment
     for figure in experiment.figures:

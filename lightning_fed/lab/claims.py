@@ -1,4 +1,4 @@
-"""Judge the inequalities that a paper states, with the numbers."""
+"""Judge the inequalities that a paper states, using the measured numbers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,15 @@ from lightning_fed.lab.selections import is_within
 
 @dataclass(frozen=True)
 class Judgement:
-    """The result of a claim at one combination of the axes that it leaves open.
+    """The result of a claim at one combination of its open axes.
 
     Args:
         where: The combination, in words.
         verdict: Whether it holds.
-        sides: Each side with its number; empty if it was not judged.
+        sides: Each side with its number, or empty if the claim was not judged.
         comparisons: Each side against the next.
         corrected: The p of each comparison, corrected for the number of places.
-        missing: Why it was not judged, if it was not.
+        missing: The reason if the claim was not judged.
     """
 
     where: str
@@ -35,12 +35,12 @@ class Judgement:
 
     @property
     def numbers(self) -> str:
-        """The sides with their numbers, or why it was not judged."""
+        """The sides with their numbers, or the reason that the claim was not judged."""
         return "; ".join(self.sides) or self.missing
 
 
 def judge(claim: Claim, results: Results) -> list[Judgement]:
-    """Return a judgement of a claim at every combination of the axes that it leaves open.
+    """Return a judgement of a claim at every combination of its open axes.
 
     Args:
         claim: The claim.
@@ -59,7 +59,7 @@ def judge(claim: Claim, results: Results) -> list[Judgement]:
 
 
 def overall(found: Sequence[Judgement]) -> Verdict:
-    """Return the verdict on a claim: it holds if it holds wherever it was judged."""
+    """Return the verdict on a claim. It holds if it holds at every judged place."""
     return _joined([judgement.verdict for judgement in found])
 
 
@@ -68,7 +68,7 @@ def _missing(where: str, why: str) -> Judgement:
 
 
 def _corrected(found: Sequence[Judgement]) -> list[Judgement]:
-    """Return judgements whose verdicts go by p values that are corrected for the number of all comparisons."""
+    """Return judgements with verdicts from p values that are corrected for the number of all comparisons."""
     values = iter(holm([comparison.p for judgement in found for comparison in judgement.comparisons]))
     judged = []
     for judgement in found:
@@ -85,7 +85,7 @@ def _corrected(found: Sequence[Judgement]) -> list[Judgement]:
 def _combinations(claim: Claim, results: Results) -> Iterator[dict[Label, list[Point]]]:
     """Yield the points that a claim compares, by label, for each combination of the other axes.
 
-    A label has several points where the claim is about a mean or a difference.
+    A label has several points if the claim is about a mean or a difference.
     """
     groups: dict[tuple[tuple[str, Label], ...], dict[Label, list[Point]]] = {}
     within = (claim.compare, *_inner_axes(claim))
@@ -97,7 +97,7 @@ def _combinations(claim: Claim, results: Results) -> Iterator[dict[Label, list[P
 
 
 def _inner_axes(claim: Claim) -> tuple[str, ...]:
-    """Return the axes to reduce each side over, to a number for each seed."""
+    """Return the axes over which each side is reduced to one number per seed."""
     return (*claim.mean_over, *([] if claim.difference is None else [claim.difference.axis]))
 
 
@@ -141,7 +141,7 @@ def _hypot(errors: Sequence[float | None]) -> float | None:
 
 
 def _gap(claim: Claim, points: dict[Label, list[Point]]) -> str:
-    """Return which label the grid leaves out where it has others, empty if none: all sides are over the same."""
+    """Describe a compared label that lacks a point of another one, or return "" if all labels have the same points."""
     axes = _inner_axes(claim)
     places = {
         label: [tuple(pair for pair in point.labels if pair[0] in axes) for point in of] for label, of in points.items()
@@ -155,9 +155,9 @@ def _gap(claim: Claim, points: dict[Label, list[Point]]) -> str:
 
 
 def _reduced(points: list[Point], claim: Claim, results: Results) -> Estimate:
-    """Return a quantity with its mean, or the mean of its difference, over points for each seed.
+    """Return a quantity's mean, or the mean of its difference, over points for each seed.
 
-    If a point has no number, the result has none, for the same reason.
+    If a point has no number, the result has none either, for the same reason.
     """
     estimates = [results.estimate(point, claim.quantity) for point in points]
     for estimate in estimates:
@@ -181,7 +181,7 @@ def _reduced(points: list[Point], claim: Claim, results: Results) -> Estimate:
 
 
 def _where(claim: Claim, results: Results, points: dict[Label, list[Point]]) -> str:
-    """Return what tells a combination from the others that a claim is judged at, and what it is a mean of."""
+    """Return the labels that set a combination apart from a claim's others, and the labels that it averages over."""
     found = [point for of in points.values() for point in of]
     several = {axis for axis, labels in results.grid.labels.items() if len(labels) > 1}
     several -= {claim.compare, *_inner_axes(claim)}

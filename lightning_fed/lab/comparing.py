@@ -1,4 +1,4 @@
-"""The command ``lightning-fed compare``: a metric against rounds and other costs, from the logs of any runs."""
+"""The command ``lightning-fed compare``: compare a metric over rounds and other costs, from any runs' logs."""
 
 import csv
 import math
@@ -32,11 +32,11 @@ def compare(args: Sequence[str]) -> None:
     """Draw runs side by side, and print and write a table of them.
 
     Args:
-        args: What follows ``lightning-fed compare`` on the command line.
+        args: The arguments after ``lightning-fed compare`` on the command line.
 
     Raises:
         FederatedError: If a folder has no log, or a run did not log the metric.
-        SystemExit: If the arguments are not understood.
+        SystemExit: If the arguments are invalid.
     """
     options = make_parser().parse_args(list(args))
     if options.mode is None and options.metric != "val_acc":
@@ -63,13 +63,13 @@ def compare(args: Sequence[str]) -> None:
 
 
 def read_log(folder: Path) -> Series:
-    """Return what a run logged, from its TensorBoard events or its ``metrics.csv``.
+    """Return a run's logged values, from its TensorBoard events, its ``metrics.csv`` or its ``rounds.csv``.
 
     Args:
         folder: The folder with the files, such as ``lightning_logs/version_0_Scaffold``.
 
     Raises:
-        FederatedError: If there are none, or they hold nothing.
+        FederatedError: If there are no such files, or they have no values.
     """
     if not folder.is_dir():
         raise FederatedError(f"compare: {folder} is not a folder. Name one such as lightning_logs/version_0_Scaffold.")
@@ -96,7 +96,7 @@ def _read_events(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def _read_table(path: Path) -> dict[str, dict[int, float]]:
-    """Read a CSV log, whose steps are rounds."""
+    """Read a CSV log. Its steps are rounds."""
     series: dict[str, dict[int, float]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.DictReader(file), start=2):
@@ -111,7 +111,7 @@ def _read_table(path: Path) -> dict[str, dict[int, float]]:
 
 
 def _named(folders: Sequence[str]) -> dict[str, str]:
-    """Return the folders by name: the path, without the part that all have in common, and the method if it is known."""
+    """Return the folders by name: the path without the prefix common to all, and the method if known."""
     whole = {folder: Path(os.path.abspath(folder)) for folder in folders}
     if len(set(whole.values())) < len(folders):
         raise FederatedError("compare: a run is named twice.")
@@ -120,12 +120,12 @@ def _named(folders: Sequence[str]) -> dict[str, str]:
 
 
 def _method(folder: Path) -> str:
-    """Return a run's method as an addition to its name: `version_0` alone says nothing."""
+    """Return a run's method as a suffix for its name, since `version_0` alone is not informative."""
     try:
         settings = yaml.safe_load((folder / "hparams.yaml").read_text(encoding="utf-8"))
         return f", {settings['algorithm']}"
     except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
-        return ""  # another logger's, or hyper-parameters that are not plain
+        return ""  # another logger's file, or hyperparameters that are not plain values
 
 
 def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> tuple[list[str], list[list[str]]]:
@@ -135,7 +135,7 @@ def _table(runs: Mapping[str, Series], metric: Metric, target: float | None) -> 
     rows = []
     for name, series in runs.items():
         first, last = first_round(series), max(series[metric.name])
-        rounds = f"{first} to {last}" if first > 1 else str(last)  # of a resumed run, whose best may be an earlier one
+        rounds = f"{first} to {last}" if first > 1 else str(last)  # the best of a resumed run may precede its log
         rows.append([name, rounds, *(_value(quantity, series) for quantity in quantities)])
     return ["run", "rounds", *(quantity.label for quantity in quantities)], rows
 

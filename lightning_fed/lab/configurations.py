@@ -1,4 +1,4 @@
-"""Configurations parsed and checked as ``lightning-fed fit`` does."""
+"""Parse and check configurations the way ``lightning-fed fit`` does."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ from lightning_fed.lab.own_code import own_code
 
 
 class _Parser(CellParts):
-    """The parser alone."""
+    """A CLI that only builds its parser."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse nothing yet."""
+        """Skip parsing."""
         self.config = Namespace(seed_everything=False)
 
     def instantiate_classes(self) -> None:
-        """Make nothing yet."""
+        """Skip instantiation."""
 
 
 class Configurations:
@@ -38,19 +38,19 @@ class Configurations:
         self._made: set[str] = set()
 
     def complete(self, name: str, config: Config, args: Sequence[str] = ()) -> Config:
-        """Return a configuration with the default of everything that it leaves out.
+        """Return a configuration with defaults for all missing keys.
 
         Args:
-            name: Whose it is, for messages.
+            name: The name for messages.
             config: The configuration.
-            args: Options of ``lightning-fed fit`` to put on top, such as ``["--model.lr", "0.1"]``.
+            args: Options of ``lightning-fed fit`` that override it, such as ``["--model.lr", "0.1"]``.
 
         Raises:
             FederatedError: If a key is unknown, or a value has the wrong type.
         """
         try:
             with redirect_stderr(StringIO()):
-                parsed = self._parser.parse_object(deepcopy(config))  # which it would change
+                parsed = self._parser.parse_object(deepcopy(config))  # parse_object modifies its argument
                 if args:
                     parsed = self._parser.parse_args(list(args), namespace=parsed)
             completed: Config = yaml.safe_load(self._parser.dump(parsed, skip_validation=True))
@@ -60,7 +60,7 @@ class Configurations:
         return completed
 
     def check(self, name: str, config: Config) -> None:
-        """Make trainer, model and data once of every kind, so that what their classes refuse is refused here.
+        """Instantiate each distinct trainer, model and data once, so that invalid arguments fail here.
 
         Raises:
             FederatedError: If one cannot be made.
@@ -79,9 +79,9 @@ class Configurations:
 
 
 def key_of(completed: Config) -> str:
-    """Return the name of a cell in a store: a hash of its complete configuration, without where named data sets lie.
+    """Return a cell's name in a store: a hash of its complete configuration, without the folder of named data sets.
 
-    The code of classes that are the user's own is part of it: an edited method is another one.
+    The hash includes the code of the user's own classes, so an edited method gets a new name.
 
     Args:
         completed: The configuration with all defaults.
@@ -97,7 +97,7 @@ def key_of(completed: Config) -> str:
 
 
 def _is_named(config: Config) -> bool:
-    """Return whether the data are a data set of ours that is the same in any folder, not files of the folder."""
+    """Return whether the data are a built-in data set, identical in any folder, rather than the folder's own files."""
     path = str(config.get("data", {}).get("class_path"))
     found = locate(path) if path.startswith("lightning_fed.") else None
     root = signature(found).parameters.get("root") if isinstance(found, type) else None
@@ -105,6 +105,6 @@ def _is_named(config: Config) -> bool:
 
 
 def with_root(config: Config, root: str | None) -> Config:
-    """Return a configuration whose data module, if it has a ``root``, finds its files there; None leaves it."""
+    """Return a configuration with the ``root`` of its data module replaced, if it has one; None keeps the old one."""
     arguments = config.get("data", {}).get("init_args") or {}
     return config if root is None or "root" not in arguments else overlay(config, {"data.init_args.root": root})

@@ -19,7 +19,7 @@ Selection: TypeAlias = Mapping[str, tuple[Label, ...]]
 
 
 Cases: TypeAlias = tuple[tuple[Selection, int], ...]
-"""How many test cases are behind a metric, for parts of a grid."""
+"""The number of test cases behind a metric, for parts of a grid."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Axis:
     Args:
         name: Its name.
         choices: Overrides by label, in order.
-        tune: The values tuned with a label, by label and name: a key with values, or a list of other values.
+        tune: The values tuned with a label, by label and name: a key with values, or a list that replaces values.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Tune:
 
     Args:
         by: The quantity whose best value decides.
-        seeds: How many seeds decide; None for all.
-        grid: Keys with values, by name, whose product is tried.
+        seeds: The number of seeds that decide; None for all.
+        grid: Keys with values, by name. All combinations are tried.
     """
 
     by: Quantity
@@ -71,7 +71,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Mark:
-    """A number of the paper's, drawn as a faint line across a figure.
+    """A number from the paper, drawn as a faint line across a figure.
 
     Args:
         at: Its part of the grid.
@@ -91,7 +91,7 @@ class Figure:
     Args:
         name: Its name, a part of the file's.
         kind: "curves" over the rounds, a "quantity" against an axis, or the "paths" of clients.
-        y: The metrics, or quantities, that are drawn; several make panels.
+        y: The metrics or quantities to draw. Each of several has its own panels.
         x: The cost of runs, one of :data:`COSTS`, or the name of an axis.
         lines: The axis whose labels are the lines.
         rows: The axis whose labels are the rows of panels, "metric" for :attr:`y`, None for one row.
@@ -100,9 +100,9 @@ class Figure:
         log: The axes of the picture with a logarithmic scale.
         xlim: The limits of the horizontal axis.
         ylim: The limits of the vertical axis.
-        at: The part of the grid that is drawn.
-        rounds: The first rounds whose paths are drawn.
-        marks: Numbers of the paper's.
+        at: The part of the grid to draw.
+        rounds: The number of first rounds to draw paths of.
+        marks: Numbers from the paper.
     """
 
     name: str
@@ -129,8 +129,8 @@ class Table:
         name: Its name.
         rows: The axes whose combinations are its rows.
         columns: The axis whose labels are its columns, if any.
-        values: The quantities, a column each within every other column.
-        at: The part of the grid that it shows.
+        values: The quantities. Each column has one subcolumn per quantity.
+        at: The part of the grid to show.
         paper: The paper's numbers for the first quantity, by the labels of the rows and then of the column.
     """
 
@@ -148,8 +148,8 @@ class Difference:
 
     Args:
         axis: The axis.
-        of: The label whose value counts positive.
-        minus: The label whose value is taken from it.
+        of: The label to subtract from.
+        minus: The label to subtract.
     """
 
     axis: str
@@ -170,9 +170,9 @@ class Claim:
         quantity: The compared quantity.
         compare: The axis of the labels.
         mean_over: The axes to average the quantity over before it is compared.
-        difference: The axis along which the quantity's difference is compared, and not the quantity.
-        at: The part of the grid where it is claimed.
-        within: How much sides joined by "~" may differ, as a share of the larger.
+        difference: The axis along which to take the quantity's difference. If given, the difference is compared.
+        at: The part of the grid that the claim covers.
+        within: The allowed difference between sides joined by "~", as a share of the larger.
         scales: The scales at which it is judged; all if empty.
         found: The explanation if it does not hold; empty if there is none.
         controls: Inequalities that help to explain it, judged but not counted.
@@ -206,13 +206,13 @@ class Scale:
 
     Args:
         name: Its name.
-        departures: The departures from the paper at this scale alone.
-        overrides: Overrides on top of every cell.
-        seeds: The number of seeds, if not the experiment's.
-        axes: The labels that are kept, by axis, each with its overrides.
-        tune: Lists of other values, by tuned name.
-        cases: The test cases behind each metric, by the parts of the grid, in place of the experiment's.
-        also_by: Another quantity by which tuned values are chosen, for a second set of results; None for one set.
+        departures: The departures from the paper at this scale only.
+        overrides: Overrides for every cell.
+        seeds: The number of seeds; None for the experiment's.
+        axes: The labels to keep, by axis, each with its overrides.
+        tune: Lists that replace tuned values, by tuned name.
+        cases: The test cases behind each metric, by part of the grid. They replace the experiment's.
+        also_by: Another quantity that chooses tuned values, for a second set of results; None for one set.
     """
 
     name: str
@@ -230,7 +230,7 @@ class Experiment:
     """An experiment, as read from its file.
 
     Args:
-        name: Its name, the file's.
+        name: The name of the experiment and its file.
         file: The file's path.
         title: Its title.
         paper: The paper that makes the claims.
@@ -239,18 +239,18 @@ class Experiment:
         departures: The departures from the paper, at every scale.
         base: The configuration that every cell starts from.
         axes: The dimensions of its grid, the methods last.
-        skip: Parts of the grid that are left out.
-        tune: The tuning, None without one.
+        skip: Parts of the grid to leave out.
+        tune: The tuning, or None.
         seeds: The number of seeds.
-        is_random: Whether anything is drawn, so that seeds differ.
-        is_own: Whether it is a comparison of our own, and not a paper's.
+        is_random: Whether anything is drawn at random, so that seeds differ.
+        is_own: Whether it is our own comparison, not a paper's.
         metrics: The metrics by name.
         cases: The test cases behind each metric, by the parts of the grid.
         figures: Its figures.
         tables: Its tables.
         claims: Its claims.
         scales: The scales by name.
-        added: The file of methods that were added to it; empty if none were.
+        added: The file of added methods, or empty.
     """
 
     name: str
@@ -277,7 +277,7 @@ class Experiment:
 
     @property
     def quantities(self) -> list[Quantity]:
-        """Every quantity that its tables, claims, figures and choices are made of."""
+        """All quantities that its tables, claims, figures and tuning use."""
         claims = [part for claim in self.claims for part in (claim, *claim.controls)]
         found = [quantity for table in self.tables for quantity in table.values]
         found += [claim.quantity for claim in claims]

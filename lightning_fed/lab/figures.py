@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 COLORS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C9A", "#8C6D31", "#444444", "#882255",
 )  # fmt: skip
-"""Colours that most people can tell apart (Okabe and Ito, and a few more)."""
+"""Colors that most people can distinguish (Okabe and Ito, and a few more)."""
 
 _STYLES = ("-", "--", "-.", ":")
-_WIDTH, _HEIGHT = 3.3, 2.5  # inches of a panel
-_LEGEND_ROW = 0.19  # inches of a row of the legend
-_ALIKE = (1.5, 6.0)  # points (1/72 inch): two lines hide each other within the first nearly, the second everywhere
-_LARGEST = 180_000  # bytes of a picture with all of its colours
+_WIDTH, _HEIGHT = 3.3, 2.5  # inches per panel
+_LEGEND_ROW = 0.19  # inches per row of the legend
+_ALIKE = (1.5, 6.0)  # points (1/72 inch): lines overlap if 90 % of distances are below the first, all below the second
+_LARGEST = 180_000  # bytes of a picture with full color
 _UNITS = {"rounds": "rounds", "gradients": "gradients computed", "bytes": "bytes sent"}
 
 
@@ -86,7 +86,7 @@ def draw(plan: Plan, results: Results) -> "Figure":
         _set_up(axes, plan, panel, panels)
         notes = [f"diverged: {', '.join(diverged)}"] if diverged else []
         notes += [f"one line: {', '.join(group)}" for group in _alike(axes)]
-        if notes:  # the side on which a curve that improves leaves room
+        if notes:  # an improving curve leaves room on this side
             y, side = (0.02, "bottom") if panel.y.mode == "max" else (0.97, "top")
             axes.text(
                 0.98, y, "\n".join(notes), transform=axes.transAxes, ha="right", va=side, fontsize=6.5,
@@ -97,7 +97,7 @@ def draw(plan: Plan, results: Results) -> "Figure":
 
 
 def _legend_title(kind: str, results: Results) -> str | None:
-    """Return what the lines of a figure, and its bands of a kind, are."""
+    """Return the meaning of a figure's lines and bands, or None without several random seeds."""
     seeds = results.grid.seeds
     if not results.grid.experiment.is_random or seeds < 2:
         return None
@@ -107,7 +107,7 @@ def _legend_title(kind: str, results: Results) -> str | None:
 
 
 def _alike(axes: "Axes") -> list[list[str]]:
-    """Return the labels of lines that hide each other all along, in groups."""
+    """Return the labels of lines that overlap along their whole length, in groups."""
     groups: list[tuple[Any, list[str]]] = []
     for line in axes.get_lines():
         label, points = str(line.get_label()), np.asarray(line.get_xydata())
@@ -126,11 +126,11 @@ def _alike(axes: "Axes") -> list[list[str]]:
 
 
 def draw_best(results: Results, by: Quantity, ranked: Sequence[Point]) -> "Figure":
-    """Return the curves of the best few points of a grid.
+    """Return a figure with the curves of a grid's best points.
 
     Args:
         results: The finished cells.
-        by: The quantity that they are ranked by; its metric is drawn.
+        by: The quantity that ranks the points. Its metric is drawn.
         ranked: The points, best first.
 
     Raises:
@@ -160,7 +160,7 @@ def panels_of(plan: Plan, results: Results) -> Iterator[Panel]:
 def _divisions(
     plan: Plan, axis: str | None, points: Sequence[Point]
 ) -> list[tuple[str, Callable[[Point], bool], Metric | Quantity | None]]:
-    """Return label, members, and what is drawn if that differs, of each row or column."""
+    """Return the label of each row or column, its members, and its metric or quantity if it has its own."""
     if axis is None:
         return [("", lambda _: True, None)]
     if axis == "metric":
@@ -174,7 +174,7 @@ def _has(axis: str, label: Label) -> Callable[[Point], bool]:
 
 
 def _titled(axis: str, label: Label) -> str:
-    """Return a panel's title: "similarity 10 %", "G = 10", or the label alone if it speaks for itself."""
+    """Return a label's title, such as "similarity 10 %" or "G = 10". A method's title is its label alone."""
     if axis == METHOD:
         return label
     is_number = label.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdigit()
@@ -184,7 +184,7 @@ def _titled(axis: str, label: Label) -> str:
 def _draw_curve(
     axes: "Axes", plan: Plan, panel: Panel, results: Results, point: Point, label: Label, style: int
 ) -> None:
-    """Draw a metric over the rounds, or over what was spent."""
+    """Draw a metric against rounds or another cost."""
     assert isinstance(panel.y, Metric)
     x, rows = _aligned(results.records(point), panel.y, plan.x)
     middle = [fmean(row) for row in rows]
@@ -196,13 +196,13 @@ def _draw_curve(
 
 
 def _counted(label: str, results: Results, point: Point) -> str:
-    """Return the label of a line, with the seeds behind it if cells are missing: the legend says what all have."""
+    """Return a line's label. If cells are missing, add its number of seeds, since the legend has the planned one."""
     found, asked = len(results.records(point)), len(results.cells(point))
     return label if found == asked else f"{label} ({found} of {asked} seeds)"
 
 
 def _draw_mark(axes: "Axes", plan: Plan, panel: Panel, mark: Mark, styles: Mapping[Label, int]) -> None:
-    """Draw a number of the paper's across a panel that has what it is about, in the colour of its line."""
+    """Draw a number from the paper across a panel that has its part of the grid, in the color of its line."""
     if not any(is_within(point.by_axis, mark.at) for point in panel.points):
         return
     labels = mark.at.get(plan.lines, ())
@@ -211,7 +211,7 @@ def _draw_mark(axes: "Axes", plan: Plan, panel: Panel, mark: Mark, styles: Mappi
 
 
 def _has_diverged(results: Results, point: Point) -> bool:
-    """Return whether a point's runs diverged, or all of its tuned values."""
+    """Return whether any of a point's runs or all of its tuned values diverged."""
     candidates = results.candidates(point)
     lost = bool(candidates) and all(candidate.estimate.is_diverged for candidate in candidates)
     return lost or any(record.status == "diverged" for record in results.records(point))
@@ -236,7 +236,7 @@ def _draw_quantity(
 
 
 def _positions(labels: Sequence[Label], known: Sequence[Label]) -> list[float]:
-    """Return where labels stand on the horizontal axis: at their value if all are numbers, else side by side."""
+    """Return the horizontal positions of labels: their values if all are numbers, otherwise evenly spaced."""
     return (
         [float(label) for label in labels] if _are_numbers(known) else [float(known.index(label)) for label in labels]
     )
@@ -250,7 +250,7 @@ def _are_numbers(labels: Sequence[Label]) -> bool:
 
 
 def _aligned(records: Sequence[Record], metric: Metric, x: str) -> tuple[list[float], list[list[float]]]:
-    """Return the horizontal positions, and each one's values for all seeds, where every seed has a finite one."""
+    """Return horizontal positions and their values for all seeds, at the rounds where every seed's value is finite."""
     curves: list[Curve] = [metric.of(record.series) for record in records]
     if not curves:
         return [], []
@@ -303,13 +303,13 @@ def _set_up(axes: "Axes", plan: Plan, panel: Panel, panels: Sequence[Panel]) -> 
 
 
 def _with_unit(y: Metric | Quantity) -> str:
-    """Return what to write along an axis, with its unit."""
+    """Return an axis label with its unit."""
     is_percent = y.factor == 100 if isinstance(y, Metric) else y.is_percent
     return f"{y.label} (%)" if is_percent else y.label
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Write plain numbers at a logarithmic axis that shows few powers of ten."""
+    """Use plain numbers as ticks of a logarithmic axis that spans few powers of ten."""
     low, high = axis.get_view_interval()
     if low >= 1e-3 and high < 1e5 and high / low < 100:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -320,13 +320,13 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def add_legend(figure: "Figure", grid: Sequence["Axes"], columns: int | None = None, title: str | None = None) -> None:
-    """Add one legend for all panels, below them, in a number of columns; the figure grows by its further rows."""
+    """Add one legend below all panels. The figure grows by the height of the title and each row after the first."""
     handles: dict[str, Artist] = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
-        widest = 0.55 + 0.08 * max(map(len, handles))  # inches, at this size of letters
+        widest = 0.55 + 0.08 * max(map(len, handles))  # inches, at this font size
         columns = columns or min(len(handles), max(1, int(figure.get_figwidth() / widest)))
         figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (math.ceil(len(handles) / columns) - 1))
         if title is not None:
@@ -353,7 +353,7 @@ def new_figure(rows: int, columns: int) -> tuple["Figure", Any]:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure, without a date; a large PNG with 256 colours, which is a third of the size."""
+    """Write a figure without a date. Reduce a large PNG to 256 colors, a third of its size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".png":
         from matplotlib import rc_context
@@ -368,5 +368,5 @@ def save(figure: "Figure", path: Path) -> None:
     image = Image.open(drawn).convert("RGB")
     image.save(path, optimize=True)
     if path.stat().st_size > _LARGEST:
-        # Bands are pale, so that their colours are near each other: these choices keep them apart.
+        # The pale bands have similar colors. These settings keep them distinct.
         image.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -1,4 +1,4 @@
-"""The cells of an experiment at a scale: which points the grid has, and the configuration of each cell."""
+"""The cells of an experiment at a scale: the points of the grid, and the configuration of each cell."""
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from lightning_fed.lab.selections import is_within
 from lightning_fed.lab.yaml_files import unknown
 
 DEFAULTS: Config = {"trainer": {"engine": "auto", "accelerator": "cpu", "max_update_ratio": None}}
-"""What a cell has unless its file says otherwise. A client at its optimum makes others look out of proportion."""
+"""A cell's defaults. ``max_update_ratio`` is off: next to a client at its optimum, other updates look too large."""
 
 
 PER_SEED = "per_seed"
-"""A value that stands for the cell's seed, so that a seed draws other data, too."""
+"""A placeholder for the cell's seed. With it, each seed also draws other data."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Cell:
     """One run of a grid.
 
     Args:
-        point: Where in the grid it is.
+        point: Its point of the grid.
         tuned: Name and label of each tuned value.
         seed: Its seed.
     """
@@ -66,8 +66,8 @@ class Grid:
     Args:
         experiment: The experiment.
         scale: The name of the scale.
-        seeds: The number of seeds; the scale's, or else the experiment's, if None.
-        accelerator: Where every cell is trained, in place of what the file says.
+        seeds: The number of seeds; None for the scale's, or else the experiment's.
+        accelerator: The accelerator that trains every cell, in place of the file's.
 
     Raises:
         FederatedError: If the scale is unknown, nothing is left of the grid, or an override does not fit.
@@ -104,7 +104,7 @@ class Grid:
         return {name: tuple(axis.choices) for name, axis in self.axes.items()}
 
     def cases(self, metric: str, point: Point) -> int | None:
-        """Return how many test cases are behind a metric at a point; None if the file does not say."""
+        """Return the number of test cases behind a metric at a point, or None if the file does not state it."""
         stated = {**self.experiment.cases, **self.scale.cases}.get(metric, ())
         return next((number for selection, number in stated if is_within(point.by_axis, selection)), None)
 
@@ -124,7 +124,7 @@ class Grid:
         return sorted(found)
 
     def tuned(self, point: Point) -> list[tuple[tuple[str, Label], ...]]:
-        """Return the combinations of tuned values that a point has, a single empty one if it has none."""
+        """Return a point's combinations of tuned values, or a single empty one if nothing is tuned."""
         axes = self._tune_axes(point)
         return [tuple(zip(axes, row, strict=True)) for row in product(*(axis.choices for axis in axes.values()))]
 
@@ -136,7 +136,7 @@ class Grid:
         """Return the configuration of a cell.
 
         Raises:
-            FederatedError: If an override does not fit; it names the cell.
+            FederatedError: If an override does not fit. The message names the cell.
         """
         try:
             config: Config = _seeded(overlay(DEFAULTS, self.experiment.base, *self._overrides(cell)), cell.seed)
@@ -161,7 +161,7 @@ class Grid:
             own = self.axes[name].tune.get(label, {})
             tuned |= {n: entry for n, entry in own.items() if not isinstance(entry, list)}
             lists |= {n: entry for n, entry in own.items() if isinstance(entry, list)}
-        for name in lists:  # which are for whatever key is tuned by that name, by another label too
+        for name in lists:  # another label may provide the key of that name
             if name not in tuned:
                 raise unknown(f"{self.experiment.file}, {point}", "tuned value", name, tuned)
         where = f"{self.experiment.file}, {point}: tune"
@@ -169,7 +169,7 @@ class Grid:
 
 
 def _seeded(node: Any, seed: int) -> Any:
-    """Return a configuration in which every value :data:`PER_SEED` is the cell's seed."""
+    """Return a configuration with every :data:`PER_SEED` replaced by the cell's seed."""
     if isinstance(node, Mapping):
         return {key: _seeded(value, seed) for key, value in node.items()}
     if isinstance(node, list):
@@ -188,9 +188,9 @@ def name_of(labels: tuple[tuple[str, Label], ...]) -> str:
 
 
 def _at_scale(axis: Axis, scale: Scale, grid: Container[str]) -> Axis:
-    """Return an axis with the labels that a scale keeps, and what they tune there.
+    """Return an axis with the labels that a scale keeps, and their tuned values at that scale.
 
-    The scale's own lists are for ``tune.grid``, and for labels only where it has no such name.
+    The scale's own lists apply to ``tune.grid``, and to labels only for names that ``tune.grid`` lacks.
     """
     kept = scale.axes.get(axis.name, Axis(axis.name, {}))
     choices = {label: axis.choices[label] for label in axis.choices if not kept.choices or label in kept.choices}

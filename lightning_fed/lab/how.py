@@ -10,7 +10,7 @@ from lightning_fed.lab.tables import markdown
 
 
 def choices(results: Results) -> Iterator[str]:
-    """Yield what was chosen where something was tuned, with a warning of choices at an end of their list."""
+    """Yield the section of chosen tuned values, with a warning if a choice is at an end of its list."""
     tune = results.grid.experiment.tune
     rows = []
     for point in results.grid.points:
@@ -33,7 +33,7 @@ def choices(results: Results) -> Iterator[str]:
 
 
 def other_choices(results: Results) -> Iterator[str]:
-    """Yield where the scale's ``also_by`` chooses other values, and what they change in the results."""
+    """Yield the section of values that the scale's ``also_by`` chooses differently, and their effect on the results."""
     other, by = results.beside, results.by
     if other is None or other.by is None or by is None:
         return
@@ -67,7 +67,7 @@ def _at_end(results: Results, point: Point) -> str:
 
 
 def losses(results: Results, most: int | None = None) -> Iterator[str]:
-    """Yield the diverged and the failed cells, each with a limited number of lines."""
+    """Yield a section of diverged cells and one of failed cells, each with a limited number of lines."""
     diverged, failed = [], []
     for cell in results.asked():
         record = results.record(cell)
@@ -83,7 +83,7 @@ def losses(results: Results, most: int | None = None) -> Iterator[str]:
 
 
 def records_of(results: Results) -> list[Record]:
-    """Return the finished cells; those with the same settings are one."""
+    """Return the records of finished cells. Cells with the same settings share one record."""
     found = [record for cell in results.asked() if (record := results.record(cell)) is not None]
     return list({id(record): record for record in found}.values())
 
@@ -99,7 +99,7 @@ def means(results: Results) -> list[str]:
 
 
 def _took(records: Sequence[Record]) -> str:
-    """Return the CPU time of cells, and the wall time of those that were recorded without it."""
+    """Return the total CPU time of cells, and the wall time of cells that have no CPU time on record."""
     timed = [record.cpu_seconds for record in records if record.cpu_seconds is not None]
     others = [record.seconds for record in records if record.cpu_seconds is None]
     if not others:
@@ -113,7 +113,7 @@ def _duration(seconds: float) -> str:
 
 
 def _made_with(records: Sequence[Record]) -> list[str]:
-    """Return versions, hardware and dates, of every kind that was used."""
+    """Return all versions and hardware that were used, and the dates."""
     found: dict[str, list[str]] = {}
     for record in records:
         for name, value in record.made_with.items():
@@ -125,6 +125,6 @@ def _made_with(records: Sequence[Record]) -> list[str]:
 
 
 def dates(records: Sequence[Record]) -> str:
-    """Return the day when cells were run, or the first and the last one; empty if it is not known."""
+    """Return the day of the runs, or the first and last one; empty if unknown."""
     days = sorted({day for record in records if (day := record.made_with.get("date"))})
     return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""

@@ -1,4 +1,4 @@
-"""CIFAR-10 from JPEG copies in a NumPy archive, which the published results of FedCM are made with."""
+"""CIFAR-10 from JPEG copies in a NumPy archive. The published results of FedCM use it."""
 
 import io
 import zipfile
@@ -47,9 +47,9 @@ def read_jpegs(path: Path, part: str, size: int) -> tuple[Tensor, Tensor]:
     """Return one part of the images of an ``.npz`` archive, decoded, and their labels.
 
     Args:
-        path: The archive. ``<part>_jpeg`` has the bytes of n files end to end, ``<part>_offset`` [n + 1] where each
-            begins and the last one ends, and ``<part>_label`` [n] the classes.
-        part: Which part.
+        path: The archive. ``<part>_jpeg`` has the bytes of n files end to end. ``<part>_offset`` [n + 1] has the start
+            of each file and the end of the last one. ``<part>_label`` [n] has the classes.
+        part: The part, such as "train".
         size: Height and width of every image.
 
     Returns:

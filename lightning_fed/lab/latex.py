@@ -18,7 +18,7 @@ _ESCAPED = {
 def latex(table: Table, results: Results) -> str:
     """Return a table as a ``tabular`` that needs the package booktabs.
 
-    The best of the methods is bold wherever everything but the method is the same.
+    Among cells that differ only in the method, the best is bold.
 
     Args:
         table: The table's description.
@@ -42,7 +42,7 @@ def latex(table: Table, results: Results) -> str:
 
 
 def _best(cells: Sequence[TableCell]) -> set[int]:
-    """Return which cells have the best method of several, by their identity."""
+    """Return the ids of cells with the best of several methods."""
     groups: defaultdict[tuple[tuple[tuple[str, Label], ...], Quantity], list[TableCell]] = defaultdict(list)
     for cell in cells:
         others = tuple(pair for pair in cell.point.labels if pair[0] != METHOD)

@@ -1,13 +1,13 @@
-"""Numbers as pages show them: a mean and its deviation with the same decimals."""
+"""Format numbers for pages: a mean and its deviation have the same decimals."""
 
 import math
 from collections.abc import Sequence
 
-_PERCENT = 2  # decimals of what is in percent
+_PERCENT = 2  # decimals of percentages
 
 
 def format_number(value: float, is_percent: bool = False) -> str:
-    """Return a number with four significant digits, integers of up to seven digits whole, percent with two decimals.
+    """Format a number with four significant digits, an integer of up to seven digits whole, percent with two decimals.
 
     Example:
         >>> format_number(38.0), format_number(0.123456), format_number(1234.56), format_number(82.8, is_percent=True)
@@ -23,7 +23,7 @@ def format_number(value: float, is_percent: bool = False) -> str:
 
 
 def with_spread(mean: float, spread: float, is_percent: bool = False) -> str:
-    """Return a mean and a deviation with the same decimals, so many that the deviation has two digits.
+    """Return a mean and a deviation with the same decimals, chosen so that the deviation has two significant digits.
 
     Example:
         >>> with_spread(49.0625, 0.6005), with_spread(50.0, 12.25), with_spread(1.234e-8, 2.1e-9)
@@ -37,8 +37,8 @@ def aligned(values: Sequence[float], spread: float, is_percent: bool = False, di
 
     Args:
         values: The numbers.
-        spread: Their deviation, which has this number of digits.
-        is_percent: Whether they are in percent, which have two decimals.
+        spread: Their deviation. With the same decimals, it has ``digits`` significant digits.
+        is_percent: Whether they are in percent. If so, they have two decimals.
         digits: The significant digits of the deviation.
 
     Example:

@@ -1,4 +1,4 @@
-"""Options that the commands share, and the command line as it is quoted."""
+"""Options shared by the commands, and the command line as quoted on pages."""
 
 import os
 import shlex
@@ -16,19 +16,19 @@ _PLACES = ("--data_root",)
 
 
 class Count:
-    """The type of an option: an integer of at least ``least``; help calls it an int."""
+    """The type of an option: an integer of at least ``least``. The help shows it as "int"."""
 
     def __init__(self, least: int) -> None:
         self.least = least
 
     def __call__(self, value: str) -> int:
-        """Return the number of a word."""
+        """Parse a word."""
         if int(value) < self.least:
             raise ArgumentTypeError(f"expected an integer of at least {self.least}, found {value}")
         return int(value)
 
     def __repr__(self) -> str:
-        """Return what help shows."""
+        """Return the text for the help."""
         return "int"
 
 
@@ -37,7 +37,7 @@ def add_run_options(parser: ArgumentParser, out: str) -> None:
 
     Args:
         parser: The parser.
-        out: Where results go by default, in words.
+        out: The default folder of results, in words.
     """
     parser.add_argument("--seeds", type=Count(1), help="The number of seeds, in place of the file's.")
     workers = "Worker processes; 0 runs in this process."
@@ -48,7 +48,7 @@ def add_run_options(parser: ArgumentParser, out: str) -> None:
 
 
 def command_line(command: str, args: Sequence[str]) -> str:
-    """Return the command line without what is the machine's own: where files lie, and how many jobs there are.
+    """Return the command line without machine-specific parts: folders and the number of jobs.
 
     Example:
         >>> command_line("reproduce", ["mime_fig1", "--data_root", "/mnt/data", "--jobs=4"])
@@ -72,7 +72,7 @@ def command_line(command: str, args: Sequence[str]) -> str:
 
 
 def reproduce_command(grid: Grid) -> str:
-    """Return the command that makes a grid's page, without what is the machine's own.
+    """Return the command that makes a grid's page, without machine-specific parts.
 
     Args:
         grid: The grid.

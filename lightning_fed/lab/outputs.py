@@ -1,4 +1,4 @@
-"""What an experiment draws and tables, read from its file."""
+"""Read the figures and tables of an experiment from its file."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

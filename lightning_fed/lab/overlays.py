@@ -1,4 +1,4 @@
-"""Configurations with overrides on top."""
+"""Apply overrides to configurations."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 from lightning_fed.core.errors import FederatedError
 
 Config: TypeAlias = dict[str, Any]
-"""What a YAML file of ``lightning-fed fit`` holds."""
+"""The content of a YAML file for ``lightning-fed fit``."""
 
 
 def overlay(config: Mapping[str, Any], *overrides: Mapping[str, Any]) -> Config:
-    """Return a configuration with overrides on top, one after the other; none of them is changed.
+    """Return a configuration with overrides applied in order. The arguments are not modified.
 
     Mappings are merged, except that another ``class_path`` replaces an object with its ``init_args``. Everything else
     is replaced. A key that ends in ``+`` appends to a list.
@@ -21,7 +21,7 @@ def overlay(config: Mapping[str, Any], *overrides: Mapping[str, Any]) -> Config:
         overrides: The overrides; keys may be dotted.
 
     Raises:
-        FederatedError: If a key leads into something that has no keys.
+        FederatedError: If a key is invalid, leads into a value without keys, or appends to a value that is not a list.
 
     Example:
         >>> overlay({"model": {"class_path": "Net", "init_args": {"lr": 0.1, "dim": 2}}}, {"model.init_args.lr": 1.0})
@@ -64,7 +64,7 @@ def _put(config: Config, key: str, value: Any) -> None:
 
 
 def _inner(node: Config, part: str, key: str, whole: str) -> Config:
-    """Return the mapping at a part of a key, made if there is none; a class given by its name alone becomes one."""
+    """Return the mapping at a part of a key, created if missing. A class given only by its name becomes a mapping."""
     if isinstance(node.get(part), str):
         node[part] = {"class_path": node[part]}
     if node.get(part) is None:
@@ -76,7 +76,7 @@ def _inner(node: Config, part: str, key: str, whole: str) -> Config:
 
 
 def _is_another(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether two descriptions of objects are of different classes; the module's name may be missing."""
+    """Return whether two descriptions of objects have different classes. Module names are not compared."""
     if "class_path" not in new or "class_path" not in old:
         return "class_path" in new
     return str(old["class_path"]).rpartition(".")[2] != str(new["class_path"]).rpartition(".")[2]

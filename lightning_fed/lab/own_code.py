@@ -1,4 +1,4 @@
-"""The code of a configuration's own classes: a cell whose method or model was edited is another cell."""
+"""Hash the user's code behind a configuration, so that a cell with an edited method or model is a new cell."""
 
 import hashlib
 import site
@@ -14,9 +14,9 @@ from lightning_fed.lab.overlays import Config
 
 
 def own_code(config: Config) -> dict[str, str]:
-    """Return a hash of the source of each of the user's modules that a configuration names, by the module's name.
+    """Return the source hash of each of the user's modules that a configuration names, by module name.
 
-    Modules that these import are included. This package and installed ones are left out: records have their versions.
+    Modules that these import are included. This package and installed ones are skipped: records have their versions.
 
     Args:
         config: A complete configuration, whose classes have been imported.
@@ -45,9 +45,9 @@ def _module_in(text: str) -> str | None:
     return next((name for name in names if name in sys.modules), None)
 
 
-@cache  # a process has imported the code once
+@cache  # a process imports a module only once
 def _read(name: str) -> tuple[str, list[str]] | None:
-    """Return a hash of a module's source, and the modules that it uses; None unless it is the user's."""
+    """Return a module's source hash and the modules that it uses, or None if it is not the user's."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if file is None or name.partition(".")[0] == "lightning_fed" or any(map(Path(file).is_relative_to, _installed())):
@@ -62,6 +62,6 @@ def _read(name: str) -> tuple[str, list[str]] | None:
 
 @cache
 def _installed() -> list[str]:
-    """Return the folders of Python's and installed modules."""
+    """Return the folders of the standard library and of installed packages."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     return [*map(sysconfig.get_path, kinds), *site.getsitepackages(), site.getusersitepackages()]

@@ -1,4 +1,4 @@
-"""The pages of an experiment, in Markdown: one that begins with its result, and one with every detail."""
+"""The pages of an experiment, in Markdown: one with its result first, and one with every detail."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,11 +11,11 @@ from lightning_fed.lab.results import Results
 from lightning_fed.lab.tables import markdown, rows_of
 from lightning_fed.lab.verdict import claim_details, claim_table, counted
 
-_LINES = 150  # of a page, at most
+_LINES = 150  # the most lines of a page
 
 
 def pages(results: Results, command: str, figures: Sequence[str]) -> tuple[str, str]:
-    """Return the page of an experiment, and that of its details.
+    """Return an experiment's page and its details page.
 
     Args:
         results: The finished cells.
@@ -53,7 +53,7 @@ def pages(results: Results, command: str, figures: Sequence[str]) -> tuple[str, 
 
 
 def _length(parts: Sequence[str]) -> int:
-    """Return how many lines paragraphs take, with the empty lines between them."""
+    """Return the number of lines of paragraphs, including the empty lines between them."""
     return sum(part.count("\n") + 2 for part in parts)
 
 
@@ -74,7 +74,7 @@ def _scale(results: Results, departures: Sequence[Departure]) -> str:
 
 
 def _words(results: Results) -> Iterator[str]:
-    """Yield what the quantities of the claims mean, if they need a word."""
+    """Yield the meanings of the claims' quantities that need an explanation."""
     claims = results.grid.experiment.claims
     quantities = dict.fromkeys(claim.quantity for claim in claims)
     meanings = dict.fromkeys(meaning for quantity in quantities if (meaning := quantity.meaning))
@@ -98,7 +98,7 @@ def _rule(results: Results) -> str:
 
 
 def _alike(results: Results) -> str:
-    """Return what "~" asks for, if a claim has it."""
+    """Return the condition of "~" in words, if a claim uses it."""
     claims = [part for claim in results.grid.experiment.claims for part in (claim, *claim.controls)]
     shares = sorted({claim.within for claim in claims if "~" in claim.signs})
     if not shares:
@@ -133,7 +133,7 @@ def _reading(results: Results) -> str:
 
 
 def _drawn(results: Results) -> str:
-    """Return whether a seed draws the data, too."""
+    """Return a sentence on whether a seed also draws the data."""
     grid = results.grid
     drawn = 0
     for point in grid.points:
@@ -160,7 +160,7 @@ def _tables(results: Results) -> Iterator[list[str]]:
 
 
 def _beside(results: Results, judged: Sequence[Sequence[Judgement]]) -> list[str]:
-    """Return what the scale's other rule of choice changes: the values, and the verdicts on the claims."""
+    """Return the effect of the scale's ``also_by`` on the chosen values and on the verdicts."""
     other = results.beside
     section = list(other_choices(results))
     if other is None or not judged:
@@ -179,7 +179,7 @@ def _beside(results: Results, judged: Sequence[Sequence[Judgement]]) -> list[str
 
 
 def _files(results: Results) -> str:
-    """Return where the numbers behind the page are."""
+    """Return a description of the files with the numbers behind the page."""
     name = results.grid.experiment.name
     sums = f" `{name}_data.sha256` has the checksums of the data files." if results.grid.data_sets else ""
     return (
@@ -197,7 +197,7 @@ def _citation(results: Results) -> str:
     made += f" (commit {' and '.join(commits)})" if commits else ""
     days = f", {day}" if (day := dates(found)) else ""
     experiment = results.grid.experiment
-    if experiment.file.parent != PAPERS or experiment.added:  # it is not ours
+    if experiment.file.parent != PAPERS or experiment.added:  # a user's page
         return f'Cite this page as: "{experiment.title}", made with {made}{days}.'
     return (
         f'Cite this page as: The lightning_fed maintainers, "{experiment.title}", docs/papers/{experiment.name}.md,'

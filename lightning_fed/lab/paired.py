@@ -18,15 +18,15 @@ Verdict: TypeAlias = Literal["holds", "does not hold", "undecided", "not judged"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two neighbouring sides of a claim, compared seed by seed.
+    """Two adjacent sides of a claim, compared seed by seed.
 
     Args:
         left: The left side's value for each seed.
         sign: The claim's sign between them: "<", "<=", ">", ">=" or "~".
         right: The right side's value for each seed.
-        within: How much sides joined by "~" may differ, as a share of the larger.
-        is_random: Whether anything is drawn. If nothing is, every difference counts.
-        binomial: The standard error that the finite test sets give the difference; None if it is not known.
+        within: The allowed difference between sides joined by "~", as a share of the larger.
+        is_random: Whether anything is drawn at random. If not, every difference counts.
+        binomial: The standard error of the difference due to the finite test sets; None if unknown.
     """
 
     left: tuple[float, ...]
@@ -53,14 +53,14 @@ class Comparison:
 
     @property
     def error(self) -> float | None:
-        """The standard error of the mean difference; None where it has none."""
+        """The standard error of the mean difference; None if undefined."""
         if not self.is_random or not self.is_finite or len(self.differences) < 2:
             return None
         return stdev(self.differences) / math.sqrt(len(self.differences))
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean difference, by Student's t; None where it has none."""
+        """The 95 % interval of the mean difference, by Student's t; None if undefined."""
         if self.error is None:
             return None
         from scipy.special import stdtrit
@@ -70,9 +70,9 @@ class Comparison:
 
     @property
     def p(self) -> float | None:
-        """The two-sided p of the mean difference against the claim's limit, before any correction; None without one.
+        """The two-sided p of the mean difference against the claim's limit, before any correction; None if undefined.
 
-        The limit is 0 or, for "~", the difference that is allowed, of the sign of the mean.
+        The limit is 0. For "~", it is the allowed difference, with the sign of the mean.
         """
         if self.error is None:
             return None
@@ -87,7 +87,7 @@ class Comparison:
         """Return whether the sign is right.
 
         Args:
-            p: The p that decides, corrected where it must be.
+            p: The deciding p, after any correction.
         """
         pairs = zip(self.left, self.right, strict=True)
         if any(map(math.isnan, (*self.left, *self.right))) or all(a == b and math.isinf(a) for a, b in pairs):
@@ -110,7 +110,7 @@ class Comparison:
         return -self.mean if self.sign in ("<", "<=") else self.mean
 
     def _without_numbers(self) -> Verdict:
-        """Return the verdict where a side diverged or missed its target: one only if all seeds agree."""
+        """Return the verdict after a divergence or missed target. "~" fails. Other signs need all seeds to agree."""
         if self.sign == "~":
             return "does not hold"
         for_it = [d < 0 if self.sign in ("<", "<=") else d > 0 for d in self.differences]
@@ -119,7 +119,7 @@ class Comparison:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Return p values corrected for their number, after Holm (1979); those without a value are not counted.
+    """Return p values corrected for their number, after Holm (1979). None values are not counted.
 
     Example:
         >>> holm([0.01, None, 0.04, 0.03])

@@ -1,4 +1,4 @@
-"""The paths of clients within rounds, drawn in the plane of a model's two parameters, or against the step."""
+"""Draw the paths of clients within rounds, in the plane of a model's two parameters or against the step."""
 
 import csv
 import math
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SERVER = "server"
-_RESOLUTION = 60  # points of the level sets' grid, along each parameter
+_RESOLUTION = 60  # grid points per parameter for the level sets
 
 
 def draw_paths(plan: Plan, results: Results) -> "Figure":
-    """Return the paths of the first seed's clients; see :class:`lightning_fed.callbacks.LocalIterates`.
+    """Return a figure of the paths of the first seed's clients. See :class:`lightning_fed.callbacks.LocalIterates`.
 
     Args:
         plan: The figure's description.
@@ -145,10 +145,10 @@ class _Landscape:
 
     @staticmethod
     def of(record: Record) -> "_Landscape":
-        """Make a cell's module and data again, and find the optima.
+        """Recreate a cell's module and data, and find the optima.
 
         Raises:
-            FederatedError: If the model has more than two parameters.
+            FederatedError: If the model does not have two parameters, or the data module is not federated.
         """
         parts = CellParts(record.config)
         model, data = parts.model.double(), parts.datamodule
@@ -184,7 +184,7 @@ class _Landscape:
         return mean
 
     def _minimum(self, which: Sequence[int]) -> list[float]:
-        """Return where the mean loss of some clients is least."""
+        """Return the minimizer of some clients' mean loss, or [0, 0] if the solver diverges."""
         for parameter in self.model.parameters():
             nn.init.zeros_(parameter)
         solver = torch.optim.LBFGS(self.model.parameters(), max_iter=200, line_search_fn="strong_wolfe")

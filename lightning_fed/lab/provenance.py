@@ -27,7 +27,7 @@ def commit() -> str | None:
 
 @contextmanager
 def files_read(root: str | None) -> Iterator[set[str]]:
-    """Yield a set that has, after the context, the files in a folder that this process opened meanwhile.
+    """Yield a set. On exit, it receives the files in a folder that this process opened within the context.
 
     Args:
         root: The folder; None collects nothing.
@@ -52,9 +52,9 @@ def checksums(files: set[str], root: str) -> dict[str, str]:
 
 
 def changed_file(sums: Mapping[str, str], root: str) -> str | None:
-    """Return the first file that has another SHA-256 now than in :func:`checksums`, None if there is none.
+    """Return the first file whose SHA-256 differs from that in :func:`checksums`, or None.
 
-    Files that are no longer there have not changed: a finished cell does without.
+    Deleted files count as unchanged, since a finished cell no longer needs them.
     """
     paths = {os.path.join(os.path.abspath(root), name): value for name, value in sums.items()}
     return next((path for path, value in paths.items() if os.path.isfile(path) and _sha256(path) != value), None)
@@ -75,7 +75,7 @@ def _digest(path: str, changed: int) -> str:
 
 @cache
 def _listen() -> None:
-    """Have Python report files as they are opened; it cannot be told to stop, so this is done once."""
+    """Add an audit hook that records opened files. Python cannot remove such a hook, so this runs only once."""
 
     def note(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and _opened is not None and isinstance(args[0], str | os.PathLike):

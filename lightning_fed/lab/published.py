@@ -1,8 +1,8 @@
-"""The published part of a grid: the few values of every cell that its page needs, small enough for a repository.
+"""The published part of a grid: the values of every cell that its page needs, small enough for a repository.
 
-``NAME_cells.csv`` has a row for every configuration that was run, and ``NAME_rounds.csv.gz`` its curves, thinned. Every
-quantity of the experiment is the same from the thinned curves as from the whole ones. ``NAME_configurations.json.gz``
-has the complete configuration of each row, and ``NAME_data.sha256`` the checksums of the data files that were read.
+``NAME_cells.csv`` has a row for every configuration that was run. ``NAME_rounds.csv.gz`` has its curves, thinned such
+that every quantity of the experiment keeps its value. ``NAME_configurations.json.gz`` has the complete configuration
+of each row, and ``NAME_data.sha256`` the checksums of the data files that were read.
 """
 
 import csv
@@ -31,7 +31,7 @@ def publish(results: Results, folder: Path) -> None:
 
     Args:
         results: The finished cells.
-        folder: Where they go.
+        folder: The folder to write to.
     """
     grid, experiment = results.grid, results.grid.experiment
     both = [results] if results.beside is None else [results, results.beside]
@@ -58,7 +58,7 @@ def publish(results: Results, folder: Path) -> None:
     write_configurations(folder / f"{experiment.name}_configurations.json.gz", configs)
     sums = sorted({(path, value) for record in records for path, value in record.data.items()})
     if sums:
-        text = "".join(f"{value}  {path}\n" for path, value in sums)  # as sha256sum -c reads it
+        text = "".join(f"{value}  {path}\n" for path, value in sums)  # the format of sha256sum -c
         (folder / f"{experiment.name}_data.sha256").write_text(text, encoding="utf-8")
 
 
@@ -75,14 +75,14 @@ def thinned(
     is_drawn: bool,
     costs: Iterable[str] = (),
 ) -> dict[str, dict[int, float]]:
-    """Return the rounds of a run that quantities depend on, and the cost from each to the next.
+    """Return a run's metrics at the rounds that quantities depend on, and the cost between these rounds.
 
     Args:
         series: The run's logged values.
         metrics: The metrics to keep.
         quantities: The quantities.
-        is_drawn: Whether a figure shows it. If so, evenly spaced rounds are kept, too.
-        costs: The costs that figures use, in addition to those of the quantities.
+        is_drawn: Whether a figure shows the run. If so, evenly spaced rounds are kept, too.
+        costs: The costs that figures use, in addition to the quantities' costs.
     """
     kept: dict[str, dict[int, float]] = {}
     for name in metrics:
@@ -100,7 +100,7 @@ def thinned(
 
 
 def _spent(values: Curve, rounds: Iterable[int], are_totals: bool) -> dict[int, float]:
-    """Return the sum of values since the round before, for each of some rounds; or totals as they are."""
+    """Return, for each given round, the sum of values since the previous given round. Totals are not summed."""
     if are_totals:
         return {n: values[n] for n in sorted(rounds) if n in values}
     spent, start = {}, 0
@@ -111,14 +111,14 @@ def _spent(values: Curve, rounds: Iterable[int], are_totals: bool) -> dict[int, 
 
 
 class PublishedCells:
-    """The cells of a grid, as they were published.
+    """The published cells of a grid.
 
     Args:
         grid: The grid.
-        folder: Where the two files are.
+        folder: The folder of the files.
 
     Raises:
-        FederatedError: If one is missing or damaged.
+        FederatedError: If the cells or the curves are missing, or a file is damaged.
     """
 
     def __init__(self, grid: Grid, folder: Path) -> None:
@@ -140,7 +140,7 @@ class PublishedCells:
             raise FederatedError(f"The published cells of {name} in {folder} are damaged: {error}.") from error
 
     def record(self, cell: Cell) -> Record | None:
-        """Return what was published of a cell; None if nothing was with its settings."""
+        """Return the published record of a cell, or None if there is none with its settings."""
         return self._records.get(_settings(self._grid.config(cell)))
 
     def failure(self, cell: Cell) -> str | None:
@@ -148,7 +148,7 @@ class PublishedCells:
 
 
 def _settings(config: Config) -> str:
-    """Return a hash of an experiment's settings of a cell, which does not change with the defaults."""
+    """Return a hash of an experiment's settings of a cell. It does not depend on the defaults."""
     text = json.dumps(config, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -191,7 +191,7 @@ def _read_rounds(path: Path) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def _read_configurations(path: Path) -> dict[str, Config]:
-    """Return the configurations of the cells by their settings, none if there is no such file."""
+    """Return the configurations of the cells by their settings, or none if the file is missing."""
     if not path.is_file():
         return {}
     found: dict[str, Config] = json.loads(gzip.decompress(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""Numbers made of curves: the final value of a metric, its best, the rounds until it reaches a target."""
+"""Numbers computed from curves: a metric's final value, its best, the rounds until it reaches a target."""
 
 import math
 import re
@@ -15,7 +15,7 @@ Curve: TypeAlias = Mapping[int, float]
 """The values of a tag by the number of completed rounds."""
 
 Series: TypeAlias = Mapping[str, Curve]
-"""What a run logged, by tag."""
+"""The logged values of a run, by tag."""
 
 COSTS = {
     "rounds": (),
@@ -23,15 +23,15 @@ COSTS = {
     "bytes": ("comm/bytes_up", "comm/bytes_down"),
     "simulated seconds": ("time/simulated",),
 }
-"""What a run can be measured by, with the tags that are added up over the rounds, but for :data:`TOTALS`."""
+"""The costs of a run with their tags. The values of tags are summed over rounds, except for :data:`TOTALS`."""
 
 TOTALS = frozenset({"time/simulated"})
 """The tags that are logged as the sum over all rounds so far."""
 
 _FLOAT32 = 1e-7  # the relative error of a number in float32, and of its percent
 
-_EVERY_ROUND = "server/update_norm"  # which every run logs in every round
-_TRAIN_LOSS = "population/train_loss"  # which says when a run has settled
+_EVERY_ROUND = "server/update_norm"  # every run logs it in every round
+_TRAIN_LOSS = "population/train_loss"  # determines when a run has settled
 
 _GRAMMAR = re.compile(
     r"(?P<kind>final|best|mean|setbacks|settled)"
@@ -58,7 +58,7 @@ class Metric:
     factor: float = 1.0
 
     def of(self, series: Series) -> Curve:
-        """Return the curve of a run, in this unit; empty if it did not log it."""
+        """Return the curve of a run in this unit, or an empty one if the run did not log it."""
         return {n: self.factor * value for n, value in series.get(self.name, {}).items()}
 
     @property
@@ -67,7 +67,7 @@ class Metric:
         return -math.inf if self.mode == "max" else math.inf
 
     def reaches(self, value: float, target: float) -> bool:
-        """Return whether a value is as good as the target, to the digits that a log keeps.
+        """Return whether a value is at least as good as the target, up to the precision of a log.
 
         Example:
             >>> accuracy = Metric("val_acc", "max", "accuracy")
@@ -89,7 +89,7 @@ class Quantity:
             reaches a target. "setbacks" adds up all its changes for the worse, from each value to the next. "climb" is
             the largest one over a number of rounds.
         metric: The metric.
-        number: The target, how many of the last values are averaged, the round, or the rounds of a climb.
+        number: The target, the number of last values to average, the round, or the number of rounds of a climb.
         over: The number of values in a row whose mean must reach the target.
     """
 
@@ -126,7 +126,7 @@ class Quantity:
 
     @property
     def label(self) -> str:
-        """What to call it in figures and tables."""
+        """Its name in figures and tables."""
         if self.is_cost:
             mean = f" (mean of {self.over})" if self.over > 1 else ""
             return f"{self.kind} to {self.metric.label} {self.number:g}{mean}"
@@ -162,10 +162,10 @@ class Quantity:
         return frozenset({self.metric.name, _TRAIN_LOSS} if self.kind == "settled" else {self.metric.name})
 
     def of(self, series: Series) -> float:
-        """Return the value for one run, which is infinite where a target is not reached.
+        """Return the value for one run. It is infinite if a target is not reached.
 
         Raises:
-            FederatedError: If the run did not log what it takes.
+            FederatedError: If the run's log lacks required values.
         """
         curve = self.metric.of(series)
         if not curve:
@@ -197,7 +197,7 @@ class Quantity:
         return add_up(values[-window:]) / len(values[-window:])
 
     def rounds_needed(self, series: Series) -> set[int]:
-        """Return the rounds whose values alone give :meth:`of`, the last one always among them."""
+        """Return the rounds whose values suffice for :meth:`of`. They always include the last one."""
         curve = self.metric.of(series)
         rounds = sorted(curve)
         kept = set(rounds[-1:])
@@ -219,7 +219,7 @@ class Quantity:
         if self.is_cost:
             reached = self._reached(series)
             until = [n for n in rounds if reached is None or n <= reached]
-            # means need every value before; without them, the first one that reaches the target is enough
+            # a mean needs all values before; otherwise, the first value that reaches the target is enough
             return kept | set(until if self.over > 1 else until[-1:])
         return kept
 
@@ -240,7 +240,7 @@ class Quantity:
 
 
 def _last(curve: Curve, end: int) -> int:
-    """Return the last round of a curve up to another, or its first one."""
+    """Return the last round of a curve up to a given one, or its first round if there is none."""
     return max((n for n in curve if n <= end), default=min(curve))
 
 
@@ -249,7 +249,7 @@ def _or(value: float, instead: float) -> float:
 
 
 def first_round(series: Series) -> int:
-    """Return the first round of a log: more than 1 if it is that of a resumed run.
+    """Return the first round of a log. It is greater than 1 for a resumed run.
 
     Example:
         >>> first_round({"val_acc": {6: 0.5}, "server/update_norm": {4: 0.1, 5: 0.1, 6: 0.1}})
@@ -267,7 +267,7 @@ def _begins_late(first: int, kind: str) -> FederatedError:
 
 
 def cost(series: Series, kind: str) -> dict[int, float]:
-    """Return what a run took until the end of each round: its number, or gradients, bytes or seconds up to there.
+    """Return the cumulative cost of a run at the end of each round: rounds, gradients, bytes or seconds.
 
     Raises:
         FederatedError: If the run did not log it.
@@ -296,7 +296,7 @@ def cost(series: Series, kind: str) -> dict[int, float]:
 
 
 def add_up(values: Iterable[float]) -> float:
-    """Return the sum of numbers, rounded once: ``sum`` rounds otherwise from Python 3.12 on.
+    """Return the sum of numbers, rounded once, because ``sum`` rounds differently from Python 3.12 on.
 
     Example:
         >>> add_up([0.1] * 10)
@@ -310,12 +310,12 @@ def add_up(values: Iterable[float]) -> float:
 
 
 def parse_quantity(where: str, text: object, metrics: Mapping[str, Metric]) -> Quantity:
-    """Return the quantity that a text such as "rounds to 0.8 val_acc" means.
+    """Parse a quantity from a text such as "rounds to 0.8 val_acc".
 
     Args:
-        where: What asks for it, for the message.
+        where: The place that requires it, for the message.
         text: The text.
-        metrics: The metrics by name; the first is meant where the text names none.
+        metrics: The metrics by name. The first is the default if the text names none.
 
     Raises:
         FederatedError: If the text is not understood, or names an unknown metric.

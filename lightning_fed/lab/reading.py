@@ -1,4 +1,4 @@
-"""Experiments read from YAML; whatever is wrong with a file is named before anything runs."""
+"""Read experiments from YAML. Any error in a file is reported before anything runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,10 +27,10 @@ _REQUIRED = ("title", "paper", "item", "base", "methods", "metrics", "scales")
 
 
 def find_experiment(name: str) -> Path:
-    """Return the file of an experiment: one that comes with the package, by its name, or any other, by its path.
+    """Return the file of an experiment, given the name of one in the package or the path of any other.
 
     Raises:
-        FederatedError: If there is no such experiment; it lists those there are.
+        FederatedError: If there is no such experiment. The message lists the known ones.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
@@ -42,10 +42,10 @@ def find_experiment(name: str) -> Path:
 
 
 def read_experiment(path: Path) -> Experiment:
-    """Return the experiment that a file states; docs/reproducing.md describes the format.
+    """Read an experiment from a file. docs/reproducing.md describes the format.
 
     Raises:
-        FederatedError: If the file is not of that format; the message names the place and what may stand there.
+        FederatedError: If the file has another format. The message names the place and the allowed content.
     """
     where = str(path)
     found = check_keys(where, read_yaml(path), _KEYS, _REQUIRED)
@@ -94,7 +94,7 @@ def read_base(where: str, base: Any, folder: Path) -> Config:
     """Return a configuration: a mapping, the name of a file relative to a folder, or a list of both, stacked.
 
     Raises:
-        FederatedError: If it has another form, or keys that no configuration has.
+        FederatedError: If it has another form, or a key that is not allowed.
     """
     config: Config = {}
     for part in base if isinstance(base, list) else [base]:
@@ -175,7 +175,7 @@ def _read_scale(where: str, name: str, found: Any, axes: Mapping[str, Axis], met
 def _read_cases(
     where: str, found: Any, metrics: Mapping[str, Metric], labels: Mapping[str, tuple[Label, ...]]
 ) -> dict[str, Cases]:
-    """Return how many test cases are behind metrics: a number, or a number for each label of an axis."""
+    """Return the number of test cases behind metrics: one number, or one for each label of an axis."""
     cases: dict[str, Cases] = {}
     for metric, entry in check_keys(where, found or {}, metrics).items():
         place = f"{where}.{metric}"
@@ -196,7 +196,7 @@ def _read_cases(
 
 
 def _read_kept(where: str, found: Any, axis: Axis) -> Axis:
-    """Return the labels of an axis that a scale keeps, with what it puts on top of each."""
+    """Return the labels of an axis that a scale keeps, each with the scale's overrides."""
     if not isinstance(found, list | Mapping) or not found:
         raise FederatedError(f"{where} must be a list of labels, or labels with overrides; found {found!r}.")
     entries = found if isinstance(found, Mapping) else dict.fromkeys(map(str, found))
@@ -207,7 +207,7 @@ def _read_kept(where: str, found: Any, axis: Axis) -> Axis:
 
 
 def _read_lists(where: str, found: Any) -> dict[str, list[Any]]:
-    """Return lists of values by the names of what is tuned."""
+    """Return lists of values by tuned name."""
     tuned = read_tuned(where, found)
     for name, entry in tuned.items():
         if not isinstance(entry, list):
@@ -216,9 +216,9 @@ def _read_lists(where: str, found: Any) -> dict[str, list[Any]]:
 
 
 def _check_tuned(where: str, experiment: Experiment) -> None:
-    """Refuse values for something that is not tuned, tuning without a rule, and a rule without anything tuned.
+    """Refuse values for an unknown tuned name, tuning without a rule, and a rule without tuned values.
 
-    Also refuse tuned values that would take the place of an axis, since they go on top of its labels.
+    Also refuse tuned values that would replace an axis, since they override its labels.
     """
     parts = {"": experiment.axes, **{f"scales.{scale.name}.": scale.axes for scale in experiment.scales.values()}}
     own = {

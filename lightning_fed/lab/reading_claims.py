@@ -1,4 +1,4 @@
-"""What an experiment claims, and what it does otherwise than its paper, read from its file."""
+"""Read an experiment's claims, and its departures from its paper, from its file."""
 
 import math
 import re
@@ -34,10 +34,10 @@ _REQUIRED = ("says", "claim", "quantity")
 
 
 def check_label(where: str, label: Label) -> Label:
-    """Return a label that a claim can name: one that is read there as itself.
+    """Return a label, after checking that a claim can name it without being split.
 
     Raises:
-        FederatedError: If it is another one.
+        FederatedError: If a claim cannot name it.
     """
     if _SIGNS.split(f"{label} < {label}".strip()) != [label, "<", label] or re.search(r"\s\*\s", label):
         raise FederatedError(

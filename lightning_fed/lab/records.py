@@ -1,4 +1,4 @@
-"""The record of a finished cell: its configuration, its end, and every value that it logged."""
+"""The record of a finished cell: its configuration, its status, and every value that it logged."""
 
 import csv
 import json
@@ -22,9 +22,9 @@ class Record:
     Args:
         config: Its complete configuration.
         status: "finished", or "diverged" if its loss or its models stopped being finite.
-        cause: The way it diverged.
+        cause: The cause of the divergence; empty if it finished.
         seconds: Wall time.
-        cpu_seconds: CPU time of the process and of those that it started; None in records that were written without.
+        cpu_seconds: CPU time of the process and its child processes; None in old records without it.
         made_with: Versions, hardware and date.
         series: Its logged values, by tag and completed rounds.
         folder: The folder of its other files.
@@ -70,14 +70,14 @@ def read_record(folder: Path) -> Record | None:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         series = read_series(folder / _ROUNDS)
         kept = {name: about[name] for name in ("config", "status", "cause", "seconds", "made_with")}
-        later = {"cpu_seconds": about.get("cpu_seconds"), "data": about.get("data", {})}  # not in the oldest records
+        later = {"cpu_seconds": about.get("cpu_seconds"), "data": about.get("data", {})}  # missing in old records
         return Record(**kept, **later, series=series, folder=folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederatedError(f"{folder} is damaged ({error}). Delete it; the cell is then run again.") from error
 
 
 def write_rounds(path: Path, series: Series) -> None:
-    """Write what a run logged as a CSV file, a row per round and a column per tag."""
+    """Write a run's logged values as a CSV file, with a row per round and a column per tag."""
     tags = sorted(series)
     rounds = sorted({number for curve in series.values() for number in curve})
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -87,7 +87,7 @@ def write_rounds(path: Path, series: Series) -> None:
 
 
 def read_series(path: Path) -> dict[str, dict[int, float]]:
-    """Return what a file of :func:`write_rounds` holds."""
+    """Read a file written by :func:`write_rounds`."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = csv.reader(file)
         _, *tags = next(rows, [])
@@ -100,7 +100,7 @@ def read_series(path: Path) -> dict[str, dict[int, float]]:
 
 
 def number_text(value: float | None) -> str:
-    """Return a number as it is kept: integers whole, others with seven digits, which are those of float32."""
+    """Format a number for storage: integers whole, others with seven digits, the precision of float32."""
     if value is None:
         return ""
     return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 2**53 else f"{value:.7g}"

@@ -31,11 +31,11 @@ def reproduce(args: Sequence[str]) -> None:
     """Run an experiment, and write its verdict.
 
     Args:
-        args: What follows ``lightning-fed reproduce`` on the command line.
+        args: The arguments after ``lightning-fed reproduce`` on the command line.
 
     Raises:
-        FederatedError: If the experiment, a configuration or a data set is not as it must be; before the first cell.
-        SystemExit: If the arguments are not understood, or on Ctrl-C.
+        FederatedError: If the experiment, a configuration or a data set is invalid. It is raised before the first cell.
+        SystemExit: If the arguments are invalid, or on Ctrl-C.
     """
     options = make_parser().parse_args(list(args))
     if options.list:
@@ -49,7 +49,7 @@ def reproduce(args: Sequence[str]) -> None:
     grid = Grid(experiment, options.scale, options.seeds, options.accelerator)
     check_outputs(grid)
     if experiment.figures:
-        new_figure(1, 1)  # refused without matplotlib, and better now than after hours
+        new_figure(1, 1)  # fails without matplotlib now, not after hours
     out = Path(options.out or Path("reproduced") / experiment.name / options.scale)
     published = out if options.published is None else Path(options.published)
     if options.published is None or options.add is not None:
@@ -70,14 +70,14 @@ def reproduce(args: Sequence[str]) -> None:
 
 
 def write_page(grid: Grid, published: Path, out: Path, suffix: str = "png", tex: bool = False) -> str:
-    """Write the pages of an experiment, and its figures but those of paths, from what was published; return the first.
+    """Write an experiment's pages and figures, except path figures, from published cells, and return the main page.
 
     Args:
         grid: The grid.
-        published: The folder of what was published.
-        out: Where pages, figures and the table of claims go.
-        suffix: A further format of figures, in addition to PNG: "pdf" or "svg".
-        tex: Whether tables are written in LaTeX, too.
+        published: The folder of the published cells.
+        out: The folder for pages, figures and the table of claims.
+        suffix: A second format of figures, "pdf" or "svg"; "png" for PNG only.
+        tex: Whether to write tables in LaTeX, too.
 
     Raises:
         FederatedError: If nothing was published there.
@@ -95,7 +95,7 @@ def write_page(grid: Grid, published: Path, out: Path, suffix: str = "png", tex:
 
 
 def page(results: Results) -> tuple[str, str]:
-    """Return the page of an experiment, and that of its details.
+    """Return an experiment's page and its details page.
 
     Args:
         results: The finished cells.
@@ -105,12 +105,12 @@ def page(results: Results) -> tuple[str, str]:
 
 
 def draw_figures(results: Results, out: Path, suffix: str = "png") -> list[str]:
-    """Draw the figures of an experiment that are made of curves, and return the names of their files.
+    """Draw the figures of an experiment, except path figures, and return the names of their PNG files.
 
     Args:
         results: The finished cells.
-        out: Where they go.
-        suffix: A further format, in addition to PNG.
+        out: The folder for the figures.
+        suffix: A second format; "png" for PNG only.
     """
     plans = [plan for plan in results.grid.experiment.figures if plan.kind != "paths"]
     for plan in plans:
@@ -121,7 +121,7 @@ def draw_figures(results: Results, out: Path, suffix: str = "png") -> list[str]:
 
 
 def draw_paths_of(results: Results, out: Path) -> None:
-    """Draw the figures of clients' paths, which need what the cells of a store kept and is not published."""
+    """Draw the figures of clients' paths. They need iterates that a store keeps and that are not published."""
     for plan in results.grid.experiment.figures:
         if plan.kind == "paths":
             save(draw_paths(plan, results), out / _picture(results, plan))

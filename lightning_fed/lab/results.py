@@ -22,11 +22,11 @@ class Estimate:
 
     Args:
         quantity: The quantity.
-        values: Its value for each seed, infinite where a target is not reached or the run diverged.
-        missing: Why there is no value, if so.
-        limit: The most that a cost was measured up to.
+        values: Its value for each seed, infinite if a target is not reached or the run diverged.
+        missing: The reason if there is no value.
+        limit: The largest measured cost.
         is_diverged: Whether some seed diverged.
-        binomial: The standard error that the finite test set gives the mean of an accuracy; None if it is not known.
+        binomial: The standard error of an accuracy's mean due to the finite test set; None if unknown.
     """
 
     quantity: Quantity
@@ -48,14 +48,14 @@ class Estimate:
         return stdev(self.values) if finite else 0.0
 
     def __str__(self) -> str:
-        """Show mean and deviation, or what stands in their way."""
+        """Show the mean and, if defined, the deviation."""
         if len(self.values) < 2 or not math.isfinite(self.mean):
             return self.mean_text
         return with_spread(self.mean, self.spread, self.quantity.is_percent)
 
     @property
     def mean_text(self) -> str:
-        """The mean as it is shown, or what stands in its way."""
+        """The formatted mean, or a replacement if it is missing or not finite."""
         if not self.values:
             return "-"
         if math.isfinite(self.mean):
@@ -88,7 +88,7 @@ class Candidate:
 
 
 def choose(candidates: list[Candidate]) -> Candidate | None:
-    """Return the best candidate, the first of equals; None if all failed or diverged."""
+    """Return the best candidate, the first one of equals, or None if all failed or diverged."""
     sound = [c for c in candidates if c.estimate.values and not c.estimate.is_diverged]
     return min(sound, key=lambda c: c.rank, default=None)
 
@@ -100,7 +100,7 @@ class Cells(Protocol):
         """Return a cell's record; None if it is not finished."""
 
     def failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed, None if it was not run."""
+        """Return the cause of a cell's failure, or None if it did not fail or was not run."""
 
 
 class Results:
@@ -108,8 +108,8 @@ class Results:
 
     Args:
         grid: The grid.
-        finished: Where its cells are found.
-        by: The quantity that chooses tuned values; the experiment's if None.
+        finished: The source of its cells.
+        by: The quantity that chooses tuned values; None for the experiment's.
 
     Attributes:
         beside: The results at the values that the scale's ``also_by`` chooses; None if it has no such rule.
@@ -124,7 +124,7 @@ class Results:
         self._candidates: dict[Point, list[Candidate]] = {}
 
     def asked(self) -> Iterator[Cell]:
-        """Yield every cell behind the results: those that decide on tuned values, and all seeds of the chosen ones."""
+        """Yield every cell behind the results: those that decide tuned values, and all seeds of the chosen values."""
         seen = dict[Cell, None]()
         for point in self.grid.points:
             for tuned in self.grid.tuned(point):
@@ -134,7 +134,7 @@ class Results:
         yield from seen
 
     def candidates(self, point: Point) -> list[Candidate]:
-        """Return what was tried at a point, with what it scored; empty if nothing is tuned there."""
+        """Return the combinations tried at a point with their scores; empty if nothing is tuned there."""
         by, combinations = self.by, self.grid.tuned(point)
         if by is None or len(combinations) < 2:
             return []
@@ -156,7 +156,7 @@ class Results:
         return [] if tuned is None else list(self.grid.cells(point, tuned, range(self.grid.seeds)))
 
     def records(self, point: Point) -> list[Record]:
-        """Return the finished ones of :meth:`cells`."""
+        """Return the records of the finished cells among :meth:`cells`."""
         return [record for cell in self.cells(point) if (record := self.record(cell)) is not None]
 
     def estimate(self, point: Point, quantity: Quantity) -> Estimate:
@@ -206,7 +206,7 @@ class Results:
         return 100 * math.sqrt(share * (1 - share) / cases)
 
     def choice_rows(self) -> list[dict[str, str]]:
-        """Return every tuned combination with what it scored, and whether it was chosen."""
+        """Return a row for every tuned combination, with its score and whether it was chosen."""
         rows = []
         for point in self.grid.points:
             best = self.chosen(point)
@@ -224,7 +224,7 @@ class Results:
 
 
 def _most(record: Record, quantity: Quantity) -> float:
-    """Return what a cost was measured up to."""
+    """Return the largest measured cost of a run, in rounds if the quantity is not a cost."""
     if quantity.kind == "rounds" or not quantity.is_cost:
         return float(max((n for curve in record.series.values() for n in curve), default=0))
     try:

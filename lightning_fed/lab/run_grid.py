@@ -1,4 +1,4 @@
-"""Run a whole grid: check everything, then run the cells that decide on values, and then the others."""
+"""Check and run a whole grid: first the cells that decide tuned values, then the others."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ class StoredCells:
         return self.store.get(self.jobs[cell].key) if cell in self.jobs else None
 
     def failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed, None if it was not run."""
+        """Return the cause of a cell's failure, or None if it did not fail or was not run."""
         return self.store.failure(self.jobs[cell].key) if cell in self.jobs else None
 
 
@@ -50,11 +50,11 @@ def run_grid(
         grid: The grid.
         store: The store of its cells.
         workers: The processes that run them. They are closed at the end.
-        data_root: The folder of data sets, if not that of the configurations.
-        published: Cells that were published, which are not run again.
+        data_root: The folder of data sets; None for the one in the configurations.
+        published: Published cells. They are not run again.
 
     Raises:
-        FederatedError: If something about the cells is wrong; before the first one is run.
+        FederatedError: If a cell or its data is invalid. It is raised before the first cell runs.
         SystemExit: On Ctrl-C; finished cells are kept.
     """
     configurations, jobs = Configurations(), dict[Cell, Job]()
@@ -66,7 +66,7 @@ def run_grid(
     try:
         jobs.update(_jobs_of(grid, _without(published, first), configurations))
         left = [job for job in {job.key: job for job in jobs.values()}.values() if not store.has(job.key)]
-        for cell in first:  # published cells alone may be shown without their data
+        for cell in first:  # if all cells are published, showing them needs no data
             if (record := (finished if left else stored).record(cell)) is not None:
                 _check_data(str(cell), record, grid.config(cell), data_root)
         check_jobs(left, configurations)
@@ -88,7 +88,7 @@ def run_grid(
 
 
 def _check_data(name: str, record: Record, config: Config, data_root: str | None) -> None:
-    """Raise if a finished cell has read other data files than there are now."""
+    """Raise if a data file has changed since a finished cell read it."""
     root = (with_root(config, data_root)["data"].get("init_args") or {}).get("root")
     path = None if root is None else changed_file(record.data, root)
     if path is not None:
@@ -110,6 +110,6 @@ def _jobs_of(grid: Grid, cells: Iterable[Cell], configurations: Configurations) 
 
 
 def _costs(experiment: Experiment) -> set[str]:
-    """Return the costs of runs in an experiment, in addition to rounds."""
+    """Return the costs that an experiment's quantities and figures use."""
     drawn = {figure.x for figure in experiment.figures if figure.x in COSTS}
     return {quantity.kind for quantity in experiment.quantities if quantity.is_cost} | drawn

@@ -1,4 +1,4 @@
-"""Run the cells of a grid that are not in its store yet, after everything about them has been checked."""
+"""Check the cells of a grid that its store lacks, and run them."""
 
 import json
 import sys
@@ -22,10 +22,10 @@ class Job:
     """A cell to finish.
 
     Args:
-        name: The cell in words; cells with the same configuration are one job, with the first one's name.
+        name: The cell in words. Cells with the same configuration share one job, named after the first.
         key: Its name in the store.
         config: Its configuration.
-        completed: The same with all defaults.
+        completed: The configuration with all defaults.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Job:
 
 
 def make_jobs(configs: Mapping[str, Config], configurations: Configurations) -> dict[str, Job]:
-    """Return the job of every cell; several cells share one if their configurations are the same.
+    """Return the job of every cell. Cells with the same configuration share one.
 
     Args:
         configs: The cells' configurations by the cells' names.
-        configurations: What completes them.
+        configurations: The object that completes them.
 
     Raises:
-        FederatedError: If a configuration is not understood; it names the cell.
+        FederatedError: If a configuration is invalid. The message names the cell.
     """
     jobs, by_key = {}, dict[str, Job]()
     for name, config in configs.items():
@@ -53,10 +53,10 @@ def make_jobs(configs: Mapping[str, Config], configurations: Configurations) -> 
 
 
 def check_jobs(jobs: Iterable[Job], configurations: Configurations) -> None:
-    """Make the parts of every kind of cell once.
+    """Instantiate each distinct trainer, model and data module once.
 
     Raises:
-        FederatedError: If a class refuses its arguments; it names the cell.
+        FederatedError: If a class refuses its arguments. The message names the cell.
     """
     with quietly():
         for job in jobs:
@@ -66,19 +66,19 @@ def check_jobs(jobs: Iterable[Job], configurations: Configurations) -> None:
 def probe_jobs(
     jobs: Sequence[Job], metrics: Mapping[str, Metric], costs: Iterable[str], workers: TaskRunner, data_root: str | None
 ) -> None:
-    """Try every kind of cell for a round: data sets must be there, and the metrics among what some of them log.
+    """Run one round of every kind of cell, and check that data sets exist and that some cell logs each metric.
 
-    Cells are of one kind if their configurations differ in numbers alone.
+    Cells are of one kind if their configurations differ only in numbers.
 
     Args:
         jobs: The cells.
         metrics: The required metrics.
-        costs: The costs of runs, of :data:`COSTS`.
+        costs: The required costs, from :data:`COSTS`.
         workers: The processes that run the rounds.
-        data_root: The folder of data sets, if not that of the configurations.
+        data_root: The folder of data sets; None for the one in the configurations.
 
     Raises:
-        FederatedError: If a cell fails, or a metric is not logged; it names the cell.
+        FederatedError: If a cell fails, or a metric is not logged. The message names the cell or the metric.
     """
     kinds: dict[str, list[Job]] = {}
     for job in jobs:
@@ -86,7 +86,7 @@ def probe_jobs(
     logged, unknown_kinds = set[str](), 0
     with _Bar(total=len(kinds), desc="Checks", unit="kind", leave=False, disable=not kinds) as bar:
         waiting = list(kinds.values())
-        while waiting:  # a diverged probe cannot show the logged tags: take another rate
+        while waiting:  # a diverged probe has no tags, so try the kind's next cell
             tasks = {of[0].name: WorkerTask(of[0].name, with_root(of[0].config, data_root), {}) for of in waiting}
             others = {of[0].name: of[1:] for of in waiting}
             waiting = []
@@ -107,15 +107,15 @@ def probe_jobs(
 
 
 def run_jobs(jobs: Iterable[Job], store: Store, workers: TaskRunner, data_root: str | None = None) -> None:
-    """Run the jobs that are not finished yet, with a bar over cells.
+    """Run the unfinished jobs, with a progress bar over cells.
 
-    A cell that fails is noted in the store, and leaves the others alone.
+    The store notes each failed cell, and the other cells still run.
 
     Args:
-        jobs: The jobs; those that come twice are run once.
+        jobs: The jobs. Duplicates run once.
         store: The store of finished cells.
         workers: The processes that run them.
-        data_root: The folder of data sets, if not that of the configurations.
+        data_root: The folder of data sets; None for the one in the configurations.
     """
     by_key = {job.key: job for job in jobs}
     left = [job for job in by_key.values() if not store.has(job.key)]
@@ -136,7 +136,7 @@ def run_jobs(jobs: Iterable[Job], store: Store, workers: TaskRunner, data_root: 
 
 
 class _Bar(Tqdm):
-    """A bar on a terminal and in a notebook. Elsewhere it is a line every 30 s: a file would keep every update."""
+    """A progress bar on a terminal or in a notebook. Elsewhere, it prints a line every 30 s to keep log files short."""
 
     def __init__(self, **options: Any) -> None:
         if not overwrites(sys.stderr):
@@ -149,7 +149,7 @@ class _Bar(Tqdm):
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
-        """Return what shows a status."""
+        """Return the function that shows a status."""
         if overwrites(sys.stderr):
             show: Callable[[str], None] = Tqdm.status_printer(file)
             return show
@@ -157,7 +157,7 @@ class _Bar(Tqdm):
 
 
 def _without_numbers(node: Any) -> Any:
-    """Return a configuration with every number left out, so that it tells the kind of a cell."""
+    """Return a configuration without its numbers. It identifies the kind of a cell."""
     if isinstance(node, Mapping):
         return {key: _without_numbers(value) for key, value in node.items()}
     if isinstance(node, list):

@@ -34,7 +34,7 @@ def read_selection(where: str, found: Any, labels: Mapping[str, tuple[Label, ...
 
 
 def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -> tuple[Selection, ...]:
-    """Return the parts of a grid that are left out.
+    """Return the parts of a grid to leave out.
 
     Raises:
         FederatedError: If it is not a list, or there is no such axis or label.
@@ -49,7 +49,7 @@ def read_skip(where: str, found: Any, labels: Mapping[str, tuple[Label, ...]]) -
 
 
 def is_within(point: Mapping[str, Label], selection: Selection) -> bool:
-    """Return whether a point of a grid lies in a part of it, by the axes that both name.
+    """Return whether a point lies in a part of a grid. Only axes that both name are compared.
 
     Example:
         >>> is_within({"method": "FedAvg", "K": "10"}, {"K": ("1", "10")})

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Literal
 
-_CONVERGED = 1e-4  # a smaller change of the loss from one round to the next
-_DIVERGED = 1.0  # a larger growth of the loss in ten rounds
+_CONVERGED = 1e-4  # the loss converges if it changes by less from one round to the next
+_DIVERGED = 1.0  # the loss diverges if it grows by more in ten rounds
 
 
 def climb(curve: Mapping[int, float], rounds: int, mode: Literal["max", "min"]) -> tuple[float, set[int]]:
-    """Return by how much a value is worse than that a number of rounds before, at most, and the two rounds.
+    """Return the largest worsening of a value over a number of rounds, and its two rounds.
 
-    It is negative if the curve only gets better, and 0, with no rounds, if no two values are that far apart.
+    It is negative if the curve only improves. If no two values are that far apart, it is 0, without rounds.
 
     Example:
         >>> climb({1: 3.0, 2: 2.0, 3: 2.5, 4: 2.2}, 1, "min")
@@ -24,15 +24,15 @@ def climb(curve: Mapping[int, float], rounds: int, mode: Literal["max", "min"]) 
 
 
 def settled(loss: Mapping[int, float]) -> tuple[int, set[int]]:
-    """Return the round after which a run has settled, and those that show it.
+    """Return the round after which a run has settled, and the rounds that show it.
 
-    It is the first in which the loss has converged, having changed by less than 0.0001 since the round before, or has
-    begun to diverge, being larger by more than 1 than ten rounds before; or else the last. This is the rule of Li et
-    al., *Federated Optimization in Heterogeneous Networks* (FedProx), MLSys 2020 (https://arxiv.org/abs/1812.06127),
-    appendix C.3.2.
+    It is the first round in which the loss converges or diverges, or else the last. The loss converges if it changes by
+    less than 0.0001 from the round before, and diverges if it grows by more than 1 in ten rounds. This is the rule of
+    Li et al., *Federated Optimization in Heterogeneous Networks* (FedProx), MLSys 2020
+    (https://arxiv.org/abs/1812.06127), appendix C.3.2.
 
     Args:
-        loss: The training loss by the number of completed rounds, which must not be empty.
+        loss: The training loss by the number of completed rounds. It must not be empty.
 
     Example:
         >>> settled({1: 3.0, 2: 2.0, 3: 2.00005, 4: 1.0})

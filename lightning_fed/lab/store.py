@@ -1,4 +1,4 @@
-"""The folder of a grid: finished cells by key, written at once or not at all, and one command at a time."""
+"""The folder of a grid. Finished cells are stored atomically by key, and one command at a time uses the folder."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from lightning_fed.lab.records import Record, read_record
 
 @contextmanager
 def writing_to(out: Path) -> Iterator[None]:
-    """Name the folder whose disk is full, or that takes no files, where results are written.
+    """Name the results folder in errors of writing to it, such as a full disk.
 
     Raises:
         FederatedError: In place of an ``OSError``.
@@ -30,10 +30,10 @@ def writing_to(out: Path) -> Iterator[None]:
 
 
 class Store:
-    """The finished cells of a grid, to be used as a context: nobody else can work in the folder meanwhile.
+    """The finished cells of a grid. As a context manager, it locks the folder against other commands.
 
     Args:
-        out: The folder of the grid's results; the cells are in ``cells`` inside.
+        out: The folder of the grid's results. Its subfolder ``cells`` has the cells.
     """
 
     def __init__(self, out: Path) -> None:
@@ -59,14 +59,14 @@ class Store:
             raise FederatedError(
                 f"{self.out} cannot be used: {error.strerror or error}. Give another --out."
             ) from error
-        for left in self.cells.glob(".*"):  # of cells that were killed; this command's own come later
+        for left in self.cells.glob(".*"):  # left by killed cells; this command has made none yet
             shutil.rmtree(left, ignore_errors=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
 
     def get(self, key: str) -> Record | None:
@@ -84,12 +84,12 @@ class Store:
         return key in self._read or (self.cells / key / "cell.json").is_file()
 
     def note_failure(self, key: str, name: str, cause: str) -> None:
-        """Note why a cell failed, in ``<key>.failed.json``."""
+        """Write the cause of a cell's failure to ``<key>.failed.json``."""
         text = json.dumps({"cell": name, "cause": cause}, indent=1)
         (self.cells / f"{key}.failed.json").write_text(text, encoding="utf-8")
 
     def failure(self, key: str) -> str | None:
-        """Return why a cell failed when it was last run, None if it did not."""
+        """Return the cause if a cell's last run failed, else None."""
         path = self.cells / f"{key}.failed.json"
         if not path.is_file():
             return None
@@ -99,13 +99,13 @@ class Store:
             return f"{path} is damaged"
 
     def forget_failures(self, keys: Iterable[str]) -> None:
-        """Forget that cells have failed, as they are about to be tried again or are not part of the grid."""
+        """Delete the failures of cells that are about to run again."""
         for key in keys:
             (self.cells / f"{key}.failed.json").unlink(missing_ok=True)
 
 
 def settle(work: Path, final: Path) -> None:
-    """Let a folder that is complete appear under its final name, in one step; another one there stays."""
+    """Rename a complete folder to its final name atomically. If a finished cell is already there, keep that one."""
     try:
         os.rename(work, final)
     except OSError:

@@ -46,11 +46,11 @@ def sweep(args: Sequence[str]) -> None:
     """Run a grid over a configuration, and write a table, a figure and TensorBoard's hyper-parameters.
 
     Args:
-        args: What follows ``lightning-fed sweep`` on the command line.
+        args: The arguments after ``lightning-fed sweep`` on the command line.
 
     Raises:
-        FederatedError: If a file, a configuration or a data set is not as it must be; before the first cell.
-        SystemExit: If the arguments are not understood, or on Ctrl-C.
+        FederatedError: If a file, a configuration or a data set is invalid. It is raised before the first cell.
+        SystemExit: If the arguments are invalid, or on Ctrl-C.
     """
     options = make_parser().parse_args(list(args))
     entry = check_keys(options.grid, read_yaml(Path(options.grid)), _KEYS, ("metrics", "axes"))
@@ -58,7 +58,7 @@ def sweep(args: Sequence[str]) -> None:
     by = parse_quantity(f"{options.grid}: by", entry.get("by", "best"), experiment.metrics)
     grid = Grid(experiment, seeds=options.seeds, accelerator=options.accelerator)
     check_outputs(grid)
-    new_figure(1, 1)  # refused without matplotlib, and better now than after hours
+    new_figure(1, 1)  # fails without matplotlib now, not after hours
     out = Path(options.out or "swept")
     with Store(out) as store:
         results = run_grid(grid, store, make_workers(options.jobs), options.data_root)
@@ -71,12 +71,12 @@ def sweep(args: Sequence[str]) -> None:
 
 
 def _base(paths: Sequence[str]) -> Config:
-    """Return the stacked configurations, without what the runner does in its own way."""
+    """Return the stacked configurations, without the settings that the runner replaces."""
     config: Config = {}
     for path in paths:
         found = read_yaml(Path(path))
         for name, part in found.items():
-            if name not in _PARTS and part is not None:  # None is such as the ckpt_path of --print_config
+            if name not in _PARTS and part is not None:  # --print_config writes None, for example for ckpt_path
                 raise unknown(path, "key for the cells of a sweep", name, _PARTS)
         config = overlay(config, found)
     trainer = config.get("trainer") or {}
@@ -94,7 +94,7 @@ def _base(paths: Sequence[str]) -> Config:
 
 
 def _read(where: str, entry: Mapping[str, Any], base: Config) -> Experiment:
-    """Return the experiment that a grid makes of a configuration."""
+    """Return the experiment for a grid over a configuration."""
     found = entry["axes"]
     if not isinstance(found, Mapping) or not found:
         raise FederatedError(f"{where}: axes must name what is varied, such as lr: {{key: ..., values: [...]}}.")
@@ -151,7 +151,7 @@ def _page(results: Results, by: Quantity, command: str, out: Path) -> str:
 
 
 def _not_logged(results: Results) -> Iterator[str]:
-    """Yield the metrics that some finished cells have not logged, whose rows show "-" or lack them."""
+    """Yield the metrics that some finished cells did not log. The rows of these cells show "-" or lack the metric."""
     found = {cell: record for cell in results.asked() if (record := results.record(cell)) is not None}
     finished = {cell: record.series for cell, record in found.items() if record.status == "finished"}
     lacking = {
@@ -169,7 +169,7 @@ def _not_logged(results: Results) -> Iterator[str]:
 
 
 def ranked(results: Results, by: Quantity) -> list[Point]:
-    """Return the points, best first; those without a value come last. The final value decides between equal costs."""
+    """Return the points, best first and those without a value last. The final value decides between equal costs."""
     ranks = [by, Quantity("final", "final", by.metric)] if by.is_cost else [by]
 
     def rank(point: Point) -> list[tuple[bool, float]]:
@@ -193,9 +193,9 @@ def _table(results: Results, by: Quantity) -> tuple[list[str], list[list[str]]]:
 
 
 def _log_hyper_parameters(results: Results, folder: Path) -> None:
-    """Write a TensorBoard run for every cell that has none yet: its labels and final metrics, and its curves.
+    """Write a TensorBoard run for every cell that has none yet, with its labels, final metrics and curves.
 
-    The runs of other grids in this folder go, as TensorBoard would show them among those of this one.
+    Runs of other grids in this folder are deleted, since TensorBoard would mix them with this grid's.
     """
     found = [(cell, record) for cell in results.asked() if (record := results.record(cell)) is not None]
     names = {

@@ -16,7 +16,7 @@ from lightning_fed.lab.selections import is_within
 
 @dataclass(frozen=True)
 class TableCell:
-    """A cell of a table that is not empty.
+    """A nonempty cell of a table.
 
     Args:
         point: The point of the grid.
@@ -108,13 +108,13 @@ def write_series(path: Path, results: Results) -> None:
 
 
 def write_choices(path: Path, results: Results) -> None:
-    """Write every tuned combination of every point with what it scored, and which was chosen."""
+    """Write every tuned combination of every point, with its score and whether it was chosen."""
     rows = results.choice_rows()
     _write(path, list(dict.fromkeys(key for row in rows for key in row)), rows)
 
 
 def _write(path: Path, head: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
-    """Write a CSV file, in one step."""
+    """Write a CSV file atomically."""
     work = path.with_name(f".{path.name}")
     with work.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, head, restval="")

@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 def counted(results: Results, judged: Sequence[Sequence[Judgement]]) -> str:
-    """Return how many claims hold, in words."""
+    """Return the number of claims with each verdict, in words."""
     counts = Counter(overall(found) for found in judged)
     parts = [f"{counts[name]} {words[counts[name] > 1]}" for name, words in _COUNTED.items() if counts[name]]
     kind = "comparison" if results.grid.experiment.is_own else "claim"
@@ -38,7 +38,7 @@ def counted(results: Results, judged: Sequence[Sequence[Judgement]]) -> str:
 
 
 def claim_table(results: Results, judged: Sequence[Sequence[Judgement]], details: str) -> str:
-    """Return the table of claims, a row for each, with its numbers at the place that decides it.
+    """Return the table of claims. Each row has a claim's numbers at the place that decides it.
 
     Args:
         results: The finished cells.
@@ -66,7 +66,7 @@ def claim_table(results: Results, judged: Sequence[Sequence[Judgement]], details
 
 
 def _decisive(found: Sequence[Judgement]) -> Judgement:
-    """Return the place that decides: where the verdict is the claim's, the surest failure or the least sure success."""
+    """Return the deciding place of those with the claim's verdict: the surest failure or the least sure success."""
     verdict = overall(found)
     places = [judgement for judgement in found if judgement.verdict == verdict]
     sign = -1 if verdict == "does not hold" else 1
@@ -78,7 +78,7 @@ def _decisive(found: Sequence[Judgement]) -> Judgement:
 
 
 def _verdict_with_count(found: Sequence[Judgement]) -> str:
-    """Return the verdict, with the number of places where it is so if they differ."""
+    """Return the verdict and, if there are several places, the number of places with it."""
     verdict = overall(found)
     count = sum(judgement.verdict == verdict for judgement in found)
     return _mark(verdict) + (f" at {count} of {len(found)}" if len(found) > 1 else "")
@@ -140,12 +140,12 @@ def _mark(verdict: Verdict) -> str:
 
 
 def _each(texts: Iterable[str]) -> str:
-    """Return what is said of each pair of neighbouring sides."""
+    """Join the texts on each pair of adjacent sides."""
     return "; ".join(texts) or "-"
 
 
 def _difference(comparison: Comparison, is_percent: bool) -> str:
-    """Return the mean difference with its interval, as far as it has them."""
+    """Return the mean difference and its interval, if they are defined."""
     if comparison.error is None or comparison.interval is None:
         return format_number(comparison.mean, is_percent) if comparison.is_finite else "-"
     mean, low, high = aligned([comparison.mean, *comparison.interval], comparison.error, is_percent)
@@ -159,7 +159,7 @@ def _error(comparison: Comparison, is_percent: bool) -> str:
 
 
 def _exact(comparison: Comparison) -> list[str]:
-    """Return the mean difference with its standard error, which has three digits, and the interval."""
+    """Return the mean difference with its standard error to three digits, and the interval."""
     if comparison.error is None or comparison.interval is None:
         return [format_number(comparison.mean) if comparison.is_finite else "-", "-"]
     numbers = [comparison.mean, comparison.error, *comparison.interval]
@@ -172,7 +172,7 @@ def _share(value: float | None) -> str:
 
 
 def write_claims(path: Path, results: Results) -> None:
-    """Put the claims of an experiment into a table of claims, in place of what it had of that experiment.
+    """Write the claims of an experiment to a table of claims, in place of its old rows.
 
     Args:
         path: The table, a CSV file; rows of other experiments are kept.
@@ -180,7 +180,7 @@ def write_claims(path: Path, results: Results) -> None:
     """
     name = results.grid.experiment.name
     others = [row for row in read_claims(path) if row["experiment"] != name]
-    rows = sorted([*others, *_rows(results)], key=lambda row: row["experiment"])  # which leaves each one's order alone
+    rows = sorted([*others, *_rows(results)], key=lambda row: row["experiment"])  # stable: keeps the order in each
     work = path.with_name(f".{path.name}")
     with work.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
@@ -193,7 +193,7 @@ def read_claims(path: Path) -> list[dict[str, str]]:
     """Return the rows of a table of claims, none if there is no such file.
 
     Raises:
-        FederatedError: If the file is no such table.
+        FederatedError: If the file is not such a table.
     """
     if not path.is_file():
         return []

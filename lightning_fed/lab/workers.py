@@ -1,4 +1,4 @@
-"""Worker processes that run one cell after another, so that each pays for its imports once."""
+"""Worker processes that run one cell after another, so that each imports its modules only once."""
 
 import contextlib
 import logging
@@ -25,13 +25,13 @@ from lightning_fed.lab.overlays import Config
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Something for a worker to do.
+    """A task for a worker.
 
     Args:
         name: The cell, for messages.
         config: Its configuration.
-        completed: The same with all defaults, to be kept.
-        folder: Where its record goes; None to probe it only.
+        completed: The configuration with all defaults, for the record.
+        folder: The folder of its record; None to only probe the cell.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Outcome:
 
     Args:
         task: The task.
-        cause: The reason of its failure, or None.
+        cause: The cause of its failure, or None.
         tags: The tags that a probed cell logs; None if it diverged.
-        trace: The trace of the failure.
+        trace: The traceback of the failure.
     """
 
     task: WorkerTask
@@ -58,19 +58,19 @@ class Outcome:
 
 
 class TaskRunner(Protocol):
-    """Run tasks, and yield outcomes in the order in which they are done."""
+    """Run tasks, and yield outcomes in the order of completion."""
 
     def run(self, tasks: Iterable[WorkerTask]) -> Iterator[Outcome]:
-        """Yield the outcome of each task as it comes."""
+        """Yield the outcome of each task when it is done."""
         ...
 
     def close(self) -> None:
-        """Stop, whatever is still at work."""
+        """Stop, even if tasks are running."""
         ...
 
 
 class Inline:
-    """Run tasks in this very process, for debugging and where there is only one to run."""
+    """Run tasks in this process, for debugging or for a single task."""
 
     def __init__(self) -> None:
         self._runner = CellRunner()
@@ -83,13 +83,13 @@ class Inline:
             yield outcome
 
     def close(self) -> None:
-        """Nothing is left at work."""
+        """Do nothing: no task is running."""
 
 
 class Workers:
     """Run tasks in several processes with one thread each.
 
-    A worker that dies, because memory runs out or a library crashes, fails the task that it was at, and is replaced.
+    If a worker dies because memory runs out or a library crashes, its task fails and a new worker replaces it.
 
     Args:
         jobs: The number of processes.
@@ -100,13 +100,13 @@ class Workers:
         self._workers: dict[Connection, BaseProcess] = {}
 
     def run(self, tasks: Iterable[WorkerTask]) -> Iterator[Outcome]:
-        """Yield the outcome of each task as it comes."""
+        """Yield the outcome of each task when it is done."""
         waiting, busy = list(tasks), dict[Connection, WorkerTask]()
         while waiting or busy:
             while waiting and len(busy) < self.jobs:
                 idle = next((pipe for pipe in self._workers if pipe not in busy), None) or self._start()
                 task = waiting.pop(0)
-                with contextlib.suppress(BrokenPipeError):  # it died; its task fails below
+                with contextlib.suppress(BrokenPipeError):  # the worker died; its task fails below
                     idle.send(task)
                 busy[idle] = task
             for pipe in connection.wait(list(busy)):
@@ -150,7 +150,7 @@ def make_workers(jobs: int) -> TaskRunner:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keep what Lightning and the modules print and warn of off the screen."""
+    """Suppress the output and warnings of Lightning and the modules."""
     loggers = [logging.getLogger(name) for names in NAMES.values() for name in names]
     levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:
@@ -169,8 +169,8 @@ def quietly() -> Iterator[None]:
 
 
 def _work(pipe: Connection) -> None:
-    """Run tasks until nobody sends any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to hear
+    """Run tasks until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     runner = CellRunner()
@@ -180,7 +180,7 @@ def _work(pipe: Connection) -> None:
 
 
 def _leave_with_parent() -> None:
-    """End this process when the one that started it ends, however it does."""
+    """End this process when its parent ends, for any reason."""
     parent = parent_process()
     if parent is not None:
         parent.join()
@@ -202,7 +202,7 @@ def _outcome_of(runner: CellRunner, task: WorkerTask) -> Outcome:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for the processes that are started inside."""
+    """Set environment variables for processes started within the context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

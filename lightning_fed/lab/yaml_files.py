@@ -1,4 +1,4 @@
-"""YAML files read strictly: no key twice, no unknown key, and numbers such as 1e-3 are numbers."""
+"""Read YAML files strictly: refuse duplicate and unknown keys, and read 1e-3 as a number."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from lightning_fed.core.yaml_keys import UniqueKeyLoader
 
 
 class _Loader(UniqueKeyLoader):
-    """The loader with numbers such as 1e-3, which PyYAML reads as texts."""
+    """A loader that reads 1e-3 as a number. PyYAML reads it as a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -25,7 +25,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping that a YAML file holds.
 
     Raises:
-        FederatedError: If there is no such file, or it holds something else.
+        FederatedError: If the file cannot be read, or holds something else.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506  # a SafeLoader
@@ -39,10 +39,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def check_keys(where: str, found: Any, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a mapping that must have the required keys, and no other than the allowed ones.
+    """Check that a mapping has the required keys and only allowed ones, and return it.
 
     Raises:
-        FederatedError: If it is not a mapping, or has other keys. The message names them and the allowed ones.
+        FederatedError: If it is not a mapping, or a key is missing or not allowed. The message names the key.
     """
     allowed, required = list(allowed), list(required)
     if not isinstance(found, Mapping):
@@ -67,12 +67,12 @@ def read_text(where: str, found: Any) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list as it is, and anything else as a list of it alone."""
+    """Return a list unchanged, and anything else as a list of one element."""
     return value if isinstance(value, list) else [value]
 
 
 def unknown(where: str, kind: str, name: Any, allowed: Iterable[str]) -> FederatedError:
-    """Return the error that a name is not one of those allowed, with the closest one as a hint."""
+    """Return the error for a name that is not allowed, with the closest allowed name as a hint."""
     allowed = list(allowed)
     close = get_close_matches(str(name), allowed, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

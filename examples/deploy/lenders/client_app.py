@@ -1,4 +1,4 @@
-"""The part of a site. Functions are named here, and not imported: Flower imports this file for every message."""
+"""The app of a site. It names functions without importing them, since Flower imports this file for every message."""
 
 from lightning_fed.deploy.flower import client_app
 

@@ -1,4 +1,4 @@
-"""The server's part."""
+"""The app of the server."""
 
 from lightning_fed.deploy.flower import server_app
 

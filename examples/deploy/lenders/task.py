@@ -1,4 +1,4 @@
-"""What server and sites make alike: the trainer and the model; and on a site, the data of its own table."""
+"""Make the trainer and the model on the server and the sites, and on a site also its own data."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FEATURES = ["age", "income", "debt", "late"]
 
 
 def make_trainer() -> FederatedTrainer:
-    """Return the trainer of a simulation, without files of its own: the ServerApp writes the checkpoint."""
+    """Return the trainer of a simulation. It writes no files, since the ServerApp writes the checkpoint."""
     return FederatedTrainer(
         algorithm=Scaffold(),
         max_rounds=3,
@@ -26,16 +26,16 @@ def make_trainer() -> FederatedTrainer:
 
 
 def make_model() -> MLPClassifier:
-    """Return the model, with the same first parameters everywhere."""
+    """Return the model, with the same initial parameters everywhere."""
     torch.manual_seed(0)
     return MLPClassifier(in_features=len(FEATURES), num_classes=2, hidden=[16], lr=0.1)
 
 
 def make_data(node_config: dict[str, Any]) -> ClientTable:
-    """Return the data of this site: the file that its SuperNode's configuration names.
+    """Return the data of this site, from the file that its SuperNode's configuration names.
 
     Args:
-        node_config: What ``flower-supernode --node-config`` says.
+        node_config: The values of ``flower-supernode --node-config``.
     """
     table = str(node_config["table"])
     return ClientTable(table, client="site", target="repaid", features=FEATURES, classes=["0", "1"], batch_size=16)

@@ -1,4 +1,4 @@
-"""Why a configuration does not converge, and what suits its clients: ``lightning-fed diagnose``."""
+"""Find why a configuration does not converge, and settings that suit its clients: ``lightning-fed diagnose``."""
 
 from lightning_fed.lab.diagnosis.command import diagnose
 from lightning_fed.lab.diagnosis.theory import mime_mvr

@@ -1,4 +1,4 @@
-"""The command ``lightning-fed diagnose``: why does it not converge, and what suits these clients?"""
+"""The command ``lightning-fed diagnose``: find why a run does not converge, and settings that suit its clients."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from lightning_fed.lab.diagnosis.verdicts import Findings, verdicts
 from lightning_fed.lab.options import Count
 from lightning_fed.lab.workers import quietly
 
-_LABELLED = 1000  # clients whose labels are read at most
+_LABELLED = 1000  # the most clients whose labels are read
 _FORMATS = (".md", ".json")
 
 
@@ -31,7 +31,7 @@ def diagnose(args: Sequence[str]) -> None:
 
     Raises:
         FederatedError: If the configuration cannot be run, or the report cannot be written.
-        SystemExit: If the arguments are not understood.
+        SystemExit: If the arguments are invalid.
     """
     own, overrides = _split(args)
     options = make_parser().parse_args(own)
@@ -52,11 +52,11 @@ def diagnose(args: Sequence[str]) -> None:
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the command's own arguments, and those that say something of the configuration."""
+    """Split arguments into the command's own and those that override the configuration."""
     own, overrides = list[str](), list[str]()
     current = own
     for arg in args:
-        if arg.startswith(("--", "-c", "-h")):  # what follows another, such as -1, is its value
+        if arg.startswith(("--", "-c", "-h")):  # any other argument, such as -1, belongs to the last option
             current = overrides if re.split(r"[.=+]", arg[2:])[0] in PARTS else own
         current.append(arg)
     return own, overrides
@@ -67,7 +67,7 @@ def _findings(trials: Trials, best_loss: float) -> tuple[Findings, list[str]]:
     algorithm, measured = trials.settings.algorithm, trials.measured
     steps = [value for trial in trials.trials for value in trial.steps] or [measured.steps[1]]
     cohorts = [value for trial in trials.trials for value in trial.cohorts] or [measured.population]
-    K = max(1.0, sum(steps) / len(steps))  # noqa: N806  # a server that steps alone takes one
+    K = max(1.0, sum(steps) / len(steps))  # noqa: N806  # without local steps, the server takes one
     S = sum(cohorts) / len(cohorts)  # noqa: N806
     skew, why = _skew(trials.data)
     notes = [] if skew is not None else [f"labels are not looked at: {why}"]
@@ -78,7 +78,7 @@ def _findings(trials: Trials, best_loss: float) -> tuple[Findings, list[str]]:
 
 
 def _skew(data: Any) -> tuple[SkewTable | None, str]:
-    """Return how the clients' data differ, or why it cannot be told."""
+    """Return the differences between clients' data, or the reason that they are unknown."""
     try:
         ids = data.client_ids
         if len(ids) <= _LABELLED:

@@ -16,11 +16,11 @@ from lightning_fed.core.types import ClientId, Vector
 from lightning_fed.metrics import extreme_eigenvalue, gradient_dissimilarity, hessian_dissimilarity
 from lightning_fed.rounds.local_plans import RoundPlans
 
-_TOLERANCE, _ITERATIONS = 1e-2, 30  # of Lanczos
-_BATCHES = 8  # of a client, whose gradients tell the noise
-_PATH = 50  # local steps that are followed to measure the drift
+_TOLERANCE, _ITERATIONS = 1e-2, 30  # for Lanczos
+_BATCHES = 8  # batches per client whose gradients give the noise
+_PATH = 50  # the most local steps for measuring the drift
 
-Estimate = tuple[float, float]  # and its standard error from the choice of clients, or its residual
+Estimate = tuple[float, float]  # value, and its residual or its standard error from sampling clients
 Shares = Mapping[ClientId, float]
 
 
@@ -31,11 +31,11 @@ class Measured:
     Attributes:
         round: The rounds completed at x.
         population: The number of all clients, N.
-        clients: The clients measured.
-        few: The clients whose Hessians and local steps are compared; f is their mean there.
-        weighting: How clients count in all means, as they do in the run.
-        steps: The local steps asked of a client: the least, the mean and the greatest number.
-        rate: The step size: that of the local optimizer, or of the server's if clients take no steps.
+        clients: The number of clients measured.
+        few: The number of clients whose Hessians and local steps are compared. There, f is their mean.
+        weighting: The basis of the clients' weights in all means, as in the run.
+        steps: The planned local steps of a client: the least, the mean and the greatest number.
+        rate: The step size of the local optimizer, or of the server's if clients take no steps.
         is_plain: Whether the optimizer with this rate is SGD without momentum.
         server: The server's optimizer with its rate, in words.
         loss: The mean training loss f(x).
@@ -43,13 +43,13 @@ class Measured:
         G: :math:`(\mathbb{E}_i \|\nabla f_i(x) - \nabla f(x)\|^2)^{1/2}`.
         B: :math:`(\mathbb{E}_i \|\nabla f_i(x)\|^2)^{1/2} / \|\nabla f(x)\|`.
         noise: The root mean square distance of the gradient of a step's batches from the client's.
-        drift: How far the clients' mean is, after K full-batch local steps, from where K steps on f lead; divided by
-            the step size and K, so that it is in units of a gradient. Of the first 50 steps, if K is larger.
-        progress: How far these steps on f lead, in the same units.
-        curvature: The eigenvalue of f's Hessian of largest absolute value, L but for the sign.
+        drift: The distance between the clients' mean after K full-batch local steps and the result of K steps on f.
+            It is divided by the step size and K, to be in units of a gradient. At most 50 steps are taken.
+        progress: The distance that these steps on f cover, in the same units.
+        curvature: The eigenvalue of f's Hessian with the largest absolute value. That value is L.
         delta: The largest :math:`\|\nabla^2 f_i(x) - \nabla^2 f(x)\|`.
-        delta_mean: The mean of these.
-        no_hessian: Why there is no Hessian.
+        delta_mean: The mean of these norms.
+        no_hessian: The reason if there is no Hessian.
         lost: The clients whose training loss is not finite.
     """
 
@@ -77,7 +77,7 @@ class Measured:
 
 
 def stepping(trainer: pl.Trainer) -> Optimizer:
-    """Return the optimizer whose step size is in question: the clients', or the server's where they take no steps."""
+    """Return the optimizer whose step size is examined: the clients', or the server's if clients take no steps."""
     loop = trainer.fit_loop
     found: Optimizer = loop.prepared.optimizer if loop.settings.algorithm.local_work else loop.state.step.optimizer
     return found
@@ -96,8 +96,8 @@ def measure(trainer: pl.Trainer, shares: Shares, hessian_clients: int, weighting
 
     Args:
         trainer: The trainer.
-        shares: The clients' shares in all means; they sum to one.
-        hessian_clients: How many of them to compare the Hessians of.
+        shares: The clients' shares in all means. They sum to one.
+        hessian_clients: The number of clients whose Hessians are compared.
         weighting: The basis of the shares, for the record.
     """
     loop, x = trainer.fit_loop, trainer.fit_loop.state.x
@@ -149,7 +149,7 @@ def _is_plain(optimizer: Optimizer) -> bool:
 
 
 def _drift(trainer: pl.Trainer, x: Vector, shares: Shares, rate: float, steps: int) -> tuple[float, float]:
-    """Return drift and progress of as many local steps, each client's with all of its examples."""
+    """Return the drift and progress of local steps, each with all examples of its client."""
     loop, steps = trainer.fit_loop, min(steps, _PATH)
     apart, together = torch.zeros_like(x), x.clone()
     for i, share in shares.items():
@@ -164,7 +164,7 @@ def _drift(trainer: pl.Trainer, x: Vector, shares: Shares, rate: float, steps: i
 
 
 def _hessian(trainer: pl.Trainer, x: Vector, shares: Shares, few: Shares) -> dict[str, Any]:
-    """Return what Hessian-vector products say, as fields of :class:`Measured`.
+    """Return the results of Hessian-vector products, as fields of :class:`Measured`.
 
     Raises:
         FederatedError: If the model cannot be differentiated twice.

@@ -1,4 +1,4 @@
-"""The report of a diagnosis: as text, as Markdown and as JSON."""
+"""The report of a diagnosis, as text, Markdown or JSON."""
 
 import json
 import math
@@ -142,7 +142,7 @@ def as_markdown(found: Sequence[Section], check: str, verdicts: Sequence[Verdict
 
 
 def as_json(f: Findings, verdicts: Sequence[Verdict]) -> str:
-    """Return all numbers, unrounded; null where one is not finite."""
+    """Return all numbers, unrounded. Those that are not finite are null."""
     content = {
         "algorithm": repr(f.algorithm),
         **{name: asdict(getattr(f, name)) for name in ("measured", "theory", "check")},

@@ -1,9 +1,9 @@
-r"""A method on a problem small enough to be worked out by hand: four scalar quadratics, all in every round.
+r"""Check a method on a problem with a closed-form solution: four scalar quadratics, all in every round.
 
 Client i has :math:`f_i(x) = a_i x^2 / 2 + b_i x`. The local step of most methods is then
-:math:`y \leftarrow y - \eta (\alpha_i y + \beta_i)` with numbers that stay the same for a round, and K of them end at
-:math:`x - s_i (\alpha_i x + \beta_i)` with :math:`s_i = (1 - (1 - \eta \alpha_i)^K) / \alpha_i`. The formulas below are
-the papers' in these terms, and share no code with the methods.
+:math:`y \leftarrow y - \eta (\alpha_i y + \beta_i)` with numbers that are constant in a round. K of them end at
+:math:`x - s_i (\alpha_i x + \beta_i)` with :math:`s_i = (1 - (1 - \eta \alpha_i)^K) / \alpha_i`. The formulas below
+are the papers' in these terms. They share no code with the methods.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ class SelfCheck:
 
     Attributes:
         outcome: "agrees" or "differs" from the formula, "no formula" known, or "failed" to run.
-        text: A sentence on it.
+        text: A sentence that explains it.
     """
 
     outcome: str
@@ -52,7 +52,7 @@ def self_check(algorithm: Algorithm, engine: str) -> SelfCheck:
     """Run a method for some rounds on the quadratics, and compare it with its formula.
 
     Args:
-        algorithm: The method; it is left as it is.
+        algorithm: The method. It is not modified.
         engine: The engine to run it with.
     """
     known, formula = _formula_of(algorithm)
@@ -86,13 +86,13 @@ _BROKEN = "Nothing of it is overridden: the installation, or a package that it u
 
 
 class _Positions(FederatedCallback):
-    """Note x after every round."""
+    """Record x after every round."""
 
     def __init__(self) -> None:
         self.x: list[float] = []
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Note x."""
+        """Record x."""
         self.x.append(float(trainer.fit_loop.state.x))
 
 
@@ -117,7 +117,7 @@ def _run(algorithm: Algorithm, engine: str) -> list[float]:
 
 
 def _own_hooks(kind: type, known: str) -> list[str]:
-    """Return the hooks of a method that the class with the formula does not define."""
+    """Return the hooks that a method overrides or adds, compared with the class that has the formula."""
     own = [klass for klass in kind.__mro__ if issubclass(klass, Algorithm) and klass is not Algorithm]
     names = [klass.__name__ for klass in own]
     above = own[: names.index(known)] if known in names else []
@@ -133,20 +133,20 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _end(alpha: float, beta: float, x: float) -> float:
-    """Return where the local steps y <- y - rate (alpha y + beta) from x end."""
+    """Return the end of the local steps y <- y - rate (alpha y + beta) from x."""
     s = (1 - (1 - _RATE * alpha) ** _STEPS) / alpha if alpha else _STEPS * _RATE
     return x - s * (alpha * x + beta)
 
 
 def _walk(x: float, direction: Callable[[float], float], steps: int = _STEPS) -> float:
-    """Return where local steps that are not of this form end."""
+    """Return the end of local steps of any other form."""
     for _ in range(steps):
         x -= _RATE * direction(x)
     return x
 
 
 def _sharp(method: Any, a: float, b: float, y: float) -> float:
-    """Return the gradient that FedSAM takes."""
+    """Return FedSAM's gradient."""
     g = a * y + b
     return g + a * method.rho * g / (abs(g) + method.eps) if g else g
 
@@ -301,7 +301,7 @@ def _fedproxvr(method: Any, x: float = _START) -> Course:
 
 _FORMULAS: dict[type, Callable[[Any], Course] | None] = {
     algorithms.FedAvg: _fedavg,
-    algorithms.FedNova: _fedavg,  # all take as many steps
+    algorithms.FedNova: _fedavg,  # all clients take the same number of steps
     algorithms.FedProx: _fedprox,
     algorithms.FedDane: _feddane,
     algorithms.ServerOnly: _server_only,
@@ -323,8 +323,8 @@ _FORMULAS: dict[type, Callable[[Any], Course] | None] = {
 
 
 def _formula_of(algorithm: Algorithm) -> tuple[str, Course | None]:
-    """Return the class whose formula a method must follow, and the formula, if there is one."""
-    package = algorithms.__name__  # whose other classes may derive from these, and mean something else
+    """Return the name of the class whose formula a method must follow, and the formula if there is one."""
+    package = algorithms.__name__  # its other classes may derive from these, with another meaning
     known = next((k for k in type(algorithm).__mro__ if k in _FORMULAS or k.__module__.startswith(package)), None)
     build = _FORMULAS.get(known) if known is not None else None
     if known is None or build is None:

@@ -12,21 +12,21 @@ from lightning_fed.lab.diagnosis.measurement import Measured
 
 @dataclass(frozen=True)
 class Theory:
-    r"""The theory's values for a configuration; nan if something that they depend on is unknown.
+    r"""The theory's values for a configuration; nan if an input is unknown.
 
     Attributes:
-        K: The local steps of a client, their mean.
-        S: The clients of a round, their mean number.
-        T: The remaining rounds, or all of a finished run.
+        K: The mean number of local steps of a client.
+        S: The mean number of clients per round.
+        T: The remaining rounds, or all rounds of a finished run.
         useful_steps: :math:`L / \delta`: the local steps that help a method with drift correction.
         useful_steps_mean: The same with the mean of the clients' distances for :math:`\delta`.
         ceiling: :math:`1 / L`.
         client_ceiling: :math:`1 / (L + \delta)`: no client's curvature is above :math:`L + \delta`.
-        drift_bound: :math:`\eta \frac{K - 1}{2} \delta G`, the most that the drift can be to first order in
-            :math:`\eta`: local step k is taken about :math:`\eta k g_i` away from x, where a client's gradient is
-            :math:`\eta k H_i g_i` less.
-        batches: The standard deviation that batches give the mean gradient of a round.
-        drawing: The standard deviation that drawing S of N clients without replacement gives it.
+        drift_bound: :math:`\eta \frac{K - 1}{2} \delta G`, the largest drift to first order in :math:`\eta`.
+            Local step k starts about :math:`\eta k g_i` away from x. There, the client's gradient differs by
+            :math:`-\eta k H_i g_i`.
+        batches: The standard deviation of a round's mean gradient due to batches.
+        drawing: The standard deviation of it due to drawing S of N clients without replacement.
         lower_bound: :math:`G^2 / (\mu T^2)`, FedAvg's error after T rounds on the worst functions with this G. L
             replaces :math:`\mu`, which gives the smallest value.
         mvr_rate: MimeMVR's step size, see :func:`mime_mvr`.
@@ -60,11 +60,11 @@ def mime_mvr(
     Args:
         F: :math:`f(x^0) - f^*`, at least 0.
         G: The dissimilarity of the gradients.
-        delta: That of the Hessians.
+        delta: The dissimilarity of the Hessians.
         L: The smoothness, positive.
-        K: The local steps.
-        S: The clients of a round.
-        T: The rounds.
+        K: The number of local steps.
+        S: The number of clients per round.
+        T: The number of rounds.
 
     Example:
         >>> rate, a = mime_mvr(F=1.0, G=1.0, delta=0.1, L=1.0, K=10, S=10, T=100)
@@ -80,14 +80,14 @@ def mime_mvr(
 
 
 def suggest(m: Measured, K: float, S: float, T: int | None, best_loss: float) -> Theory:  # noqa: N803
-    """Return what the theory makes of what was measured.
+    """Return the theory's values for the measured constants.
 
     Args:
         m: The clients' constants.
-        K: The local steps of a client.
-        S: The clients of a round.
-        T: The rounds that are left; None if their number is not known.
-        best_loss: The least loss there can be, f*.
+        K: The number of local steps of a client.
+        S: The number of clients per round.
+        T: The number of remaining rounds; None if unknown.
+        best_loss: The least possible loss, f*.
     """
     G, delta, L, N = m.G[0], m.delta[0], abs(m.curvature[0]), m.population  # noqa: N806
     rounds, F = float(T or math.nan), m.loss - best_loss  # noqa: N806

@@ -1,4 +1,4 @@
-"""A configuration of ``lightning-fed fit`` run for a few rounds at several step sizes, without leaving a trace."""
+"""Run a configuration of ``lightning-fed fit`` for a few rounds at several step sizes, without keeping any files."""
 
 import math
 import tempfile
@@ -31,34 +31,34 @@ FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """The parts of a configuration."""
 
-_UNUSED = ("ckpt_path", "weights_only")  # that a saved configuration has
+_UNUSED = ("ckpt_path", "weights_only")  # keys that only saved configurations have
 _WATCHERS = ("Checkpoint", "EarlyStopping", "ProgressBar", "Summary", "Monitor", "Timer", *callbacks.__all__)
-_PLAIN: Config = {  # one process, no validation, and only as many rounds as are asked for
+_PLAIN: Config = {  # one process, no validation, and no limit but the rounds
     "strategy": "auto", "devices": 1, "num_nodes": 1, "limit_val_batches": 0, "fast_dev_run": False,
     "max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "profiler": None,
     "client_states_dir": None,
 }  # fmt: skip
-_ENDS = ("not finite", "max_update_ratio")  # phrases in the refusal of a step that is too large
-_DIVERGED = 1e3  # times the loss at the start
+_ENDS = ("not finite", "max_update_ratio")  # phrases in the errors after a step that is too large
+_DIVERGED = 1e3  # as a multiple of the loss at the start
 
 
 class Trial(WeightedMeasure):
     """A few rounds at one step size, as a callback of the fit that runs them.
 
     Args:
-        factor: The factor on the configured step size; with 1, the clients are measured first.
-        rounds: How many rounds to run.
+        factor: The factor on the configured step size. With 1, the clients are measured first.
+        rounds: The number of rounds to run.
         clients: The largest number of clients to measure.
-        hessian_clients: How many of them to compare the Hessians of.
+        hessian_clients: The number of clients whose Hessians are compared.
         weighting: The weights of clients.
 
     Attributes:
         rate: The step size.
         losses: The mean training loss of the clients measured, before the first round and after each.
         stopped: The reason if it ended early.
-        cosine: Of the change of x, with the negative gradient at its start.
-        cohorts: The numbers of clients that took part.
-        steps: The mean numbers of their local steps.
+        cosine: The cosine of the angle between the change of x and the negative gradient at its start.
+        cohorts: The number of clients in each round.
+        steps: Their mean number of local steps in each round.
         found: The measurements.
 
     Raises:
@@ -84,7 +84,7 @@ class Trial(WeightedMeasure):
         return (self.losses[-1] - self.losses[0]) / (abs(self.losses[0]) or 1.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Measure, scale the step size, and set how many rounds are run."""
+        """Measure, scale the step size, and set the number of rounds."""
         loop = trainer.fit_loop
         self.clients = min(self.clients or 1, len(loop.population))
         super().on_train_start(trainer, pl_module)
@@ -94,7 +94,7 @@ class Trial(WeightedMeasure):
         self._x0, self._downhill = loop.state.x.clone(), -mean_gradient(trainer, loop.state.x, shares)
         trainer.max_rounds = loop.round + self.rounds
         for config in trainer.lr_scheduler_configs:
-            config.strict = False  # one that follows a validation metric, which is not there
+            config.strict = False  # a schedule may follow a validation metric, but trials skip validation
         _scale(stepping(trainer), self.factor)
         for schedule in (loop.state.step.scheduler, *(config.scheduler for config in trainer.lr_scheduler_configs)):
             if getattr(schedule, "optimizer", None) in (stepping(trainer), getattr(stepping(trainer), "base", None)):
@@ -103,7 +103,7 @@ class Trial(WeightedMeasure):
         self.losses.append(self._loss(trainer))
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Note the loss, and who did how much."""
+        """Record the cosine, the loss, and the work of the cohort."""
         way = trainer.fit_loop.state.x - self._x0
         self.cosine = float(torch.nn.functional.cosine_similarity(way, self._downhill, dim=0))
         self.losses.append(self._loss(trainer))
@@ -122,7 +122,7 @@ class Trial(WeightedMeasure):
 
 
 def _scale(optimizer: Optimizer, factor: float) -> None:
-    """Multiply the rates of an optimizer, and what its schedules make of them."""
+    """Multiply the rates of an optimizer, including those that its schedules read."""
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in ("lr", "initial_lr", "max_lr", "min_lr") if name in group})
 
@@ -135,14 +135,14 @@ def _scale_schedule(schedule: Any, factor: float) -> None:
 
 
 def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """Return stacked configurations as the trials run them, and the callbacks that they leave out.
+    """Return stacked configurations in the form that trials run, and the names of the removed callbacks.
 
     Args:
-        paths: The files, a later one on top of those before.
+        paths: The files. Each overrides the previous ones.
         overrides: The overrides of the command line, as for ``lightning-fed fit``.
 
     Raises:
-        FederatedError: If a file cannot be read, or trainer, model and data cannot be made of them.
+        FederatedError: If a file cannot be read, or the trainer, model or data cannot be instantiated.
     """
     config: Config = {}
     for path in paths:
@@ -157,7 +157,7 @@ def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Co
 
 
 def _for_trials(config: Config) -> tuple[Config, list[str]]:
-    """Return a configuration without callbacks that only monitor or stop a run, and the names of these."""
+    """Return a configuration without callbacks that only monitor or stop a run, and their names."""
     given = (config.get("trainer") or {}).get("callbacks") or []
     given = given if isinstance(given, list) else [given]
     names = [str(one.get("class_path") if isinstance(one, dict) else one).rpartition(".")[2] for one in given]
@@ -173,17 +173,17 @@ class Trials:
 
     Args:
         config: The configuration, from :func:`read_config`.
-        ckpt_path: The checkpoint to start from: a path, "last" or "best" of the newest run; None for the model as it
-            is made.
-        rounds: The rounds of a trial.
+        ckpt_path: The checkpoint to start from: a path, "last" or "best" of the newest run; None for the initial
+            model.
+        rounds: The number of rounds of a trial.
         clients: The largest number of clients to measure.
-        hessian_clients: How many of them to compare the Hessians of.
+        hessian_clients: The number of clients whose Hessians are compared.
 
     Attributes:
-        trials: The trials by factor, in order.
+        trials: The trials, in the order of their factors.
         measured: The measurements.
-        settings: How rounds are run.
-        rounds_left: The remaining rounds of the run, all if it is finished; None if there is no limit.
+        settings: The settings of the rounds.
+        rounds_left: The remaining rounds of the run, or all if it is finished; None if there is no limit.
         data: The data module.
 
     Raises:
@@ -214,7 +214,7 @@ class Trials:
                 f"A diagnosis measures single clients, which {name}={getattr(self.settings, name)!r} is there to hide."
                 " Diagnose the configuration without it, on data that may be looked at."
             )
-        if not isinstance(self.data, StoredDataModule):  # which is the same for every fit
+        if not isinstance(self.data, StoredDataModule):  # reuse stored data: they are the same in every fit
             self.data = parts.datamodule
         trial = Trial(factor, *self._sizes, "examples" if self.settings.weighting == "examples" else "uniform")
         trainer.callbacks.append(trial)
@@ -227,7 +227,7 @@ class Trials:
         return trial
 
     def _make_room(self, trainer: FederatedTrainer) -> None:
-        """Let a run continue after all its rounds are done."""
+        """Raise ``max_rounds`` so that a finished run can continue."""
         reached = 0
         if self._ckpt_path is not None:
             check_exists(trainer, self._ckpt_path)

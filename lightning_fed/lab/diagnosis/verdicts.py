@@ -1,4 +1,4 @@
-"""Find problems from the numbers, in order of evidence."""
+"""Infer problems from the measurements, ordered by evidence."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,27 +13,27 @@ from lightning_fed.lab.diagnosis.trials import Trial
 
 _EVIDENCE = ("certain", "likely", "possible")
 _CORRECTING = (Scaffold, ScaffoldM, Scaffnew, Mime, MimeMVR, FedDane, FedDyn, FedSpeed)
-_KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # each client's gradient, so that the sampled clients matter less
+_KNOWING = (Scaffold, ScaffoldM, Scaffnew, FedDyn)  # they store each client's gradient, so sampling matters less
 
 _UPHILL = -0.5  # cosine with the negative gradient
-_NOTICEABLE = 1.5  # how many times as much the loss falls
-_DRIFTING, _DRIFTED = 0.25, 0.5  # of the way that local steps on f lead
-_NAMED = 5  # clients in a message
+_NOTICEABLE = 1.5  # the best fall of the loss, as a multiple of the configured step size's
+_DRIFTING, _DRIFTED = 0.25, 0.5  # drift as a share of the progress of local steps on f
+_NAMED = 5  # the most clients named in a message
 _FEW_CLASSES = 0.5  # total variation distance of a client's labels from all
-_BALANCED, _SKEWED = 0.75, 0.5  # of the classes, as many equal ones would have the same entropy
+_BALANCED, _SKEWED = 0.75, 0.5  # effective number of classes (by entropy), as a share of all classes
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that was found out about a configuration.
+    """All findings about a configuration.
 
     Attributes:
         algorithm: The method.
         measured: The clients' constants.
-        theory: What follows from them.
+        theory: The theory's values for these constants.
         trials: A few rounds at each step size, in order.
-        skew: How the data differ; None if labels cannot be read.
-        check: The method on the small problem.
+        skew: The differences between clients' data; None if labels cannot be read.
+        check: The self-check of the method.
     """
 
     algorithm: Algorithm
@@ -46,7 +46,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Something that may keep a run from converging.
+    """A problem that may keep a run from converging.
 
     Attributes:
         evidence: "certain", "likely" or "possible".
@@ -65,7 +65,7 @@ def corrects_drift(algorithm: Algorithm) -> bool:
 
 
 def plural(number: int, what: str) -> str:
-    """Return a number of things, in words.
+    """Return a number with its noun.
 
     Example:
         >>> plural(1, "round"), plural(5, "round")
@@ -75,7 +75,7 @@ def plural(number: int, what: str) -> str:
 
 
 def verdicts(findings: Findings) -> list[Verdict]:
-    """Return what may be the matter, best evidence first; one verdict at least."""
+    """Return at least one possible problem, best evidence first."""
     found = [
         *_faults(findings),
         *_step_size(findings),
@@ -184,7 +184,7 @@ def _drift(f: Findings) -> Iterator[Verdict]:
     here, _ = _current_and_best(f)
     if corrects_drift(f.algorithm) or not missed > _DRIFTING:
         return
-    overshoots = m.rate > 2 * t.ceiling  # on f alone, too, so that the way there says less
+    overshoots = m.rate > 2 * t.ceiling  # steps on f overshoot, too, so their progress is less informative
     if overshoots and here.change >= 0:
         return
     noise = max(t.batches, t.drawing)
