@@ -1,8 +1,8 @@
 """Federated optimization of ordinary LightningModules.
 
-Importing the package does not import Lightning, so a program may still import either of its packages. The first use of
-a class of lightning_fed selects the one imported by then. PyTorch is not imported either, so that light programs, such
-as the app of a Flower client, stay light.
+Importing lightning_fed does not import Lightning, so a program may still import either Lightning package. The first use
+of a class of lightning_fed selects the one imported by then. It does not import PyTorch either, which keeps light
+programs light, such as the app of a Flower client.
 """
 
 import importlib
@@ -58,7 +58,7 @@ after_torch(_prepare)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class, or a module of the package, on first use."""
+    """Lazily import a class or a module of the package."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"lightning_fed.{_MODULE_OF[name]}"), name)
         globals()[name] = value

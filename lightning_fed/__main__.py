@@ -6,7 +6,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; print a line before PyTorch loads, which takes seconds, if a run is long."""
+    """Run the command line; for ``reproduce``, print a line before loading PyTorch, which takes seconds."""
     if sys.argv[1:2] == ["reproduce"]:
         if "--list" in sys.argv:
             from lightning_fed.lab.catalogue import listing

@@ -1,4 +1,4 @@
-"""Federated methods, each the formula of its paper in one file, and the base optimizers of Mime."""
+"""Federated methods, each with its paper's formula in one file, and the base optimizers of Mime."""
 
 from lightning_fed.algorithms.apfl import APFL
 from lightning_fed.algorithms.base import Algorithm

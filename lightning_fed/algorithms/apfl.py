@@ -20,7 +20,7 @@ class APFL(Algorithm):
         x \leftarrow \sum_i p_i y_i
 
     Both gradients use the same batch, before either model moves. :math:`v_i` begins at :math:`x^0`, is never sent, and
-    takes plain gradient steps of the local rate with any local optimizer. A client's personal model is
+    takes plain gradient steps at the local rate, with any local optimizer. A client's personal model is
     :math:`\alpha v_i + (1 - \alpha) x`. All clients have equal weight by default.
 
     Args:
@@ -28,7 +28,7 @@ class APFL(Algorithm):
             it per client is not implemented.
 
     Raises:
-        FederatedError: If it is out of range.
+        FederatedError: If ``alpha`` is out of range.
 
     Example:
         >>> APFL(alpha=0.75)

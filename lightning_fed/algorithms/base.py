@@ -1,4 +1,4 @@
-"""The interface of a method: a few hooks, each with FedAvg as the default."""
+"""The interface of a method: a few hooks that default to FedAvg."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ class Algorithm(ArgumentsRepr):
 
     A method declares its requirements (a second gradient per batch, full-batch gradients, the averaging of its
     messages), and implements its formula in the hooks. Hooks receive and return all state by name, so that checkpoints,
-    resuming and every engine work with any method. Attributes must only hold hyper-parameters.
+    resuming and every engine work with any method. Attributes must hold only hyper-parameters.
 
     ``correct`` and ``advance`` are called on whole vectors [P], on one parameter's view or on a cohort [S, P]. They
     must be elementwise, without ``.item()`` or in-place changes. ``second_gradient_at`` gets whole vectors.
@@ -43,8 +43,8 @@ class Algorithm(ArgumentsRepr):
     """Messages that are not averaged; :meth:`implied` reads them."""
 
     scales_with_means: bool = True
-    """Whether half the means make half the server's step. If not, because it multiplies or divides means by each other,
-    an asynchronous server refuses the method: the weights of its messages do not sum to one."""
+    """Whether scaling the means by a factor scales the server's step by it. Methods that multiply or divide means by
+    each other set False. An asynchronous server refuses them: the weights of its messages do not sum to one."""
 
     default_weighting: str = "examples"
     """The run's weighting if the user sets none."""
@@ -61,7 +61,7 @@ class Algorithm(ArgumentsRepr):
 
     full_grad_for: str = "both"
     """The readers of these gradients: the "cohort" reads their average, each "client" its own, or "both". Other
-    gradients are not stored, so that a round's memory does not grow with the cohort."""
+    gradients are not stored, so a round's memory does not grow with the cohort."""
 
     full_grad_mean: str = "weighting"
     """The average of these gradients over the cohort, with the values of :attr:`reduces`."""
@@ -93,7 +93,7 @@ class Algorithm(ArgumentsRepr):
 
     own_solve: "Algorithm | None" = None
     """An inner solve that every client runs before its local work, as another method. It reads the server's and the
-    client's state and sends nothing. The state that its ``finish`` returns is client state when the work begins."""
+    client's state and sends nothing. The local work begins with the client state that its ``finish`` returns."""
 
     own_epochs: int | None = None
     """For an inner solve: the passes over the client's data; None for the length of the client's local work."""
@@ -124,7 +124,7 @@ class Algorithm(ArgumentsRepr):
         return self.full_grad_for
 
     def begin_client(self, client: State, full_grad: State) -> State:
-        """Return the client's state for the round, given its full-batch gradients by point, if "both" read them."""
+        """Return the client's state for a round in which "both" read full-batch gradients, given its own by point."""
         return client
 
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
@@ -162,7 +162,7 @@ class Algorithm(ArgumentsRepr):
         return g
 
     def advance(self, g: Tensor, y: Tensor, step: Step) -> State:
-        """Return the local state after a step, from the inputs of ``correct``: the raw gradient, and ``y`` before it.
+        """Return the local state after a step, given the inputs of ``correct``: the raw gradient and the old ``y``.
 
         The step changes ``y`` in place, so use ``y.clone()`` to store it.
         """
@@ -217,7 +217,7 @@ class Algorithm(ArgumentsRepr):
 
     @property
     def reads_beyond_steps(self) -> str | None:
-        """How clients' data are read other than through one gradient per step, to follow the method's name, or None."""
+        """The use of clients' data beyond one gradient per step, as a clause after the method's name, or None."""
         uses = {
             "whose clients take no local steps": not self.local_work,
             "whose clients compute full-batch gradients": bool(self.full_grad_at),
@@ -230,21 +230,21 @@ class Algorithm(ArgumentsRepr):
 
     def options(self) -> dict[str, Any]:
         """Return the hyper-parameters by name; resuming with other options raises."""
-        arguments = inspect.signature(type(self)).parameters  # also declarations, such as ``grad_cohort``
+        arguments = inspect.signature(type(self)).parameters  # some set declarations, such as ``grad_cohort``
         public = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         own = {k: v for k, v in public.items() if k in arguments or not hasattr(Algorithm, k)}
         return {k: v.options() if isinstance(v, BaseOptimizer) else v for k, v in own.items()}
 
 
 def lr_sum(run: Run) -> Tensor:
-    """Return the sum of a client's learning rates as a tensor, also where the engine has a number."""
+    """Return the sum of a client's learning rates as a tensor, even if the engine has a plain number."""
     return torch.as_tensor(run.lr_sum, dtype=run.x.dtype, device=run.x.device)
 
 
 def update_with_path(run: Run, send: State, keep: State, of_path: str) -> Update:
-    """Return a client's result; the message ``of_path`` is implied where the server can compute the path's gradient.
+    """Return a client's result; the message ``of_path`` is implied if the server can compute the path's gradient.
 
-    It needs "lr_sum" in :attr:`Algorithm.aside`, and :func:`path_gradient` in :meth:`Algorithm.implied`.
+    The method needs "lr_sum" in :attr:`Algorithm.aside`, and :func:`path_gradient` in :meth:`Algorithm.implied`.
     """
     if not run.path_follows:
         return Update(send, keep)

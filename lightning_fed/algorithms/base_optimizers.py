@@ -15,13 +15,13 @@ from lightning_fed.core.types import State, Vector
 
 
 class BaseOptimizer(ArgumentsRepr):
-    r"""An optimizer as pure elementwise formulas; by default those of plain SGD.
+    r"""An optimizer as pure elementwise formulas, plain SGD by default.
 
     .. math::
         x \leftarrow x - \eta\, U(g, s), \qquad s \leftarrow V(g, s)
 
-    Formulas change nothing in place and stay on the device, so they work on a vector [P], on a parameter's view of it
-    and on a cohort [S, P], with scalar statistics [S, 1]. The attributes of a subclass must only hold hyper-parameters.
+    Formulas change nothing in place and stay on the device. So they work on a vector [P], on a parameter's view of it,
+    and on a cohort [S, P] with scalar statistics [S, 1]. A subclass's attributes must hold only hyper-parameters.
     """
 
     def init(self, x: Vector) -> State:
@@ -184,8 +184,8 @@ class Adam(_Adaptive):
         U = \frac{(1 - \beta_1) g + \beta_1 m}{\epsilon + \sqrt{v^*}}, \qquad
         V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = (1 - \beta_2) g^2 + \beta_2 v
 
-    With bias correction the numerator is divided by :math:`1 - \beta_1^t` and :math:`v^*` by :math:`1 - \beta_2^t`,
-    where t counts the gradients that the statistics have seen, this one included.
+    With bias correction, the numerator is divided by :math:`1 - \beta_1^t` and :math:`v^*` by :math:`1 - \beta_2^t`.
+    Here, t counts the gradients that the statistics have seen, including this one.
 
     Args:
         beta1: The decay :math:`\beta_1` of m, in [0, 1).
@@ -195,8 +195,8 @@ class Adam(_Adaptive):
         stats: The divisor :math:`v^*`: "new" is V's v after this g, "old" the stored one. "old" follows Table 4 of Mime
             (https://arxiv.org/abs/2008.03606) literally: with ``v0=0`` it divides by eps alone in the first round, so
             set ``v0``.
-        bias_correction: Whether to correct the bias of m and v towards zero. By default whenever it is defined: with
-            ``stats="new"`` and without a warm start.
+        bias_correction: Whether to correct the bias of m and v towards zero. The default is True if the correction is
+            defined: with ``stats="new"`` and without a warm start.
 
     Raises:
         FederatedError: If a hyper-parameter is out of range, or bias correction is set but not defined.
@@ -299,8 +299,8 @@ class Yogi(Adam):
         U = \frac{(1 - \beta_1) g + \beta_1 m}{\epsilon + \sqrt{v^*}}, \qquad
         V_m = (1 - \beta_1) g + \beta_1 m, \quad V_v = v - (1 - \beta_2) g^2 \operatorname{sign}(v - g^2)
 
-    If v and :math:`g^2` differ only by rounding, that is by at most :math:`u^{2/3} v` with the machine epsilon u of the
-    dtype, the sign is 0 and v does not change.
+    If v and :math:`g^2` differ only by rounding, the sign is 0 and v does not change. The bound of the difference is
+    :math:`u^{2/3} v` with the machine epsilon u of the dtype.
 
     Args:
         beta1: The decay :math:`\beta_1` of m, in [0, 1).
@@ -331,9 +331,9 @@ class Yogi(Adam):
         super().__init__(beta1, beta2, eps, v0, stats, bias_correction)
 
     def _second(self, g: Tensor, v: Tensor) -> Tensor:
-        # After a warm start v = c^2, and Mime's first local gradient is c up to rounding, so the sign of the difference
-        # would be noise that depends on the order of summation. The bound, a share of v of 2e-5 in float32 and 4e-11 in
-        # float64, also covers what Mime adds to c and subtracts again, which may be much longer than c.
+        # After a warm start v = c^2, and Mime's first local gradient is c up to rounding. The sign of the difference is
+        # then noise that depends on the order of summation. The bound is 2e-5 v in float32 and 4e-11 v in float64. It
+        # also covers rounding of the vector that Mime adds to c and subtracts again, which may be much longer than c.
         gap = v - g * g
         is_noise = gap.abs() <= torch.finfo(v.dtype).eps ** (2 / 3) * v
         return v - (1.0 - self.beta2) * g * g * torch.sign(gap).masked_fill(is_noise, 0.0)

@@ -27,11 +27,11 @@ class Ditto(Algorithm):
 
     Args:
         lam: :math:`\lambda`, not negative: 0 trains each :math:`v_i` alone, large values pull it to x.
-        personal_rate: :math:`\eta_v / \eta_l`, positive: the factor of the directions of :math:`v_i`. Other values
+        personal_rate: :math:`\eta_v / \eta_l`, positive: the factor of the directions of :math:`v_i`. Values other
             than 1 need ``torch.optim.SGD`` as the local optimizer, and no clipping of corrected gradients.
         personal_epochs: The passes over a client's data that train :math:`v_i`; by default, :math:`v_i` takes as many
             steps as :math:`y_i`.
-        batches: The batches of :math:`v_i`: the "same" as of :math:`y_i`, as in the authors' code, or its "own".
+        batches: The batches of :math:`v_i`: the "same" as for :math:`y_i`, as in the authors' code, or its "own".
 
     Raises:
         FederatedError: If an argument is out of range.
@@ -74,7 +74,7 @@ class _OwnModel(Algorithm):
     uses_path_gradient = False
 
     def __init__(self, ditto: Ditto) -> None:
-        self.ditto = ditto  # whose options hooks may change
+        self.ditto = ditto  # a reference, since hooks may change its options
         self.own_epochs, self.own_batches = ditto.personal_epochs, ditto.batches == "own"
 
     def start(self, x: Vector, step: Step) -> Vector:

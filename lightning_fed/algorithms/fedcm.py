@@ -73,6 +73,6 @@ class FedCM(Algorithm):
         """Step by eta_g, and update Delta."""
         if self.eta_g_mode == "paper":
             direction = -self.eta_g * mean["gradient"]
-        else:  # unscaled if eta_g = 1: x then becomes the clients' mean without rounding
+        else:  # skip scaling if eta_g = 1: x then becomes the clients' mean without rounding
             direction = mean["delta"] if self.eta_g == 1 else self.eta_g * mean["delta"]
         return direction, {"delta": mean["gradient"]}

@@ -42,7 +42,7 @@ class FedExP(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"delta": "weighting", "square": "weighting"}
-    scales_with_means = False  # it divides one by the other's square
+    scales_with_means = False  # it divides one mean by the square of the other
     uncompressed = ("square",)
     default_weighting = "uniform"
     uses_path_gradient = False
@@ -55,7 +55,7 @@ class FedExP(Algorithm):
         self.eps_decay = check_number(self, "eps_decay", eps_decay, "(0, 1]")
 
     def init_server(self, x: Vector) -> State:
-        """Return the other iterate to average with, x^0, the weight of x (1 at first), and eta_g = 1."""
+        """Return x^0 as the other iterate of the average, the weight of x (1 at first), and eta_g = 1."""
         return {"previous": x.clone(), "shown": x.new_ones(1), "eta_g": x.new_ones(1)}
 
     def finish(self, y: Vector, run: Run) -> Update:
@@ -66,7 +66,7 @@ class FedExP(Algorithm):
         """Step by eta_g along the mean change; the first iterate is evaluated alone."""
         eps = self.eps * self.eps_decay**cohort.round * (cohort.size if self.eps_scaling == "cohort" else 1)
         eta_g = (mean["square"] / (2 * (mean["delta"].square().sum() + eps))).clamp(min=1.0)
-        # unscaled if eta_g = 1: x then becomes the clients' mean without rounding
+        # skip scaling if eta_g = 1: x then becomes the clients' mean without rounding
         direction = mean["delta"] if float(eta_g) == 1 else eta_g * mean["delta"]
         share = torch.ones_like(eta_g) if cohort.round == 0 else torch.full_like(eta_g, 0.5)
         return direction, {"previous": x, "shown": share, "eta_g": eta_g}

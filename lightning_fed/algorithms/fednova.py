@@ -11,8 +11,8 @@ class FedNova(Algorithm):
     r"""Federated normalized averaging.
 
     Wang et al., *Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization*, NeurIPS 2020
-    (https://arxiv.org/abs/2007.07481), for plain SGD clients, whose accumulation vector :math:`a_i` is the rates of
-    their :math:`K_i` steps.
+    (https://arxiv.org/abs/2007.07481), for plain SGD clients. Their accumulation vector :math:`a_i` holds the rates
+    of their :math:`K_i` steps.
 
     .. math::
         d_i = \frac{x - y_i}{\sum_k \eta_{i,k}}, \qquad
@@ -21,7 +21,7 @@ class FedNova(Algorithm):
 
     At a constant rate :math:`\eta` this is the paper's :math:`x - \bar\tau\, \eta \sum_i p_i d_i` with
     :math:`\bar\tau = \sum_i p_i K_i`. A client with more steps no longer pulls the model towards its optimum. If all
-    clients take equally many steps, this is FedAvg.
+    clients take the same number of steps, this is FedAvg.
 
     Note:
         With any local optimizer other than SGD, :math:`d_i` is the mean gradient along the client's path, weighted by
@@ -33,7 +33,7 @@ class FedNova(Algorithm):
     """
 
     reduces: Mapping[str, str] = {"gradient": "weighting", "lr_sum": "weighting"}
-    scales_with_means = False  # it multiplies two
+    scales_with_means = False  # it multiplies two means
     uncompressed = ("lr_sum",)  # [P] if parameter groups differ: an omitted entry would be a zero step
 
     def finish(self, y: Vector, run: Run) -> Update:

@@ -56,7 +56,7 @@ class FedProx(Algorithm):
         return {"mu": mu, "falls": torch.zeros_like(mu), "loss": torch.full_like(mu, torch.nan)}
 
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
-        """Adapt mu to the loss at x; a fixed one is what hooks have set."""
+        """Adapt mu to the loss at x; reload a fixed mu, since hooks may have set it."""
         if self.adaptive is None:
             return {**server, **self.init_server(x)}
         if cohort.loss is None:

@@ -21,7 +21,7 @@ class FedRep(FedPer):
         x \leftarrow \sum_i p_i u_i
 
     ``local_epochs`` or ``local_steps`` count the steps of the representation. The local optimizer is reset between the
-    two. All clients have equal weight by default.
+    head and the representation. All clients have equal weight by default.
 
     Args:
         personal: Names, or patterns of names, of the parameters and buffers of the head: ``["head.*"]``.
@@ -45,7 +45,7 @@ class FedRep(FedPer):
 
 
 class _Head(Algorithm):
-    """The steps of the head, which send nothing, since personal parameters are always saved."""
+    """The inner solve that trains the head. It sends nothing, since personal parameters are always saved."""
 
     trains = "personal"
     own_batches = True

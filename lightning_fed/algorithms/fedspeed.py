@@ -92,7 +92,7 @@ class FedSpeed(Algorithm):
         return mixed + pull
 
     def finish(self, y: Vector, run: Run) -> Update:
-        """Send the model's change including the new d_i, or separately for both means."""
+        """Send the model's change plus the new d_i, or the change once for each mean."""
         d_i = run.client["d_i"] + run.delta
         if self.dual_average == "cohort":
             return Update({"delta": run.delta + d_i}, {"d_i": d_i})

@@ -30,7 +30,7 @@ class MimeMVR(Algorithm):
 
     Note:
         Equations 14 and 15 mix x and :math:`x^-`, but the paper's Lemma 9 needs :math:`x^-` in both places. The first m
-        is undefined. ``anchor`` and ``m0`` choose.
+        is undefined. ``anchor`` and ``m0`` choose the points and the first m.
 
         The paper's theorem IV takes :math:`\eta \le \min(\frac{1}{15 K} (F S / (T \delta^2 G^2))^{1/3}, \frac1L,
         \frac{1}{40 \delta K})` and :math:`a = 1536\, \eta^2 \delta^2 K^2`, with :math:`F = f(x^0) - f^*`, S clients
@@ -66,7 +66,7 @@ class MimeMVR(Algorithm):
         self.anchor_at, self._center_at = _POINTS[self.anchor]
 
     def init_server(self, x: Vector) -> State:
-        """Return m = 0, whether that is the first m or a placeholder, and x^- = x^0."""
+        """Return m = 0, a flag for whether it is the first m or a placeholder, and x^- = x^0."""
         has_m = torch.full((), float(self.m0 == "zeros"), dtype=x.dtype, device=x.device)
         return {"m": torch.zeros_like(x), "has_m": has_m, "x_prev": x.clone()}
 

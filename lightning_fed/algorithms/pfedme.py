@@ -1,4 +1,4 @@
-"""pFedMe: clients approximate personal models on every batch, and send the points that these pull."""
+"""pFedMe: clients approximate a personal model on every batch, and send the point that it pulls."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class PFedMe(Algorithm):
             0.01.
         inner_steps: The steps of :math:`\theta_i` on every batch; ``local_steps`` counts each of them.
         personal_rate: :math:`\eta_\theta / \eta_l`, positive: the factor of the directions of :math:`\theta_i`.
-            Other values than 1 need ``torch.optim.SGD`` as the local optimizer, and no clipping of corrected gradients.
+            Values other than 1 need ``torch.optim.SGD`` as the local optimizer, and no clipping of corrected gradients.
 
     Raises:
         FederatedError: If an argument is out of range.
@@ -54,7 +54,7 @@ class PFedMe(Algorithm):
         return {"theta": x.clone()}
 
     def init_local(self, x: Vector, server: State, client: State) -> State:
-        """Return the initial w_i = x, a step count of zero, and no rate of a step before."""
+        """Return the initial w_i = x, a step count of zero, and a previous rate of zero."""
         return {"w": x, "k": torch.zeros((), dtype=x.dtype, device=x.device), "lr": torch.zeros_like(x)}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scaffnew: proximal skipping, in which all clients take equally many corrected steps between averages."""
+"""Scaffnew: proximal skipping, in which all clients take the same number of corrected steps between averages."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ class Scaffnew(Algorithm):
         prob: p, in (0, 1].
 
     Raises:
-        FederatedError: If it is out of range.
+        FederatedError: If ``prob`` is out of range.
 
     Example:
         >>> Scaffnew(prob=0.1)
@@ -62,7 +62,7 @@ class Scaffnew(Algorithm):
     def finish(self, y: Vector, run: Run) -> Update:
         """Send the model's change, and save the parts of the next h_i."""
         rates = lr_sum(run)
-        is_still = rates == 0  # all rates were zero: nobody has moved, and h_i stays
+        is_still = rates == 0  # all rates were zero: no client has moved, and h_i stays
         scale = torch.where(is_still, 0.0, self.prob * run.num_steps / torch.where(is_still, 1.0, rates))
         kept = {"h_i": run.local["h_i"], "y_i": y.clone(), "scale": scale.expand_as(y).clone()}
         return Update({"delta": run.delta}, kept)

@@ -30,7 +30,7 @@ class Scaffold(Algorithm):
         :math:`c_i^0 = \nabla F_i(x^0)` for the clients of the first round, and
         :math:`c^0 = \tfrac{1}{N} \sum_{i \in S} c_i^0`. Later clients start at zero, so :math:`c` is the mean of all
         :math:`c_i` with either start. The gradient of option i is full-batch. Option ii divides by the sum of the rates
-        of the client's own steps, which is :math:`K_i \eta_l` at a constant rate; with another local solver than SGD it
+        of the client's own steps, which is :math:`K_i \eta_l` at a constant rate. With a local solver other than SGD it
         takes the mean corrected gradient along the path. With plain SGD the client sends only one vector and that sum:
         :math:`c_i^+ - c_i = (x - y_i) / (K_i \eta_l) - c`. There is no weighted form: all clients have the same weight,
         for any ``weighting`` of the run. :math:`\eta_g` is the server optimizer's rate.
@@ -62,11 +62,11 @@ class Scaffold(Algorithm):
         self.uses_path_gradient = option == "ii"
 
     def options(self) -> dict[str, Any]:
-        """Return the hyper-parameters; "zero" is left out, as checkpoints from before there was a choice have none."""
+        """Return the hyper-parameters without ``initial="zero"``: checkpoints from before this option lack it."""
         return {name: value for name, value in super().options().items() if (name, value) != ("initial", "zero")}
 
     def full_grad_readers(self, round: int) -> str:
-        """Return "both" where control variates begin with gradients; later, the client if option i needs its own."""
+        """Return "both" if control variates begin with gradients now, else "client" if option i needs its gradient."""
         if self.initial == "gradient" and round == 0:
             return "both"
         return "client" if self.option == "i" else "nobody"
@@ -80,11 +80,11 @@ class Scaffold(Algorithm):
         return {"c_i": torch.zeros_like(x)}
 
     def begin_round(self, x: Vector, server: State, cohort: Cohort) -> State:
-        """Begin with the sum of the cohort's first c_i, divided by N, where these are gradients."""
+        """Set c to the sum of the cohort's first c_i, divided by N, if these are gradients."""
         return {"c": cohort.grad["x"]} if self.initial == "gradient" and cohort.round == 0 else server
 
     def begin_client(self, client: State, full_grad: State) -> State:
-        """Return c_i = the client's full-batch gradient; asked in the first round only."""
+        """Return c_i = the client's full-batch gradient; called in the first round only."""
         return {"c_i": full_grad["x"]}
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
@@ -102,7 +102,7 @@ class Scaffold(Algorithm):
         return update_with_path(run, send, {"c_i": old + change}, of_path="delta_c")
 
     def implied(self, send: State, server: State) -> State:
-        """Return the change of c_i, in which c_i itself cancels."""
+        """Return the change of c_i; c_i itself cancels."""
         return {"delta_c": path_gradient(send) - server["c"]}
 
     def update_server(self, x: Vector, server: State, mean: State, cohort: Cohort) -> tuple[Vector, State]:

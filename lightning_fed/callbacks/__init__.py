@@ -1,4 +1,4 @@
-"""Callbacks: hooks for rounds and clients, those that every trainer has, and measures of a run."""
+"""Callbacks: hooks for rounds and clients, the defaults of every trainer, and measures of a run."""
 
 from lightning_fed.callbacks.base import FederatedCallback
 from lightning_fed.callbacks.client_metrics import ClientAccuracy, PersonalizedAccuracy

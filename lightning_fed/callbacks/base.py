@@ -14,7 +14,7 @@ _LOGS_AS = {"on_round_start": "on_train_epoch_start", "on_round_end": "on_train_
 
 
 class FederatedCallback(NamesUnset, pl.Callback):
-    """A Lightning callback with hooks for rounds and clients as well.
+    """A Lightning callback with additional hooks for rounds and clients.
 
     Reports are read-only. ``pl_module.log`` works in ``on_round_start`` and ``on_round_end``.
 
@@ -25,7 +25,7 @@ class FederatedCallback(NamesUnset, pl.Callback):
     """
 
     needs_loss = False
-    """Whether it measures the loss of ``training_step`` or its gradient, which manual optimization does not return."""
+    """Whether it measures the loss of ``training_step`` or its gradient. Manual optimization returns no loss."""
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
         """Called when the cohort of a round is drawn, before any client works.
@@ -39,14 +39,14 @@ class FederatedCallback(NamesUnset, pl.Callback):
     def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
         """Called when a round starts again.
 
-        There are three reasons. With ``on_client_error="drop"``, the work of other clients depends on that of a failed
-        one, and the round starts again without it. With ``engine="auto"``, the vectorized engine cannot run the clients
-        after all, for one because a hook has given them different settings (see :meth:`on_client_start`), and the round
-        starts again with the sequential engine. If the vectorized engine runs out of memory, the round starts again
-        with fewer clients at once.
+        There are three reasons. With ``on_client_error="drop"``, the work of other clients depends on a failed client,
+        and the round starts again without it. With ``engine="auto"``, the vectorized engine cannot run the clients
+        after all, and the round starts again with the sequential engine. For example, a hook has given the clients
+        different settings (see :meth:`on_client_start`). If the vectorized engine runs out of memory, the round starts
+        again with fewer clients at once.
 
-        All clients of the round train again and their hooks are called again, so a callback must discard what it has
-        collected in this round.
+        All clients of the round train again and their hooks are called again, so a callback must discard the data of
+        this round.
 
         Args:
             trainer: The trainer.
@@ -63,11 +63,11 @@ class FederatedCallback(NamesUnset, pl.Callback):
         work depends on it, the round runs again without it: see :meth:`on_round_restart`.
 
         The hook may set attributes of the module, options of the optimizer (``trainer.optimizers[0]``) and the like for
-        one client. After its ``on_client_end`` they are put back, so neither the next client nor the server's model has
+        one client. They are restored after its ``on_client_end``, so neither the next client nor the server's model has
         them. ``engine="vectorized"`` refuses different values for different clients of a round. ``engine="auto"`` then
-        restarts the round with the sequential engine, once in a run. Before, it puts back what the hooks of clients
-        have set in this round: settings, and the attributes of the callbacks that have such hooks. If all clients get
-        the same values, the vectorized engine continues with these.
+        restarts the round with the sequential engine, once in a run. It first restores everything that client hooks
+        have set in this round: settings, and the attributes of the callbacks with such hooks. If all clients get the
+        same values, the vectorized engine continues with them.
 
         Args:
             trainer: The trainer.
@@ -83,8 +83,8 @@ class FederatedCallback(NamesUnset, pl.Callback):
         Args:
             trainer: The trainer.
             pl_module: The module; it holds the client's model. Changes to its weights and buffers are discarded, since
-                the message is complete. Attributes stay as they are set, for all later clients, except those that
-                :meth:`on_client_start` has set for this one.
+                the message is complete. Other attributes keep their new values for all later clients, except those
+                that :meth:`on_client_start` has set for this one.
             client_report: The report of the client's work.
         """
 
@@ -94,20 +94,20 @@ class FederatedCallback(NamesUnset, pl.Callback):
         Args:
             trainer: The trainer.
             pl_module: The module; it holds the new server model.
-            round_report: What happened in the round.
+            round_report: The report of the round.
         """
 
 
 def uses_hook(callback: pl.Callback, hook: str, base: type[pl.Callback] = pl.Callback) -> bool:
-    """Return whether a callback overrides a hook, in its class or, as ``LambdaCallback`` does, on the instance."""
+    """Return whether a callback overrides a hook, in its class or on the instance, like ``LambdaCallback``."""
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
 
 
 def any_uses_hook(trainer: pl.Trainer, *hooks: str, of_users: bool = False) -> bool:
-    """Return whether any :class:`FederatedCallback` overrides one of some hooks.
+    """Return whether any :class:`FederatedCallback` overrides one of the hooks.
 
-    With ``of_users``, the callbacks of this package do not count: in hooks for single clients they set nothing, and
-    they read no loss or norm of a client's report.
+    With ``of_users``, the callbacks of this package do not count. In hooks for single clients, they set nothing and
+    read no loss or norm of a client's report.
     """
     return any(
         isinstance(callback, FederatedCallback)

@@ -16,8 +16,8 @@ class ClientAccuracy(ClientMeasure):
     r"""Measure the server model on each client's own examples with the module's ``validation_step``.
 
     It logs, over the clients, ``clients/<monitor>/mean``, ``std``, ``worst_10`` (the mean over the worst tenth of the
-    clients), ``p10`` and ``p90`` (percentiles), with equal weights: see :func:`lightning_fed.metrics.spread`. All that
-    ``validation_step`` logs goes to ``clients/round_<completed rounds>.csv`` in the log directory, a row per client.
+    clients), ``p10`` and ``p90`` (percentiles), with equal weights: see :func:`lightning_fed.metrics.spread`. All
+    values that ``validation_step`` logs go to ``clients/round_<completed rounds>.csv`` in the log directory, by client.
     With ``on="train"`` the tag and the folder are ``clients_train``. TensorBoard shows a histogram.
 
     If clients have personal models (personal parameters, Ditto, APFL, pFedMe), these are measured too, under the tag
@@ -64,7 +64,7 @@ class ClientAccuracy(ClientMeasure):
         self.own_table: dict[ClientId, dict[str, float]] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Settle which clients are measured; refuse to measure without data or ``validation_step``."""
+        """Choose the clients to measure; raise without data or ``validation_step``."""
         if not is_overridden("validation_step", pl_module, pl.LightningModule):
             raise FederatedError(
                 f"{type(self).__name__} measures with validation_step, which {type(pl_module).__name__} does not have."
@@ -74,7 +74,7 @@ class ClientAccuracy(ClientMeasure):
 
     @property
     def written(self) -> dict[str, Any]:
-        """What it writes, by name: the monitored metric, and tables of all metrics of its clients."""
+        """The outputs by name: the monitored metric, and tables of all metrics of its clients."""
         folder = self._folder
         return {f"{folder}/{self.monitor}": self, f"{folder}/round_<n>.csv": (self.clients, self.steps)}
 
@@ -88,7 +88,7 @@ class ClientAccuracy(ClientMeasure):
         return super().needs if self.on == "train" else "a validation set"
 
     def refusal(self) -> FederatedError:
-        """Return the error that nobody can be measured."""
+        """Return the error that no client can be measured."""
         if self.on == "train":
             return super().refusal()
         return FederatedError(
@@ -121,7 +121,7 @@ class ClientAccuracy(ClientMeasure):
             what = f"{type(self).__name__}(monitor={self.monitor!r}): validation_step logs {sorted(table[i])[:20]} for"
             if len(without) == len(table) or not trainer.fit_loop.settings.drops_failed:
                 raise FederatedError(f"{what} client {i!r}. Set monitor to one of these.")
-            rank_zero_warn(f"{what} client {i!r}, which is left out.")  # a site sends what it likes
+            rank_zero_warn(f"{what} client {i!r}, which is left out.")  # a site may send anything
             del table[i]
         found = spread(values := [logged[self.monitor] for logged in table.values()], self.mode)
         trainer.fit_loop.log_round(found.named(f"{tag}/{self.monitor}"))
@@ -134,9 +134,9 @@ class ClientAccuracy(ClientMeasure):
 class PersonalizedAccuracy(ClientAccuracy):
     r"""Measure each client after a few local steps from the server model.
 
-    The same as :class:`ClientAccuracy`, under the tags ``personalized`` and ``personalized_own``, after fine-tuning on
-    the client's training set: plain steps of the user's optimizer, newly made, on shuffled batches of ``batch_size``
-    examples, with the run's gradient clipping and without the method's correction. A step is one batch: there is no
+    It logs like :class:`ClientAccuracy`, under the tags ``personalized`` and ``personalized_own``. It first fine-tunes
+    on the client's training set: a new optimizer of the user takes plain steps on shuffled batches of ``batch_size``
+    examples. The run's gradient clipping applies, the method's correction does not. A step is one batch: there is no
     accumulation, and the hooks of module and callbacks around a step are not called. Jiang et al., *Improving Federated
     Learning Personalization via Model Agnostic Meta Learning*, 2019 (https://arxiv.org/abs/1909.12488), compare methods
     by this number.
@@ -174,6 +174,6 @@ class PersonalizedAccuracy(ClientAccuracy):
         return super().needs if self.on == "train" else "a validation set and training examples"
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
-        """Return whether the client has examples to be measured on, and to be trained on before."""
+        """Return whether the client has examples to train on first, and examples to be measured on."""
         has_examples = bool(trainer.fit_loop.population.size(client_id) > 0)
         return has_examples and super().can_measure(trainer, client_id)

@@ -25,20 +25,20 @@ class ClientModels(Measure):
     """Save clients' models, a file per client and round.
 
     The file is ``<folder>/round_<completed rounds>/client_<id>.safetensors``. It has the tensors of the module's
-    ``state_dict``, buffers included, so a module of the same class loads it. Files are complete or not there, also if
-    the process is killed, and a resumed run writes the same ones. A round's folder has the files of the clients that
-    completed it, and no others.
+    ``state_dict``, buffers included, so a module of the same class loads it. Files are complete or absent, even if the
+    process is killed, and a resumed run writes the same files. A round's folder has only the files of the clients that
+    completed it.
 
-    The models are computed from clients' data. They are not protected, also if ``DifferentialPrivacy`` protects the
+    The models are computed from clients' data. They are not protected, even if ``DifferentialPrivacy`` protects the
     messages.
 
     Args:
-        models: "local" for the models :math:`y_i` that the clients of the round arrive at, before the server's step;
+        models: "local" for the models :math:`y_i` of the round's clients after their work, before the server's step;
             "personal" for their personal models after it, as ``evaluate_clients(own=True)`` measures them: with
             personal parameters, Ditto, APFL and pFedMe.
         every_n_rounds: Save in every n-th round.
-        clients: The ids of the clients to save. By default those of the round. "local" saves those of them that are in
-            the round, "personal" all of them.
+        clients: The ids of the clients to save. By default, the clients of the round. "local" saves only clients that
+            are in the round, "personal" all of them.
         folder: The folder; by default ``client_models`` in the log directory, or without a logger in
             ``default_root_dir``.
 
@@ -86,7 +86,7 @@ class ClientModels(Measure):
             client_id: The client's id.
         """
         name = str(client_id)
-        if isinstance(client_id, str):  # "3" is another client than 3
+        if isinstance(client_id, str):  # "3" and 3 are different clients
             name = f"'{name}'" if name.lstrip("-").isdecimal() else quote(name, safe=" ")
         return Path(folder) / f"round_{round:06d}" / f"client_{name}.safetensors"
 
@@ -116,7 +116,7 @@ class ClientModels(Measure):
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Settle the folder; refuse clients and models that are not there."""
+        """Choose the folder; refuse clients and models that do not exist."""
         loop, name = trainer.fit_loop, type(self).__name__
         if self.models == "personal" and not loop.settings.has_own_models:
             raise FederatedError(
@@ -133,11 +133,11 @@ class ClientModels(Measure):
             raise FederatedError(
                 f"Two {name} write into {self.folder}, and would replace each other's files. Give each its own folder."
             )
-        for part in self.folder.glob("round_*/.client_*.part") if trainer.is_global_zero else ():  # of a killed run
+        for part in self.folder.glob("round_*/.client_*.part") if trainer.is_global_zero else ():  # a killed run's
             part.unlink(missing_ok=True)
 
     def _folder_of(self, trainer: pl.Trainer) -> Path:
-        """Return the folder in a run of this trainer; the callback may have been in another one."""
+        """Return the folder for a run of this trainer; the callback may have been in another run."""
         if self._chosen_folder is not None:
             return self._chosen_folder
         return Path(trainer.log_dir or trainer.default_root_dir) / "client_models"
@@ -154,7 +154,7 @@ class ClientModels(Measure):
             return
         chosen = list(round_report.clients) if self.clients is None else self.clients
         assert self.folder is not None
-        if trainer.is_global_zero:  # files of an earlier run, or of clients that have failed since
+        if trainer.is_global_zero:  # remove files of an earlier run, or of clients that have failed since
             of_round = self.path(self.folder, loop.round, 0).parent
             there = chosen if self.models == "personal" else [i for i in chosen if i in round_report.clients]
             kept = {self.path(self.folder, loop.round, client_id) for client_id in there}
@@ -181,7 +181,7 @@ class ClientModels(Measure):
                 )
             tensors[name] = value.detach().cpu().clone().contiguous()
         facts = json.dumps({"client": client_id, "round": round, "models": self.models})
-        # one entry, since safetensors has no order of several
+        # a single entry, since safetensors writes several in no fixed order
         try:
             content = save(tensors, {"client_model": facts})
         except KeyError as error:
@@ -194,7 +194,7 @@ class ClientModels(Measure):
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that is complete or not there."""
+    """Write a file atomically."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,11 @@ from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.metrics import PairwiseCosine
 
-_MOST_PARAMETERS = 64  # that are written for every local step
+_MOST_PARAMETERS = 64  # the most to write at every local step
 
 
 class _StepPaths(Measure):
-    """Keep something of the cohort's models after every local step, by client."""
+    """Record the cohort's models, or a quantity of them, after every local step, by client."""
 
     def __init__(self, every_n_rounds: int = 1) -> None:
         super().__init__(every_n_rounds)
@@ -25,11 +25,11 @@ class _StepPaths(Measure):
         self._path: list[torch.Tensor] = []
 
     def _start_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return what every path of a round begins with."""
+        """Return the first points of every path of a round."""
         return []
 
     def _path_point(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of a client's model."""
+        """Return the point to record for a client's model."""
         raise NotImplementedError
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
@@ -38,7 +38,7 @@ class _StepPaths(Measure):
             self._first = self._start_of(trainer.fit_loop.state.x)
 
     def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start again, as a subclass starts a round."""
+        """Restart the round through ``on_round_start``, which a subclass may override."""
         self.on_round_start(trainer, pl_module, round)
 
     def on_client_start(
@@ -65,12 +65,12 @@ class _StepPaths(Measure):
 class LocalDrift(_StepPaths):
     r"""Measure how far the cohort's models have drifted from the server's after each local step.
 
-    It logs ``drift/mean``, the mean over clients and their steps k of :math:`\|y_{i,k} - x\|^2`, which SCAFFOLD's
-    analysis calls the client drift (Karimireddy et al., 2020, https://arxiv.org/abs/1910.06378, appendix), and
-    ``drift/last``, the mean after the clients' last steps. The whole curve would be a tag per step: it goes to
-    ``drift/round_<completed rounds>.csv`` in the log directory instead, and to :attr:`curve`.
+    It logs ``drift/mean``, the mean of :math:`\|y_{i,k} - x\|^2` over clients and their steps k. SCAFFOLD's analysis
+    calls this the client drift (Karimireddy et al., 2020, https://arxiv.org/abs/1910.06378, appendix). It also logs
+    ``drift/last``, the mean after the clients' last steps. The whole curve would need a tag per step, so it goes to
+    ``drift/round_<completed rounds>.csv`` in the log directory and to :attr:`curve`.
 
-    It needs no gradient, only a distance per local step, and the engine "sequential", which knows single steps.
+    It needs no gradient, only a distance per local step, and the engine "sequential", which runs single steps.
 
     Args:
         every_n_rounds: Measure in every n-th round.
@@ -110,12 +110,12 @@ class LocalDrift(_StepPaths):
 
 
 class LocalIterates(_StepPaths):
-    r"""Write down the cohort's models after every local step, for models with few parameters.
+    r"""Write the cohort's models after every local step to a table, for models with few parameters.
 
     ``iterates/round_<completed rounds>.csv`` in the log directory has a row for every iterate :math:`y_{i,k}`: client,
     step, and the parameters x0, x1, ... in flat order. The server's model has the name "server", with step 0 before the
     round and 1 after it. Several processes list their clients one after another. It needs the engine "sequential",
-    which knows single steps.
+    which runs single steps.
 
     Args:
         every_n_rounds: Write in every n-th round.
@@ -130,7 +130,7 @@ class LocalIterates(_StepPaths):
     tag = "iterates"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse models that are too large to write down."""
+        """Refuse models that are too large to write."""
         size = trainer.fit_loop.state.x.numel()
         if size > _MOST_PARAMETERS:
             raise FederatedError(
@@ -157,8 +157,8 @@ class LocalIterates(_StepPaths):
 class UpdateCosine(Measure):
     r"""Measure whether the cohort's updates point the same way.
 
-    It logs ``update/cosine``, the mean cosine between :math:`y_i - x` and :math:`y_j - x` over all pairs of the cohort:
-    1 if all clients pull the same way, 0 if their directions are unrelated, less if they undo each other's work.
+    It logs ``update/cosine``, the mean cosine between :math:`y_i - x` and :math:`y_j - x` over all pairs of the cohort.
+    It is 1 if all clients pull the same way, 0 if their directions are unrelated, less if they undo each other's work.
     Clients that did not move are left out; with fewer than two others nothing is logged. It costs one sum per client.
 
     Args:
@@ -175,11 +175,11 @@ class UpdateCosine(Measure):
         self._cosine = PairwiseCosine()
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start anew."""
+        """Reset the mean."""
         self._cosine = PairwiseCosine()
 
     def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start again, as a subclass starts a round."""
+        """Restart the round through ``on_round_start``, which a subclass may override."""
         self.on_round_start(trainer, pl_module, round)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:

@@ -22,7 +22,7 @@ from lightning_fed.metrics import GradientDissimilarities, gradient_dissimilarit
 
 Weighting: TypeAlias = Literal["uniform", "examples"]
 
-_MANY = 30  # clients whose Hessians take so long that a word is in place
+_MANY = 30  # above this number of clients, Hessians take so long that a warning is due
 
 
 def write_table(trainer: pl.Trainer, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -41,14 +41,14 @@ def write_table(trainer: pl.Trainer, name: str, header: Sequence[str], rows: Ite
 class Measure(FederatedCallback):
     """A callback that measures every n rounds and does not change the run.
 
-    A subclass writes ``measure``.
+    A subclass implements ``measure``.
 
     Args:
         every_n_rounds: Measure every n rounds.
 
     Attributes:
-        tag: The name under which it alone may log or write tables; a run with two such measures is refused. None: it is
-            not checked.
+        tag: The name under which only this measure may log or write tables: a run with two such measures is refused.
+            None disables the check.
 
     Raises:
         FederatedError: If the number is not positive.
@@ -61,7 +61,7 @@ class Measure(FederatedCallback):
 
     @property
     def written(self) -> dict[str, Any]:
-        """What it writes, by name: a run with two measures that write something else under one name is refused."""
+        """The outputs by name. A run is refused if two measures write different outputs under one name."""
         return {} if self.tag is None else {self.tag: self}
 
     def is_due(self, completed: int) -> bool:
@@ -82,11 +82,11 @@ class ClientMeasure(Measure):
 
     Args:
         every_n_rounds: Measure every n rounds.
-        clients: How many clients to measure: a sample that the run's seed decides, the same in every round and for
-            every measure. All of them by default. Clients without examples are left out.
+        clients: How many clients to measure: a sample drawn with the run's seed, the same in every round and for every
+            measure. All of them by default. Clients without examples are left out.
 
     Raises:
-        FederatedError: If a number is not positive, more clients are wanted than there are, or nobody has examples.
+        FederatedError: If a number is not positive, there are fewer clients than requested, or none has examples.
     """
 
     def __init__(self, every_n_rounds: int = 1, clients: int | None = None) -> None:
@@ -95,7 +95,7 @@ class ClientMeasure(Measure):
         self.measured: list[ClientId] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Settle which clients are measured."""
+        """Choose the clients to measure."""
         population = trainer.fit_loop.population
         wanted = len(population) if self.clients is None else self.clients
         if wanted > len(population):
@@ -122,16 +122,16 @@ class ClientMeasure(Measure):
         return "training examples"
 
     def refusal(self) -> FederatedError:
-        """Return the error that nobody can be measured."""
+        """Return the error that no client can be measured."""
         return FederatedError(f"{type(self).__name__} has no client to measure: none has {self.needs}.")
 
     def can_measure(self, trainer: pl.Trainer, client_id: ClientId) -> bool:
-        """Return whether a client can be measured; one that is built on demand may turn out to be empty."""
+        """Return whether a client can be measured; a client built on demand may turn out to be empty."""
         return bool(trainer.fit_loop.population.size(client_id) > 0)
 
 
 class WeightedMeasure(ClientMeasure):
-    """A measure that is a mean over clients: every one alike, or weighted by its number of examples."""
+    """A measure that averages over clients, uniformly or weighted by their numbers of examples."""
 
     def __init__(self, every_n_rounds: int, clients: int | None, weighting: Weighting) -> None:
         super().__init__(every_n_rounds, clients)
@@ -145,11 +145,11 @@ class WeightedMeasure(ClientMeasure):
 class TrainingLoss(WeightedMeasure):
     r"""Measure the clients' training loss at the new server model.
 
-    It logs ``population/train_loss``, :math:`f(x) = \sum_i w_i f_i(x)`, where :math:`f_i` is the mean over all training
-    examples of a client of what ``training_step`` returns, in eval mode and without augmentation. With weights by
-    examples it is the loss that the figures of Li et al., *Federated Optimization in Heterogeneous Networks* (FedProx),
-    MLSys 2020 (https://arxiv.org/abs/1812.06127), draw. ``train_loss``, if the module logs it, is another: that of the
-    cohort's batches while they are trained on.
+    It logs ``population/train_loss``, :math:`f(x) = \sum_i w_i f_i(x)`. Here, :math:`f_i` is the mean loss of
+    ``training_step`` over all training examples of a client, in eval mode and without augmentation. With weights by
+    examples, it is the loss in the figures of Li et al., *Federated Optimization in Heterogeneous Networks* (FedProx),
+    MLSys 2020 (https://arxiv.org/abs/1812.06127). A ``train_loss`` that the module logs differs: it is the loss of the
+    cohort's batches during training.
 
     It costs a forward pass over the data of each client.
 
@@ -159,7 +159,7 @@ class TrainingLoss(WeightedMeasure):
         weighting: "examples", :math:`w_i \propto n_i`, or "uniform".
 
     Raises:
-        FederatedError: If an argument is not allowed, or more clients are wanted than there are.
+        FederatedError: If an argument is not allowed, or there are fewer clients than requested.
     """
 
     tag = "population/train_loss"
@@ -173,7 +173,7 @@ class TrainingLoss(WeightedMeasure):
         loop = trainer.fit_loop
         losses = loop.training_losses(self.measured)
         weights = {i: self.weight(trainer, i) for i in losses}
-        if weights:  # else no site has answered
+        if weights:  # empty if no site has answered
             total = sum(weights[i] * losses[i] for i in losses)
             loop.log_round({"population/train_loss": total / sum(weights.values())})
 
@@ -187,9 +187,9 @@ class Inexactness(FederatedCallback):
     .. math::
         \|\nabla F_i(y_i) + \mu (y_i - x)\| \le \gamma\, \|\nabla F_i(x)\|
 
-    0 is an exact solution of the proximal problem, 1 no progress. It takes two full-batch gradients a client and round,
-    in train mode. :math:`\mu` is FedProx's, also when it adapts, and 0 for other methods. The mean over the cohort is
-    logged as ``client/gamma``, the largest value as ``client/gamma_max``.
+    0 is an exact solution of the proximal problem, 1 no progress. It takes two full-batch gradients per client and
+    round, in train mode. :math:`\mu` is FedProx's, even if it adapts, and 0 for other methods. The mean over the
+    cohort is logged as ``client/gamma``, the largest value as ``client/gamma_max``.
 
     Attributes:
         gamma: The values of the last round by client id.
@@ -205,7 +205,7 @@ class Inexactness(FederatedCallback):
         self.gamma = {}
 
     def on_round_restart(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round: int) -> None:
-        """Start again, as a subclass starts a round."""
+        """Restart the round through ``on_round_start``, which a subclass may override."""
         self.on_round_start(trainer, pl_module, round)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, client_report: ClientReport) -> None:
@@ -231,7 +231,7 @@ class ControlVariateError(ClientMeasure):
     r"""Measure how far the clients' control variates are from their true gradients at the new server model.
 
     SCAFFOLD (Karimireddy et al., 2020, https://arxiv.org/abs/1910.06378) corrects a client's steps by :math:`c - c_i`,
-    which would be exact with :math:`c_i = \nabla f_i(x)` and :math:`c = \nabla f(x)`. It logs ``control/error``, the
+    which would be exact with :math:`c_i = \nabla f_i(x)` and :math:`c = \nabla f(x)`. This logs ``control/error``, the
     mean over the clients of :math:`\|c_i - \nabla f_i(x)\|`, and ``control/relative_error``,
     :math:`\sqrt{\sum_i \|c_i - \nabla f_i(x)\|^2 / \sum_i \|\nabla f_i(x)\|^2}`, which is 1 while every c_i is 0. If
     all clients are measured, it also logs ``control/server_error``, :math:`\|c - \nabla f(x)\|` where f is the mean of
@@ -258,7 +258,7 @@ class ControlVariateError(ClientMeasure):
         self.errors: dict[ClientId, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a method without control variates, and settle which clients are measured."""
+        """Refuse a method without control variates, and choose the clients to measure."""
         state = trainer.fit_loop.state
         if "c_i" not in state.algorithm.init_client(state.x):
             raise FederatedError(
@@ -294,7 +294,7 @@ class GradientDissimilarity(WeightedMeasure):
 
     It logs ``gradient/G2``, :math:`\mathbb{E}_i \|\nabla f_i - \nabla f\|^2`, which is Mime's :math:`G^2` and FedProx's
     variance of local gradients. ``gradient/mean_square`` is :math:`\mathbb{E}_i \|\nabla f_i\|^2`, which SCAFFOLD
-    bounds. ``gradient/B`` is that of FedProx's Definition 3, if it is finite. ``gradient/norm`` is
+    bounds. ``gradient/B`` is the B of FedProx's Definition 3, if finite. ``gradient/norm`` is
     :math:`\|\nabla f\|`. Papers and assumptions: :func:`lightning_fed.metrics.gradient_dissimilarity`.
 
     The means are over the clients measured, and :math:`f` is their mean. It costs one pass over the data of each.
@@ -340,16 +340,16 @@ class HessianDissimilarity(WeightedMeasure):
     the largest residual: an eigenvalue lies that close to each estimate. Papers:
     :func:`lightning_fed.metrics.hessian_dissimilarity`.
 
-    With n clients measured it takes n Hessian-vector products in each of the iterations for each client, each at about
-    twice the cost of a full-batch gradient: measure few clients, rarely. The model must be twice differentiable; under
+    With n clients, every iteration for a client takes n Hessian-vector products, each at about twice the cost of a
+    full-batch gradient. So measure few clients, rarely. The model must be twice differentiable; under
     bf16 the estimates have that precision.
 
     Args:
         every_n_rounds: Measure every n rounds.
         clients: How many clients to measure, a fixed sample; :math:`f` is their mean. All by default.
         weighting: "uniform", as in SCAFFOLD, or "examples".
-        tolerance: A residual that is small enough, as a share of the estimate.
-        max_iterations: The most iterations for one client.
+        tolerance: Stop when the residual is at most this share of the estimate.
+        max_iterations: The largest number of iterations for one client.
 
     Attributes:
         delta: The estimate for each client in the last measurement, with its sign.
@@ -376,7 +376,7 @@ class HessianDissimilarity(WeightedMeasure):
         self.delta: dict[ClientId, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a precision in which second derivatives vanish, and settle which clients are measured."""
+        """Refuse a precision in which second derivatives underflow, and choose the clients to measure."""
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise FederatedError(
                 "HessianDissimilarity does not work with precision='16-mixed', in which second derivatives underflow."

@@ -1,4 +1,4 @@
-"""The metrics that EarlyStopping, ModelCheckpoint and ReduceLROnPlateau follow, and what happens if nobody logs one."""
+"""The metrics that EarlyStopping, ModelCheckpoint and ReduceLROnPlateau follow, and the error for a missing one."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -11,9 +11,9 @@ from lightning_fed.core.errors import FederatedError
 
 
 class Monitors:
-    """Let a metric that nobody logs end the run when its round is complete, and not in the middle of its hooks.
+    """Defer the error for a missing metric from the middle of a round's hooks to the end of the round.
 
-    ``error`` is what to raise at the end of the round.
+    ``error`` is the error to raise then.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Monitors:
         self._tracked: list[pl.callbacks.EarlyStopping] = []
 
     def watch(self, trainer: pl.Trainer) -> None:
-        """Let EarlyStopping note a missing metric here; until :meth:`release`."""
+        """Make EarlyStopping note a missing metric here, until :meth:`release`."""
         self.error = None
         for callback in trainer.callbacks:
             if isinstance(callback, pl.callbacks.EarlyStopping):
@@ -29,13 +29,13 @@ class Monitors:
                 self._tracked.append(callback)
 
     def release(self) -> None:
-        """Leave callbacks as they were."""
+        """Restore the callbacks."""
         for callback in self._tracked:
             vars(callback).pop("_validate_condition_metric", None)
         self._tracked = []
 
     def note(self, who: str, monitor: str, available: Iterable[str]) -> None:
-        """Note that a metric is missing which ``who`` follows."""
+        """Note that the metric that ``who`` follows is missing."""
         names = sorted(available)
         close = get_close_matches(monitor, names, n=1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
@@ -55,7 +55,7 @@ class Monitors:
 
 
 def warn_of_misspelt(trainer: pl.Trainer) -> None:
-    """Warn of monitored names that are nearly those of the validation, at the end of Lightning's sanity check.
+    """Warn of monitored names that resemble names logged by validation, at the end of Lightning's sanity check.
 
     Training and callbacks may log other names later, so this only warns.
     """

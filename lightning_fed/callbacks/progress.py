@@ -18,28 +18,28 @@ def shows_information() -> bool:
 
 
 def overwrites(stream: Any) -> bool:
-    """Return whether a carriage return overwrites the line: on a terminal, and in a notebook.
+    """Return whether a carriage return overwrites the line, as on a terminal and in a notebook.
 
-    A process without a console has no stream (None), and a stream of the user's may not tell.
+    A process without a console has no stream (None), and a user's stream may lack ``isatty``.
     """
     return bool(getattr(stream, "isatty", bool)()) or hasattr(sys, "ps1")
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes for what the output cannot encode: a name in a line must not end a run."""
+    """Return a text with escapes for characters that the output cannot encode: a name must not end a run."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
-    """Show one bar whose unit is the round, with the metrics logged with ``prog_bar=True``.
+    """Show one bar that counts rounds, with the metrics logged with ``prog_bar=True``.
 
-    ``validate``, ``test`` and ``predict`` show Lightning's own bars. Bars are drawn on a terminal and in notebooks,
-    since a file would keep every update. :class:`RoundLines` prints lines there.
+    ``validate``, ``test`` and ``predict`` show Lightning's own bars. Bars are drawn only on a terminal and in
+    notebooks, since a file would keep every update. :class:`RoundLines` prints lines elsewhere.
 
     Args:
         refresh_rate: Redraw the metrics every n rounds; 0 hides the bar.
-        process_position: The bar's line on the screen, counted from its own.
+        process_position: The bar's offset on the screen, in lines.
         leave: Whether Lightning's own bars stay on the screen when they are done.
 
     Raises:
@@ -57,7 +57,7 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
         """Return whether bars are drawn: only if a carriage return overwrites the line."""
         return super().is_enabled and overwrites(sys.stdout)
 
-    # nothing to do per batch, and Lightning skips what is not there
+    # no work per batch: the training loop skips hooks that nothing overrides
     on_train_batch_start = pl.Callback.on_train_batch_start
     on_train_batch_end = pl.Callback.on_train_batch_end
 
@@ -98,7 +98,7 @@ class RoundProgressBar(FederatedCallback, pl.callbacks.TQDMProgressBar):
         self.train_progress_bar.update(0)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Go back to counting rounds."""
+        """Show the count of rounds again."""
         self.train_progress_bar.set_description("Rounds", refresh=False)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,7 +120,7 @@ class RoundLines(FederatedCallback):
 
     Every trainer has one, except with ``barebones=True``. It is for batch jobs: it prints if the output is not a
     terminal, or with ``enable_progress_bar=False``. A line has the metrics logged with ``prog_bar=True``, or else the
-    cohort's training loss, and the mean time of a round since the last line, validation included. The first process
+    cohort's training loss. It also has the mean time of a round since the last line, including validation. Rank 0
     prints. No lines are printed if Lightning's logger shows no information
     (``logging.getLogger(pl.__name__).setLevel(logging.WARNING)``), as with ``lightning-fed fit -q``.
 

@@ -1,4 +1,4 @@
-"""What every round writes to the loggers."""
+"""The output of every round to the loggers."""
 
 import math
 from functools import partial
@@ -32,15 +32,15 @@ class RoundLogger(FederatedCallback):
     ``round/clients``          clients that took part
     ``round/dropped``          clients drawn but left out
     ``round/failed``           clients that failed, with ``on_client_error="drop"`` only
-    ``round/local_steps``      local steps taken by them all
+    ``round/local_steps``      local steps taken by all of them
     ``round/gradients``        gradients of single examples that they computed, full-batch and second ones included
     ``round/seconds``          wall time of the round without validation
     ``privacy/epsilon``        the privacy spent so far, with differential privacy of clients
     ``privacy/record_epsilon`` the most that a client has spent so far, with ``client_privacy``
     ========================== ===================================================================
 
-    With differential privacy, whose guarantee is about the models, only ``server/update_norm`` and ``privacy/epsilon``
-    are written: the others depend on the clients' work, and so does its time.
+    With differential privacy, only ``server/update_norm`` and ``privacy/epsilon`` are written: the guarantee is about
+    the models. All other values depend on the clients' work, including the time.
 
     Every logger gets the settings of the run next to the hyper-parameters of the module. TensorBoard also shows a
     histogram of the training losses of the cohort's clients, ``client/losses``, after each twentieth of the rounds. A
@@ -51,7 +51,7 @@ class RoundLogger(FederatedCallback):
     """
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the names of the validation's metrics, which are known now."""
+        """Check monitored names, since the names of validation's metrics are known now."""
         warn_of_misspelt(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -59,17 +59,17 @@ class RoundLogger(FederatedCallback):
         if not trainer.loggers or not trainer.enable_autolog_hparams:
             return
         given = [one.hparams_initial for one in (pl_module, trainer.datamodule) if one and one._log_hyperparams]
-        # without the command line's notes on how to load
+        # skip the command line's notes on loading
         named = {name: value for part in given for name, value in part.items() if name[:1] != "_"}
         settings = _settings(trainer)
         for logger in trainer.loggers:
             if isinstance(logger, pl.loggers.TensorBoardLogger):  # it reads only the first hyper-parameters of a log
                 logger.log_hyperparams(named | settings)
-            else:  # MLflow refuses a name that comes with another value
+            else:  # MLflow refuses to change the value of a name
                 logger.log_hyperparams({name: value for name, value in settings.items() if name not in named})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Introduce a new run in TensorBoard; of one that is there already, remove the rounds that now run again."""
+        """Introduce a new run in TensorBoard; from a resumed one, remove the rounds that run again."""
         loop = trainer.fit_loop
         shown_on = boards(trainer) if trainer.loggers and trainer.is_global_zero else []
         for board in shown_on:
@@ -102,7 +102,7 @@ class RoundLogger(FederatedCallback):
         is_private = trainer.fit_loop.settings.client_privacy is not None
         if is_private and (spent := trainer.fit_loop.client_epsilons):
             values["privacy/record_epsilon"] = max(spent.values())
-        if (epsilon := trainer.fit_loop.epsilon) is not None:  # which clients took part is part of the secret
+        if (epsilon := trainer.fit_loop.epsilon) is not None:  # participation is part of the secret
             values = {"server/update_norm": r.update_norm, "privacy/epsilon": epsilon}
         if trainer.fit_loop.settings.drops_failed:
             values["round/failed"] = float(len(r.failed))
@@ -113,15 +113,15 @@ class RoundLogger(FederatedCallback):
 
 
 def _settings(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what tells runs apart. The method is called algorithm: TensorBoard shows the first five names alone."""
+    """Return the settings that distinguish runs. "algorithm" is first: TensorBoard shows only the first five names."""
     settings, partition = trainer.fit_loop.settings, getattr(trainer.datamodule, "partition", None)
     values = {name: getattr(settings, name) for name in _SHOWN}
     if settings.client_privacy is not None:
-        del values["seed"]  # from which the noise follows
+        del values["seed"]  # it determines the noise
     chosen = {name: getattr(settings, name) for name in _IF_SET}
     parts = {name: _described(part) for name, part in chosen.items() if part not in (None, plain_sgd)}
     if settings.asynchronous is not None:
-        del parts["aggregator"]  # it is the same object
+        del parts["aggregator"]  # the same object as asynchronous
     return {
         "algorithm": repr(settings.algorithm),
         **values,
@@ -131,7 +131,7 @@ def _settings(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _described(part: Any) -> str:
-    """Return the name of a part of the run with its options, also of one that the command line makes later."""
+    """Return the name of a part of the run with its options, even if the command line creates it later."""
     if not isinstance(part, partial):
         return str(getattr(part, "__qualname__", repr(part)))
     made = next((one for one in part.args if isinstance(one, type)), part.func)
@@ -139,8 +139,8 @@ def _described(part: Any) -> str:
 
 
 def _forget(writer: Any, step: int) -> None:
-    """Let TensorBoard forget what was written at a step or later."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # 130 modules, which only such a log needs
+    """Make TensorBoard discard everything written at a step or later."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # imports 130 modules, which only such a log needs
     from torch.utils.tensorboard import SummaryWriter
 
     if isinstance(writer, SummaryWriter):
@@ -154,7 +154,7 @@ class SimulatedTime(FederatedCallback):
     arrives.
 
     Args:
-        clock: The time that clients take; by default that of ``asynchronous``, or one second each.
+        clock: The time that clients take. Defaults to the clock of ``asynchronous``, or one second each.
 
     Attributes:
         seconds: The time so far.
@@ -178,7 +178,7 @@ class SimulatedTime(FederatedCallback):
         return {"seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the time of a checkpoint's run."""
+        """Restore the time from a checkpoint."""
         self.seconds = float(state_dict["seconds"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -190,7 +190,7 @@ class SimulatedTime(FederatedCallback):
             )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Add the round."""
+        """Add the time of the round."""
         loop = trainer.fit_loop
         if loop.is_asynchronous:
             self.seconds = loop.arrived

@@ -1,4 +1,4 @@
-"""The picture of the data's split among clients, in TensorBoard."""
+"""A picture of the data's split among clients, in TensorBoard."""
 
 from importlib.util import find_spec
 
@@ -14,7 +14,7 @@ from lightning_fed.data.skew_report import skew_table, split_figure
 class SplitPicture(FederatedCallback):
     """Write the split of the data to TensorBoard when a fit starts.
 
-    These are the figure of ``split_figure`` and the table of ``skew_table``. Their tag is ``split``, with the number of
+    It writes the figure of ``split_figure`` and the table of ``skew_table``, with the tag ``split`` and the number of
     completed rounds as the step. A resumed fit writes them again, since its logs usually go to another folder. The run
     itself stays the same, bit for bit. Every client is visited for its labels. This takes long if millions of them are
     built on demand. Without this callback, :class:`RoundLogger` writes both if it knows the labels.
@@ -31,7 +31,7 @@ class SplitPicture(FederatedCallback):
         self.max_clients = check_count("SplitPicture", "max_clients", max_clients, least=1)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse loggers that cannot show a figure; ``fast_dev_run``, which takes all loggers away, is let pass."""
+        """Refuse loggers that cannot show a figure, except with ``fast_dev_run``, which removes all loggers."""
         if stage == "fit" and not trainer.fast_dev_run and not boards(trainer):
             found = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "none"
             raise FederatedError(
@@ -40,7 +40,7 @@ class SplitPicture(FederatedCallback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw, on the first rank."""
+        """Draw on rank 0."""
         shown_on = boards(trainer)
         if not trainer.is_global_zero or not shown_on:
             return
@@ -49,15 +49,15 @@ class SplitPicture(FederatedCallback):
             table = "\n".join(f"    {line}" for line in str(skew_table(data)).splitlines())
             figure = split_figure(data, self.max_clients)
             for board in shown_on:
-                board.experiment.add_figure("split", figure, step, close=False)  # it is not pyplot's to close
+                board.experiment.add_figure("split", figure, step, close=False)  # pyplot does not manage it
                 board.experiment.add_text("split", table, step)
 
 
 def is_cheap(trainer: pl.Trainer) -> bool:
-    """Return whether no callback draws the split, and it takes no visit to clients: the partition used the labels."""
+    """Return whether no callback draws the split, and drawing visits no clients: the partition used the labels."""
     data = trainer.datamodule
     if not isinstance(data, FederatedDataModule) or data._overrides("client_dataset", "client_dataloader"):
         return False
     if find_spec("matplotlib") is None or any(isinstance(callback, SplitPicture) for callback in trainer.callbacks):
         return False
-    return data.clients is not None and data.clients.knows_labels and data.num_clients <= 10_000  # counted at once
+    return data.clients is not None and data.clients.knows_labels and data.num_clients <= 10_000  # fast to count

@@ -16,20 +16,20 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 
-_SHOWN = 5  # clients that failed, those that did so most often
+_SHOWN = 5  # failed clients to list, those with the most failures
 
 
 class RunSummary(FederatedCallback):
     """Print a short summary when a fit ends.
 
-    It is information, as the lines of :class:`RoundLines` are: it is not printed if Lightning's logger shows none.
-    TensorBoard shows it as the text ``summary``. Its ``hp_metric`` is the best value of what the first
-    ``ModelCheckpoint`` with a ``monitor`` follows, else the last value of the summary's first metric; with
-    ``TargetMetric`` the rounds to the target.
+    Like the lines of :class:`RoundLines`, it is not printed if Lightning's logger does not show information.
+    TensorBoard shows it as the text ``summary``. Its ``hp_metric`` is the best value of the metric that the first
+    ``ModelCheckpoint`` with a ``monitor`` follows. Without one, it is the last value of the summary's first metric.
+    With ``TargetMetric``, it is the rounds to the target.
 
     Attributes:
-        resume_with: How to resume, with places for ``path``, ``logs`` and ``rounds``; the command line sets its own.
-        quote: Quotes paths in it, as Python or a shell needs them.
+        resume_with: The command to resume, with fields ``path``, ``logs`` and ``rounds``. The command line replaces it.
+        quote: Quotes the paths in it, for Python or a shell.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class RunSummary(FederatedCallback):
         self._failed: Counter[ClientId] = Counter()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Count the clients that failed, and note what is monitored."""
+        """Count the failed clients, and note the monitored metric."""
         self._failed.update(round_report.failed.keys())
         self._note_monitored(trainer)
 
@@ -54,7 +54,7 @@ class RunSummary(FederatedCallback):
                 self._note(name, float(metric))
 
     def _note_monitored(self, trainer: pl.Trainer) -> None:
-        """Note the monitored metric, if it is not one of the validation."""
+        """Note the monitored metric, unless validation logs it."""
         checkpoint = _monitoring(trainer)
         name = None if checkpoint is None else checkpoint.monitor
         if name is None or name in self._last:
@@ -63,7 +63,7 @@ class RunSummary(FederatedCallback):
             self._note(name, float(metric))
 
     def _note(self, name: str, value: float) -> None:
-        """Note a value among the best; NaN, as of a run that has diverged, only if there is no other."""
+        """Update the best values; keep NaN, as from a diverged run, only if there is no other value."""
         low, high = self._best.get(name, (value, value))
         if math.isnan(low):
             self._best[name] = (value, value)
@@ -76,15 +76,15 @@ class RunSummary(FederatedCallback):
         return {"last": dict(self._last), "best": {k: list(v) for k, v in self._best.items()}, "failed": failed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's metrics and failures."""
+        """Restore the metrics and failures from a checkpoint."""
         self._last = dict(state_dict["last"])
         self._best = {k: (v[0], v[1]) for k, v in state_dict["best"].items()}
         self._failed = Counter(dict(state_dict.get("failed", [])))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the summary on the first rank."""
+        """Print the summary on rank 0."""
         loop = trainer.fit_loop
-        log_dir = trainer.log_dir  # which all processes must ask for
+        log_dir = trainer.log_dir  # all processes must read it
         if not trainer.is_global_zero or loop.round == 0 or not loop.run_state.has_server:
             return
         self._note_monitored(trainer)  # later hooks may have logged it in the last round
@@ -100,21 +100,21 @@ class RunSummary(FederatedCallback):
                 ("bytes up / down", f"{_size(state.bytes_up)} / {_size(state.bytes_down)}"),
                 *_record_privacy(loop),
             ]
-        else:  # who took part is part of the secret
+        else:  # participation is part of the secret
             rows.append(("privacy", f"epsilon {epsilon:.4g} at delta {loop.settings.aggregator.delta:g}"))
         rows += self._paths(trainer, log_dir)
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {text}" for name, text in rows]
         if shows_information():
             trainer.print(printable("\n".join(["", "Federated run finished", *lines])))
-        for board in boards(trainer) if loop.has_run else ():  # else the run had ended before, and was shown then
+        for board in boards(trainer) if loop.has_run else ():  # otherwise the run had ended before, and was shown then
             board.experiment.add_text("summary", "\n".join(f"  {line}" for line in lines), loop.round)
             shows_hparams = board._default_hp_metric and trainer.enable_autolog_hparams
             if shows_hparams and (score := self._score(trainer)) is not None:
                 board.log_metrics({"hp_metric": score}, loop.round)
 
     def _score(self, trainer: pl.Trainer) -> float | None:
-        """Return the number by which TensorBoard compares runs; None if it has another."""
+        """Return the number for TensorBoard to compare runs; None if TargetMetric logs it, or there is none."""
         if any(isinstance(callback, TargetMetric) for callback in trainer.callbacks):
             return None
         checkpoint = _monitoring(trainer)
@@ -136,7 +136,7 @@ class RunSummary(FederatedCallback):
         checkpoint = _monitoring(trainer)
         if checkpoint is not None and checkpoint.monitor == name:
             return f"{self._last[name]:.4f} (best {low if checkpoint.mode == 'min' else high:.4f})"
-        return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # which is best is not ours to guess
+        return f"{self._last[name]:.4f} (lowest {low:.4f}, highest {high:.4f})"  # either may be the best
 
     def _paths(self, trainer: pl.Trainer, log_dir: str | None) -> list[tuple[str, str]]:
         rows = []
@@ -144,11 +144,11 @@ class RunSummary(FederatedCallback):
             rows.append(("logs", _relative(log_dir)))
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, pl.callbacks.ModelCheckpoint):
-            if checkpoint.best_model_path and checkpoint.monitor:  # without one, Lightning calls the last the best
+            if checkpoint.best_model_path and checkpoint.monitor:  # without a monitor, Lightning's best is the last
                 rows.append(("best checkpoint", _relative(checkpoint.best_model_path)))
             saved = checkpoint._last_checkpoint_saved
             if last := (checkpoint.save_last and checkpoint.last_model_path) or saved or checkpoint.last_model_path:
-                # which may be earlier than the run's last: checkpoints need not be due in every round
+                # its round may precede the run's last round: checkpoints need not be due in every round
                 held = f" (round {checkpoint._last_global_step_saved})" if saved else ""
                 rows.append(("last checkpoint", f"{_relative(last)}{held}"))
                 path, logs = self.quote(_relative(last)), self.quote(_relative(log_dir) if log_dir else ".")
@@ -167,7 +167,7 @@ def _monitoring(trainer: pl.Trainer) -> pl.callbacks.ModelCheckpoint | None:
 
 
 def _record_privacy(loop: Any) -> list[tuple[str, str]]:
-    """Return the row of the privacy that clients have spent on their examples, if any is accounted for."""
+    """Return the row of the record-level privacy that clients have spent, if it is tracked."""
     if not (spent := sorted(loop.client_epsilons.values())):
         return []
     delta, middle = loop.settings.client_privacy.delta, spent[len(spent) // 2]
@@ -175,10 +175,10 @@ def _record_privacy(loop: Any) -> list[tuple[str, str]]:
 
 
 def _relative(path: str) -> str:
-    """Show a path from the working directory where that is shorter."""
+    """Return a path relative to the working directory if it is inside it."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
-    except (ValueError, OSError):  # the latter if the working directory is gone
+    except (ValueError, OSError):  # OSError if the working directory is gone
         return path
 
 

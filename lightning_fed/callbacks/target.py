@@ -11,11 +11,11 @@ from lightning_fed.core.arguments import check_number, check_one_of, check_texts
 class TargetMetric(FederatedCallback):
     """Record the rounds and the bytes until a metric first reaches a target.
 
-    At that time, it logs ``target/rounds``, ``target/bytes_up`` and ``target/bytes_down``, the totals of the run so
-    far, once. A TensorBoard logger also gets the rounds as ``hp_metric``, for its page of hyper-parameters; -1 stands
-    for a target not reached. A line at the end of the fit reports the result. The run continues; to stop it there, use
-    Lightning's ``EarlyStopping(stopping_threshold=...)``. Several of these callbacks log under the same names: each
-    one's own numbers are in ``reached``.
+    It then logs the totals of the run so far, once: ``target/rounds``, ``target/bytes_up`` and ``target/bytes_down``. A
+    TensorBoard logger also gets the rounds as ``hp_metric``, for its page of hyper-parameters; -1 means that the target
+    was not reached. A line at the end of the fit reports the result. The run continues; to stop it there, use
+    Lightning's ``EarlyStopping(stopping_threshold=...)``. Several of these callbacks log under the same names.
+    ``reached`` has the numbers of each one.
 
     Args:
         monitor: The metric's logged name, from ``validation_step`` or from a callback, such as
@@ -48,30 +48,30 @@ class TargetMetric(FederatedCallback):
         return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'target': {self.target!r}}}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was reached."""
+        """Return the result so far."""
         return {"reached": self.reached}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what a checkpoint's run had reached."""
+        """Restore the result from a checkpoint."""
         self.reached = state_dict["reached"]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin anew in a new run; the callback may have been in another one. A checkpoint's state is loaded later."""
+        """Reset for a new run, since the callback may have been in another one. A checkpoint is loaded later."""
         if stage == "fit" and not trainer.fit_loop.round:
             self.reached, self._seen = None, False
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the metric after validation, before a checkpoint could be written."""
+        """Check the metric after validation, before a checkpoint may be written."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.check(trainer)
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Look at the metric; the loop calls it at the end of a round, after all hooks that may log the metric."""
+        """Check the metric; the loop calls this at the end of a round, after all hooks that may log the metric."""
         value = trainer.callback_metrics.get(self.monitor)
         self._seen |= value is not None
         if self.reached is not None or value is None:
             return
-        # as tensors, in the metric's own precision: 0.9 in float32 is less than Python's 0.9
+        # compare tensors in the metric's own precision: 0.9 in float32 is less than Python's 0.9
         if bool(value >= self.target if self.mode == "max" else value <= self.target):
             loop = trainer.fit_loop
             self.reached = {
@@ -85,7 +85,7 @@ class TargetMetric(FederatedCallback):
                 board.log_metrics({"hp_metric": float(loop.round)}, step=loop.round)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what it took, or that it was not reached."""
+        """Log the cost of the target, or that it was not reached."""
         wanted = f"{self.monitor} {'>=' if self.mode == 'max' else '<='} {self.target:g}"
         if self.reached is not None:
             rank_zero_info(

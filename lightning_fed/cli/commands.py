@@ -1,4 +1,4 @@
-"""The commands, each with a line of description."""
+"""The commands, each with a one-line description."""
 
 STAGES = {
     "fit": "Train: run the rounds.",
@@ -6,7 +6,7 @@ STAGES = {
     "test": "Evaluate a checkpoint on the test set.",
     "predict": "Predict with the model of a checkpoint.",
 }
-"""Lightning's commands, and what each does here."""
+"""Lightning's commands and their descriptions."""
 
 OWN = {
     "new": ("lightning_fed.cli.new:new", "Write a small project: a model, data, a configuration and a test."),
@@ -24,4 +24,4 @@ OWN = {
     "compare": ("lightning_fed.lab.comparing:compare", "Compare runs: a table and a plot of their logs."),
     "completion": ("lightning_fed.cli.completion:completion", "Print a script for completion in a shell."),
 }
-"""The other commands: the function of each, imported when it runs, and what it does."""
+"""The other commands: the function of each, imported lazily, and its description."""

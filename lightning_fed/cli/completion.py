@@ -1,7 +1,7 @@
-"""The command ``lightning-fed completion``: a script with which a shell completes commands, options and class names.
+"""The command ``lightning-fed completion``: a script for shell completion of commands, options and class names.
 
-jsonargparse's own generator descends into the arguments of every subclass of every type, without end for ours. Here
-the options of each command are copied, with the names of classes as choices and nothing below.
+jsonargparse's own generator recurses into the arguments of every subclass of every type, and never ends for ours. This
+module copies the options of each command instead, with class names as choices, and does not recurse.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _KNOWN = {"trainer.accelerator": ("auto", "cpu", "gpu"), "trainer.strategy": ("a
 
 
 def completion(args: list[str] | None = None) -> None:
-    """Print the script of a shell."""
+    """Print the completion script for a shell."""
     shell = make_parser().parse_args(args).shell
     if find_spec("shtab") is None:
         raise FederatedError("completion needs the package shtab: pip install shtab.")
@@ -31,7 +31,7 @@ def completion(args: list[str] | None = None) -> None:
     commands = whole.add_subparsers()
     for name, parser in _parsers().items():
         copied = commands.add_parser(name, help=(STAGES.get(name) or OWN[name][1]), add_help=False)
-        for action in parser._actions:  # shtab leaves out those with help=SUPPRESS
+        for action in parser._actions:  # shtab skips options with help=SUPPRESS
             _copy(action, copied, shtab.FILE)
     print(shtab.complete(whole, shell))
 
@@ -57,7 +57,7 @@ def _parsers() -> dict[str, ArgumentParser]:
             self.config = Namespace(subcommand=None, seed_everything=False)
 
         def instantiate_classes(self) -> None:
-            """Make nothing."""
+            """Skip instantiation."""
 
     made = Stages(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=[])
     modules = {name: importlib.import_module(where.partition(":")[0]) for name, (where, _) in OWN.items()}
@@ -65,7 +65,7 @@ def _parsers() -> dict[str, ArgumentParser]:
 
 
 def _copy(action: argparse.Action, parser: argparse.ArgumentParser, files: Any) -> None:
-    """Add an option with its choices, or with the completion of paths."""
+    """Add a copy of an option, with its choices or with path completion."""
     help_text = (action.help or "").replace("%", "%%").partition("\n")[0]
     if action.nargs == 0:
         parser.add_argument(*action.option_strings, action="store_true", help=help_text)
@@ -76,11 +76,11 @@ def _copy(action: argparse.Action, parser: argparse.ArgumentParser, files: Any) 
         *(action.option_strings or [action.dest]), nargs=action.nargs, choices=choices or None, help=help_text
     )
     if action.dest in _FILES:
-        copied.complete = files  # type: ignore[attr-defined] # which shtab reads
+        copied.complete = files  # type: ignore[attr-defined] # shtab reads it
 
 
 def _choices(kind: Any) -> Iterator[str]:
-    """Yield what an argument of a type can be: the values of a Literal, and the names of classes."""
+    """Yield the choices for an argument of a type: the values of a Literal, and the names of classes."""
     from lightning_fed.cli.parser import class_names
 
     if kind is bool:

@@ -1,4 +1,4 @@
-"""Trainer, model and data of a configuration of ``lightning-fed fit``, made without running it."""
+"""The trainer, model and data of a configuration of ``lightning-fed fit``, created without running it."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -12,8 +12,8 @@ from lightning_fed.trainer.trainer import FederatedTrainer
 class CellParts(LightningCLI):
     """The trainer, model and data that a configuration describes; nothing is run.
 
-    ``outputs`` replace those of the configuration. By default, nothing is shown or saved, and only ``logger`` is
-    logged to.
+    ``outputs`` override the configuration's outputs. By default, nothing is shown or saved, and only ``logger`` gets
+    logs.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class CellParts(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             load_from_checkpoint_support=False,
-            parser_class=Parser,  # for what was probably meant
+            parser_class=Parser,  # its errors suggest the intended names
             parser_kwargs={"exit_on_error": False, "allow_abbrev": False},
             args=deepcopy(dict(config)),
             run=False,
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Take the configuration as it is; the process's own arguments are another command's."""
+        """Parse the configuration alone, since the process's arguments belong to another command."""
         self.config = parser.parse_object(args)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Make the trainer, with the outputs of a cell."""
+        """Create the trainer, with the outputs of a cell."""
         return super().instantiate_trainer(**{**kwargs, **self._outputs})

@@ -1,4 +1,4 @@
-"""The command ``lightning-fed data``: show how a configuration deals its data out, without training anything."""
+"""The command ``lightning-fed data``: show how a configuration splits its data, without training."""
 
 from argparse import SUPPRESS
 from pathlib import Path
@@ -15,7 +15,7 @@ from lightning_fed.data.skew_report import skew_table, split_figure
 def picture(args: list[str] | None = None) -> None:
     """Print how much the clients of a configuration differ, and draw the data of each.
 
-    The configurations are those of ``lightning-fed fit``, saved ones included; only their data is made.
+    Any configuration of ``lightning-fed fit`` works, including saved ones. Only its data is instantiated.
     """
     parser = make_parser()
     options = parser.parse_args(args)
@@ -54,12 +54,12 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--seed_everything", type=bool | int, default=False, help="As for `lightning-fed fit`.")
     parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
     for name in ("ckpt_path", "lr_scheduler", "model", "optimizer", "trainer", "weights_only"):
-        parser.add_argument(f"--{name}", type=_Unread(), help=SUPPRESS)  # allowed in a configuration, and not used
+        parser.add_argument(f"--{name}", type=_Unread(), help=SUPPRESS)  # accepted in a configuration, but unused
     return parser
 
 
 class _Unread:
-    """A part of a configuration that is not used: unlike Any, it makes jsonargparse import and make no class in it."""
+    """The type of an unused part of a configuration; for Any, jsonargparse would import and create its classes."""
 
     def __call__(self, value: Any) -> Any:
         return value

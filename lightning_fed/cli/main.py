@@ -1,4 +1,4 @@
-"""The command line. ``--help``, ``--version``, ``new`` and ``compare`` import no PyTorch, and answer at once."""
+"""The command line. ``--help``, ``--version``, ``new`` and ``compare`` do not import PyTorch, so they start fast."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ _ABOUT = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import :class:`FederatedCLI`, and with it Lightning, when it is first used."""
+    """Lazily import :class:`FederatedCLI`, and Lightning with it."""
     if name != "FederatedCLI":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lightning_fed.cli.stages import FederatedCLI
@@ -31,10 +31,10 @@ def __getattr__(name: str) -> Any:
 
 
 def main(args: list[str] | dict[str, Any] | None = None) -> None:
-    """Run the command line: the commands of ``OWN`` by themselves, and LightningCLI's for the rest.
+    """Run the command line: commands in ``OWN`` directly, and the others through LightningCLI.
 
     Args:
-        args: The arguments; those of the process if None.
+        args: The arguments. Defaults to the process's arguments.
 
     Raises:
         SystemExit: With the message alone, if a setting cannot be federated or a client's work fails. For an error in
@@ -42,17 +42,17 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
     """
     words = sys.argv[1:] if args is None else args
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # a configuration names classes of the user's own; last, so as to hide nothing
+        sys.path.append(os.getcwd())  # configurations name the user's classes; last, to shadow nothing
     try:
         if isinstance(words, list):
             words = [_underscored(word) for word in words]
             if words[0:1] in (["-q"], ["--quiet"]) and set(words[1:2]) & set(STAGES):
-                words[:2] = words[1], words[0]  # it may stand before the command, as --config may
+                words[:2] = words[1], words[0]  # -q may precede the command, like --config
             _check_command(words)
             if words[0] in OWN:
                 module, _, function = OWN[words[0]][0].partition(":")
                 getattr(importlib.import_module(module), function)(words[1:])
-                sys.stdout.flush()  # here, where a broken pipe is handled
+                sys.stdout.flush()  # flush here: a broken pipe is handled below
                 return
         from lightning_fed.cli.stages import run
 
@@ -64,21 +64,21 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         if not isinstance(words, list) or words[0] not in OWN:
-            raise  # a run that ends early must say so
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` reads no more, and Python flushes once again at its end
-        sys.exit(141)  # as a shell reports what such a pipe ends
+            raise  # a run that ends early must not end silently
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` has closed the pipe; Python flushes again at exit
+        sys.exit(141)  # a shell's status for a process that a broken pipe ends
     except Exception as error:
         refusal = refusal_in(error) if isinstance(error, ValueError) else None
         if refusal is not None:
             print("".join(_own_trace(refusal)), file=sys.stderr, end="")
             sys.exit(f"lightning-fed: {refusal}")
-        if type(error).__name__ == "MisconfigurationException":  # Lightning's, such as `test` without a test_step
+        if type(error).__name__ == "MisconfigurationException":  # from Lightning, such as `test` without a test_step
             sys.exit(f"lightning-fed: {error}")
         raise
 
 
 def _check_command(words: list[str]) -> None:
-    """Answer ``--help`` and ``--version``, and end where no command is named that there is."""
+    """Handle ``--help`` and ``--version``, and exit with an error if no known command is named."""
     parser = ArgumentParser(
         prog="lightning-fed",
         usage="lightning-fed COMMAND --config FILE [--OPTION VALUE ...]",
@@ -93,7 +93,7 @@ def _check_command(words: list[str]) -> None:
     first = words[0] if words else ""
     if first in ("-h", "--help", "--version"):
         parser.parse_args(words[:1])
-    if first.startswith("-") and not set(STAGES) & set(words):  # Lightning's take --config before the command, too
+    if first.startswith("-") and not set(STAGES) & set(words):  # Lightning's commands accept a leading --config
         own = next((word for word in words if word in OWN), None)
         if own is not None:
             parser.error(f"{own} must be the first word: lightning-fed {own} ...")
@@ -105,7 +105,7 @@ def _check_command(words: list[str]) -> None:
 
 
 def _underscored(word: str) -> str:
-    """Return a word whose option, if it is one, is written with underscores, as the keys of configurations are.
+    """Return a word; if it is an option, with underscores in its name, like the keys of configurations.
 
     Example:
         >>> _underscored("--max-clients=a-b"), _underscored("-q")
@@ -116,7 +116,7 @@ def _underscored(word: str) -> str:
 
 
 def _own_trace(error: FederatedError) -> list[str]:
-    """Return the trace of what a client's work ran into, from the first line of code that is not a framework's."""
+    """Return the traceback of the error in a client's work, from the first line outside of the frameworks."""
     cause: BaseException | None = error if isinstance(error, ClientError) else None
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__

@@ -13,7 +13,7 @@ from lightning_fed.compat.choice import NAMES, USED
 from lightning_fed.core.errors import FederatedError
 
 _TEMPLATES = Path(__file__).parent / "new_project"
-_EACH = {"train": 60, "val": 20}  # images of a digit
+_EACH = {"train": 60, "val": 20}  # images per digit
 
 
 def new(args: list[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def make_parser() -> ArgumentParser:
 def create(name: str) -> Path:
     """Write a project into a new folder of the working directory, and return the folder.
 
-    It imports Lightning from the package that is in use.
+    The project imports Lightning from the package in use.
     """
     if not (name.isascii() and name.isidentifier()) or iskeyword(name) or name.startswith("_"):
         close = "".join(c if c.isascii() and c.isalnum() else "_" for c in name).strip("_")

@@ -1,4 +1,4 @@
-"""The parser of the command line: help in the order of use, and errors with the name that was probably meant."""
+"""The command-line parser: help in order of use, and errors that suggest the intended name."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ from lightning_fed import algorithms, callbacks, data, models, server
 from lightning_fed.compat.package import advice_on_path, pl
 from lightning_fed.core.yaml_keys import RepeatedKeyError, UniqueKeyLoader
 
-importlib.import_module(f"{pl.__name__}.cli")  # which Lightning does not import unasked
+importlib.import_module(f"{pl.__name__}.cli")  # Lightning does not import it by default
 ArgsType = pl.cli.ArgsType
 LightningArgumentParser = pl.cli.LightningArgumentParser
 
@@ -41,7 +41,7 @@ _NEEDED = (
 _CODE = re.compile(r"``([^`]+)``")
 _OF_STAGE = re.compile(r"\b(?:fit|validate|test|predict)\.(data|model)\b(?=,|$)", re.MULTILINE)
 _ASSIGNED = ("--config=", "-c=")
-_FEW = 30  # options that a hint lists
+_FEW = 30  # a hint lists fewer options than this
 _IN_ROUNDS = {
     "max_steps": "End the run after the round in which the clients' local steps reach this number; -1 for no limit.",
     "min_steps": "Do not let a callback end the run before the clients' local steps reach this number.",
@@ -53,7 +53,7 @@ _IN_ROUNDS = {
     ),
     "limit_train_batches": "The batches of a client's local epoch: a number, or a share of them as a float.",
 }
-"""The help of arguments of Lightning's Trainer that count rounds or local steps here."""
+"""The help of Lightning's Trainer arguments that count rounds or local steps here."""
 _OPTIONAL = re.compile(
     r"\s+(?:- )?Does not validate against any of the Union subtypes"
     r"\n +Subtypes: [^\n]+, <class 'NoneType'>\]\n +Errors:"
@@ -73,7 +73,7 @@ class LightningCLI(pl.cli.LightningCLI):
     def configure_optimizers(
         lightning_module: pl.LightningModule, optimizer: Optimizer, lr_scheduler: Any = None
     ) -> Any:
-        """Return the configuration's optimizer and schedule, which steps as the trainer's ``local_schedule`` says."""
+        """Return the optimizer and its schedule, which steps per local step if the trainer has a ``local_schedule``."""
         trainer: Any = lightning_module.trainer
         by_step = lr_scheduler is not None and trainer.fit_loop.settings.local_schedule is not None
         if by_step and not isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -82,10 +82,10 @@ class LightningCLI(pl.cli.LightningCLI):
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, whose errors are not preceded by its hundred options."""
+    """Lightning's parser, without its hundred options before every error."""
 
     def print_usage(self, file: Any = None) -> None:
-        """Print the usage in one line; ``--help`` has the options."""
+        """Print the usage in one line; ``--help`` lists the options."""
         print(f"usage: {self._usage()}", file=file or sys.stdout)
 
     def _usage(self) -> str:
@@ -93,14 +93,14 @@ class Parser(LightningArgumentParser):
         return f"{command} --config FILE [--OPTION VALUE ...]"
 
     def format_help(self, *formatter: HelpFormatter | None) -> str:
-        """Return the help in plain words, with the usage in one line; jsonargparse takes a formatter from 4.53 on."""
+        """Return the help without markup, with a one-line usage; jsonargparse accepts a formatter from 4.53 on."""
         self.usage = self._usage()
-        for action in self._actions:  # before lines are broken, which may be within a name
+        for action in self._actions:  # before wrapping, which may split a name
             action.help = plain(action.help) if isinstance(action.help, str) else action.help
         return super().format_help(*formatter)
 
     def parse_args(self, args: Any = None, *rest: Any, **options: Any) -> Any:
-        """Parse a command line; end if a configuration has a key twice, of which YAML would take the last."""
+        """Parse a command line; exit if a configuration repeats a key, since YAML would keep only the last."""
         words = sys.argv[1:] if args is None else args
         for path in _configs(words):
             try:
@@ -110,19 +110,19 @@ class Parser(LightningArgumentParser):
             except UnicodeDecodeError as error:
                 self.error(f"{path} is not UTF-8, as its byte {error.start} shows ({error.reason}). Save it as UTF-8.")
             except (OSError, ValueError, yaml.YAMLError, RecursionError):
-                continue  # refused below
+                continue  # the parser below refuses the file
         return super().parse_args(_replacing(words), *rest, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Add what was probably meant, and end."""
+        """Add hints such as the intended name to the message, and exit."""
         cause = _OF_STAGE.sub(r"--\1", _only_cause(message))
         below = [*self._below().values()]
-        parser: Any = below[0] if len(below) == 1 else self  # whose --help has the options
+        parser: Any = below[0] if len(below) == 1 else self  # its --help lists the options
         LightningArgumentParser.error(parser, "\n".join([cause, *self._hints(message)]), ex)
 
     def _hints(self, message: str) -> list[str]:
         if any(hint in message for hint in ("Did you mean ", "There are ")):
-            return []  # the parser of a part has already given this hint
+            return []  # the parser of a part has already added a hint
         options = [option for parser in (self, *self._below().values()) for option in parser._option_string_actions]
         keys = [option.removeprefix("--") for option in options]
         if "required: " in message and "model" in message:
@@ -143,7 +143,7 @@ class Parser(LightningArgumentParser):
             *_close_classes(message),
         ]
         if not hints and re.search(r"Option '[\w.]+' is not accepted", message) and len(keys) < _FEW:
-            named = [key for key in keys if key.isidentifier() and key != "help"]  # of one class
+            named = [key for key in keys if key.isidentifier() and key != "help"]  # options of one class
             return [f"There are the options {', '.join(named)}."] if named else []
         return hints
 
@@ -154,14 +154,14 @@ class Parser(LightningArgumentParser):
 
 
 def _only_cause(message: str) -> str:
-    """Return a message in which an optional value is refused for its own reasons, not also because it is not None."""
+    """Return a message without the extra errors that an optional value is not None."""
     lines = _OPTIONAL.sub(_cause, message).splitlines()
     return "\n".join(line for line, before in zip(lines, ["", *lines], strict=False) if line.strip() and line != before)
 
 
 def _cause(found: re.Match[str]) -> str:
     causes, value = found.groups()
-    if "class_path" in value:  # which jsonargparse looks up before it knows that it is a name
+    if "class_path" in value:  # jsonargparse looks it up before checking that it is a name
         causes = _NO_NAME.sub(r"class_path must be the dotted name of a class, found a \1", causes)
     is_shown = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", causes) or value.startswith(
         ("{", "NestedArg", "Namespace(")
@@ -170,7 +170,7 @@ def _cause(found: re.Match[str]) -> str:
 
 
 def _configs(words: Any) -> set[Path]:
-    """Return the configurations of a command line."""
+    """Return the configuration files on a command line."""
     pairs = pairwise(word for whole in words for word in whole.split("=", maxsplit=whole.startswith(_ASSIGNED)))
     return {Path(file) for word, file in pairs if word in ("--config", "-c")}
 
@@ -178,8 +178,8 @@ def _configs(words: Any) -> set[Path]:
 def _replacing(words: Any) -> list[str]:
     """Return the words with an empty list before each list of classes for the trainer, such as its callbacks.
 
-    jsonargparse gives the n-th entry of a list the arguments of the n-th entry of the list before it, also across
-    classes: an EarlyStopping would get the ``mode`` of the ModelCheckpoint that it replaces.
+    jsonargparse passes the arguments of the n-th entry of the previous list to the n-th entry of a list, even if their
+    classes differ. An EarlyStopping would get the ``mode`` of the ModelCheckpoint that it replaces.
     """
     replacing = []
     for word, following in pairwise([*words, ""]):
@@ -215,7 +215,7 @@ def _unreadable(words: list[str]) -> list[str]:
 
 
 def _close_classes(message: str) -> list[str]:
-    """Return a hint for each class that is not there; with all that there are of its kind, if none is close."""
+    """Return a hint for each unknown class: a close match, or else all classes of its kind."""
     kinds = [getattr(sys.modules.get(module), name, None) for module, name in re.findall(_CLASS, message)]
     bases = tuple(kind for kind in kinds if isinstance(kind, type))
     ours = {name: getattr(part, name) for part in _PARTS for name in part.__all__}
@@ -236,7 +236,7 @@ def _close_classes(message: str) -> list[str]:
 
 
 def class_names(kind: type, is_base: bool = True) -> Iterator[str]:
-    """Yield the names of the imported classes that an argument of a type can be: ours, Lightning's and PyTorch's.
+    """Yield the names of the imported classes that fit an argument's type: ours, Lightning's and PyTorch's.
 
     Example:
         >>> list(class_names(algorithms.FedNova))
@@ -255,14 +255,14 @@ def _all_of(known: list[str]) -> list[str]:
 
 
 def _close(found: list[str], known: list[str]) -> list[str]:
-    """Return a hint for each name that resembles a known one, in whatever case it is written."""
+    """Return a hint for each name that resembles a known one, ignoring case."""
     written = {name.lower(): name for name in known}
     matches = {name: get_close_matches(name.lower(), written, n=1, cutoff=0.8) for name in found}
     return [f"Did you mean {written[match[0]]} instead of {name}?" for name, match in matches.items() if match]
 
 
 def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
-    """Put the options of a command into groups in the order of use; those of this package come first."""
+    """Group the options of a command in order of use; options of this package come first."""
     own = [f"trainer.{name}" for name in signature(trainer_class).parameters]
     actions = [action for group in parser._action_groups for action in group._group_actions]
     general = [
@@ -273,7 +273,7 @@ def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
         "ckpt_path",
         "weights_only",
         SUPPRESS,
-    ]  # the last is -q
+    ]  # SUPPRESS is -q
     titles: dict[str, Callable[[str], bool]] = {
         "Options": general.__contains__,
         "The rounds": lambda name: name == "trainer" or name.removesuffix(".help") in own,
@@ -298,7 +298,7 @@ def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
 
 
 def plain(text: str) -> str:
-    """Return a text without the markup of docstrings.
+    """Return a text without docstring markup.
 
     Example:
         >>> plain("A :class:`~torch.optim.Adam`, ``lr`` included.")

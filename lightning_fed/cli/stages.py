@@ -18,7 +18,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.settings.lightning_arguments import arguments_of_environment
 from lightning_fed.trainer.trainer import FederatedTrainer
 
-_INITIAL = "initial"  # as a checkpoint: none, by intention
+_INITIAL = "initial"  # a ckpt_path that means no checkpoint
 _EVALUATED = (
     f'The checkpoint to run, which must be given: a path, "last" or "best" of the newest run, or "{_INITIAL}" for the'
     " model as it is made."
@@ -44,7 +44,7 @@ class FederatedCLI(LightningCLI):
             # the parser passes every argument, so its defaults must include the environment's
             "trainer_defaults": {**from_environment, **(kwargs.pop("trainer_defaults", None) or {})},
             "parser_class": Parser,
-            # an option that is only the beginning of another one's name is a mistake, not an abbreviation
+            # a prefix of an option's name is a mistake, not an abbreviation
             "parser_kwargs": {
                 "prog": "lightning-fed",
                 "allow_abbrev": False,
@@ -57,7 +57,7 @@ class FederatedCLI(LightningCLI):
         super().__init__(**{**defaults, **kwargs})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Return the parser of a command, whose help is in the order of use."""
+        """Return the parser of a command, with its help in order of use."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.add_argument("-q", "--quiet", action=_Quiet)
         arrange(parser, klass)
@@ -69,11 +69,11 @@ class FederatedCLI(LightningCLI):
         """Let only the configuration choose the model.
 
         Lightning overrides the configuration with a checkpoint's hyper-parameters, class paths included. An untrusted
-        file could then import any module and make any class.
+        file could then import any module and instantiate any class.
         """
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Return the arguments of a stage; which model is evaluated must be said."""
+        """Return the arguments of a stage; raise if an evaluation does not name its model."""
         arguments: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand != "fit":
             if arguments.get("ckpt_path") is None:
@@ -88,10 +88,10 @@ class FederatedCLI(LightningCLI):
         return arguments
 
     def instantiate_classes(self) -> None:
-        """Make trainer, model and data; the summary shows the command that resumes, and ``-q`` hides bar and table."""
+        """Create trainer, model and data; the summary shows the resume command, and ``-q`` hides bar and table."""
         super().instantiate_classes()
         command = "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
-        if self.trainer.max_steps != -1:  # which would end the run at once
+        if self.trainer.max_steps != -1:  # max_steps would end the resumed run at once
             command += " --trainer.max_steps -1"
         callbacks = self._callbacks()
         for callback in list(callbacks):
@@ -105,7 +105,7 @@ class FederatedCLI(LightningCLI):
 
 
 def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
-    """Return the error that an evaluation would be that of a model nobody has trained."""
+    """Return the error for an evaluation without a checkpoint, which would use an untrained model."""
     latest = last_of_newest_run(trainer)
     found = (
         f"Add --ckpt_path last for the newest one, {latest}, --ckpt_path best for the best one of its run"
@@ -119,7 +119,7 @@ def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
 
 
 class _Quiet(Action):
-    """``-q``: show warnings and errors alone. It is not part of a configuration."""
+    """``-q``: show only warnings and errors. It is not part of a configuration."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         about = "Print warnings and errors alone: no bar, no lines, no summary."
@@ -133,7 +133,7 @@ class _Quiet(Action):
 def run(args: list[str] | dict[str, Any] | None, first: str) -> None:
     """Run one of Lightning's commands; ``first`` is the first word."""
     kind: Any = FederatedCLI
-    if first in STAGES:  # to describe all four takes a second
+    if first in STAGES:  # building the parsers of all four takes a second
         one = {first: FederatedCLI.subcommands()[first]}
         kind = type("OneCommand", (FederatedCLI,), {"subcommands": staticmethod(lambda: one)})
     kind(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)

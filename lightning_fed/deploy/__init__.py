@@ -1,7 +1,7 @@
-"""A run whose clients are elsewhere: the server's data module, the sites, and the messages between them.
+"""A run with remote clients: the server's data module, the sites, and the messages between them.
 
 :mod:`lightning_fed.deploy.flower` and :mod:`lightning_fed.deploy.flare` carry the messages through Flower and NVFlare.
-Importing any of them imports no PyTorch yet.
+Importing any of these packages does not import PyTorch.
 """
 
 import importlib
@@ -18,9 +18,9 @@ __all__ = ["Absent", "FederatedSite", "InProcess", "Message", "Refusal", "Remote
 
 
 def importer(package: str, module_of: Mapping[str, str], needs: str = "", missing: str = "") -> Callable[[str], Any]:
-    """Return what imports a name of a package when it is first used.
+    """Return a ``__getattr__`` that lazily imports the names of a package.
 
-    ``module_of`` has the modules of the names. If the package ``needs`` is not installed, the error says ``missing``.
+    ``module_of`` maps names to modules. If the package ``needs`` is not installed, the error message is ``missing``.
     """
 
     def imported(name: str) -> Any:

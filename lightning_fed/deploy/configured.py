@@ -1,4 +1,4 @@
-"""``lightning-fed deploy``: the app of a configuration, which makes trainer, model and data, and a run of it here."""
+"""``lightning-fed deploy``: the app that creates a configuration's trainer, model and data, and its local run."""
 
 import importlib
 import shutil
@@ -20,15 +20,15 @@ from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.core.types import ClientId
 
 NAME = "federated_app"
-"""The package in an app that has the configuration, and the functions that server and sites call."""
+"""The package in an app, with the configuration and the functions that server and sites call."""
 
 _TASK = Path(__file__).with_name("task.py.in")
 
 
 class Configured:
-    """The objects of a configuration, made again at every call.
+    """The objects of a configuration, created again at every call.
 
-    Server and sites make all of them. Each site uses only its clients' data, the server only the validation set.
+    Server and sites create all of them. Each site uses only its clients' data, the server only the validation set.
     """
 
     def __init__(self, file: Path) -> None:
@@ -47,7 +47,7 @@ class Configured:
         return trainer
 
     def model(self) -> pl.LightningModule:
-        """Return the model, which ``seed_everything`` makes the same everywhere."""
+        """Return the model; with ``seed_everything``, it is the same everywhere."""
         model: pl.LightningModule = self._parts().model
         return model
 
@@ -75,8 +75,8 @@ def write_app(
 ) -> None:
     """Write the files of a folder of templates into ``out``, and a package with the configuration.
 
-    ``who`` writes, ``package`` is the package's folder, ``rounds`` the largest number of rounds, and ``values`` stand
-    for names in the templates.
+    Errors name ``who``. ``package`` is the package's folder, ``rounds`` the largest number of rounds, and ``values``
+    replace names in the templates.
     """
     try:
         package.mkdir(parents=True)
@@ -101,7 +101,7 @@ def write_app(
 
 
 def share_clients(who: str, clients: list[ClientId], sites: int) -> list[list[ClientId]]:
-    """Return the clients of each site, which differ in number by one at most."""
+    """Return the clients of each site; their numbers differ by at most one."""
     if wrong := [client for client in clients if {*str(client)} & {",", '"'}]:
         raise FederatedError(f"{who}: the id of client {wrong[0]!r} has a comma or a quotation mark.")
     if sites > len(clients):
@@ -109,9 +109,9 @@ def share_clients(who: str, clients: list[ClientId], sites: int) -> list[list[Cl
     return [clients[number::sites] for number in range(sites)]
 
 
-_TRIED = 5  # rounds of a run on this machine, unless told otherwise
+_TRIED = 5  # default rounds of a run on this machine
 _TRANSPORTS = {"flower": ("flower", "flwr", "Flower"), "nvflare": ("flare", "nvflare", "NVFlare")}
-"""By name, which is the extra's as well: the room, the package that it needs, and how people call that."""
+"""By name, which is also the extra's: the subpackage, the package that it needs, and its display name."""
 
 
 def make_parser() -> ArgumentParser:
@@ -159,7 +159,7 @@ def deploy(args: list[str] | None = None) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let the first signal that asks this process to end leave the context, and ignore the next ones meanwhile."""
+    """Leave the context at the first signal that ends this process, and ignore further ones meanwhile."""
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
     def end(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""Phases over a transport: who has registered, all clients are asked at once, and only valid replies count."""
+"""Phases over a transport: track registrations, ask all clients at once, and accept only valid replies."""
 
 import logging
 import threading
@@ -27,8 +27,8 @@ from lightning_fed.deploy.message import (
 )
 from lightning_fed.deploy.transport import Absent, Refusal, Transport
 
-_SHOWN = 5  # clients that one error or one line of the log names
-_WAIT = 60.0  # seconds until the log names who is missing; then twice as many, and so on
+_SHOWN = 5  # clients named in one error or one line of the log
+_WAIT = 60.0  # seconds until the log names missing clients; then twice as many, and so on
 _log = logging.getLogger("lightning_fed.deploy")
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Registration:
     """Facts that a site reports about a client's data.
 
-    These are the numbers of examples, of batches in a local epoch, of examples in a batch and for validation, and the
-    meaning of inputs and targets in words, if the data module knows it.
+    The numbers count its examples, the batches of a local epoch, the examples of a batch, and those for validation.
+    ``columns`` describes inputs and targets in words, if the data module can.
     """
 
     size: int
@@ -51,10 +51,10 @@ class Registration:
 class Registrations:
     """The registrations of a run's clients.
 
-    A client that has not registered in time still counts as one of N and may be sampled, with the mean
-    number of examples of the others. If it is sampled, it fails in that round. It may register later. A client with
-    more than ``max_examples``, with another batch size than the required one, or whose inputs and targets mean
-    something else than those of an earlier one, is refused.
+    A client that has not registered in time still counts as one of N. It may be sampled, with the mean number of
+    examples of the others, and then fails in that round. It may register later. A client is refused if it has more
+    than ``max_examples`` or another batch size than the required one. It is also refused if its inputs and targets mean
+    something else than an earlier client's.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Registrations:
                 f"The reply of client {client_id!r} says that it has {size:,} examples, more than"
                 f" max_examples={self._max_examples:,} allows: its weight would be as large."
             )
-        batches = fields.count("batches", most=size)  # a schedule of the run's steps goes by the most batches
+        batches = fields.count("batches", most=size)  # a schedule of the run's steps depends on the most batches
         batch_size = header.get("batch_size")
         if self._batch_size is not None and batch_size != self._batch_size:
             raise FederatedError(
@@ -126,7 +126,7 @@ class Registrations:
         return bool(late)
 
     def _compare_batch_sizes(self) -> None:
-        """Warn if sites have several: on purpose, perhaps."""
+        """Warn if sites have several batch sizes, which may be on purpose."""
         of = {known.batch_size: client_id for client_id, known in self.known.items() if known.batch_size}
         if len(of) > 1:
             named = ", ".join(f"{size} (client {of[size]!r})" for size in sorted(of)[:5])
@@ -134,10 +134,10 @@ class Registrations:
 
 
 class Exchange:
-    """Ask clients over a transport; of what comes, each client's first valid reply to the phase counts.
+    """Ask clients over a transport; each client's first valid reply to the phase counts.
 
-    A second copy is ignored. Anything else is logged by name, once, and changes nothing. A client whose reply to the
-    phase is not valid is not waited for any longer; its valid reply still counts while others are awaited.
+    A second copy is ignored. Anything else is logged once, with the client's name, and changes nothing. A client is no
+    longer awaited after an invalid reply to the phase; a valid one still counts while others are awaited.
 
     ``run`` is the run's name on the sites, and ``facts`` are the settings that the registration compares.
     """
@@ -152,7 +152,7 @@ class Exchange:
         self._logged: set[str] = set()
 
     def agree(self, columns: Sequence[str]) -> dict[str, list[str]]:
-        """Return the words in some columns of all clients that answer, in one order."""
+        """Return the words in some columns of all clients that answer, sorted."""
         header = {**self.head(WORDS), "columns": list(columns)}
         tasks = {client_id: Message({**header, "client": client_id}) for client_id in self.sites.client_ids}
 
@@ -178,7 +178,7 @@ class Exchange:
         return agreed
 
     def register(self, words: Mapping[str, Sequence[str]]) -> None:
-        """Ask all clients for the sizes of their data, which are then in :attr:`sites`; give them the agreed words."""
+        """Send all clients the agreed words, and collect the sizes of their data in :attr:`sites`."""
         self._words = dict(words)
         tasks = {client_id: self._registration(client_id) for client_id in self.sites.client_ids}
         for _ in self.ask(tasks, lambda reply: self.sites.add(reply.client, reply.header)):
@@ -190,18 +190,18 @@ class Exchange:
         return Message({**self.head(REGISTER), **own})
 
     def head(self, phase: str, round: int = 0, attempt: int = 0) -> dict[str, Any]:
-        """Return what the tasks of a phase have in common."""
+        """Return the header that the tasks of a phase share."""
         return {"format": FORMAT, "run": self.run, "phase": phase, "round": round, "attempt": attempt}
 
     def ask(self, tasks: Mapping[ClientId, Message], read: Callable[[Message], T]) -> Iterator[T]:
-        """Yield what ``read`` makes of each client's reply; it raises :class:`FederatedError` if that is not valid.
+        """Yield the result of ``read`` for each client's reply; it raises :class:`FederatedError` for an invalid one.
 
-        Clients that have not registered are asked to meanwhile. Raise if clients do not answer and are not to be
+        Meanwhile, unregistered clients are asked to register. Raise if clients do not answer and may not be
         dropped.
         """
         if not tasks:
             return
-        missing, awaited = dict.fromkeys(tasks), set(tasks)  # without a valid reply; without any, or a refusal
+        missing, awaited = dict.fromkeys(tasks), set(tasks)  # lacking a valid reply; lacking any reply or refusal
         refused, absent = dict[ClientId, str](), set[ClientId]()
         registrations = {client_id: self._registration(client_id) for client_id in self.sites.pending()}
         replies = iter(self._transport.exchange(tasks, registrations))
@@ -235,7 +235,7 @@ class Exchange:
                     awaited.discard(sender)
                     value = read(come)
                 except FederatedError as error:
-                    why = printable(str(error))  # it may quote the message
+                    why = printable(str(error))  # the error may quote the message
                     if sender is not None:
                         refused[sender] = why
                     self._log(why)
@@ -250,14 +250,14 @@ class Exchange:
             raise _unanswered(tasks, list(missing), refused)
 
     def _can_lose(self, missing: Mapping[ClientId, None], tasks: Mapping[ClientId, Message]) -> bool:
-        """Return whether the run continues without clients. The words are agreed on once, so all are waited for."""
+        """Return whether the run continues without these clients; words need all, since they are agreed on once."""
         is_allowed = self._drops and next(iter(tasks.values())).header["phase"] != WORDS
         return is_allowed and len(missing) < len(tasks) and len(missing) <= self._max_failed_share * len(tasks)
 
     def _sender(self, message: Message, tasks: Mapping[ClientId, Message]) -> ClientId | None:
-        """Return the client whose reply a message is; None for a late registration, which is added.
+        """Return the client that sent a reply, or None for a late registration, which is added.
 
-        A message of anything else raises :class:`FederatedError`.
+        Any other message raises :class:`FederatedError`.
         """
         who = check_message(message, "The reply of")
         header, asked = message.header, next(iter(tasks.values())).header
@@ -284,7 +284,7 @@ class Exchange:
 
 
 class _Progress:
-    """Lines of the log on a phase: who is asked, who is missing after a while, and how many have answered."""
+    """The log lines of a phase: clients asked, clients missing after a while, and the number that have answered."""
 
     def __init__(self, tasks: Mapping[ClientId, Message], missing: Mapping[ClientId, None]) -> None:
         header = next(iter(tasks.values())).header
@@ -307,7 +307,7 @@ class _Progress:
             )  # fmt: skip
 
     def end(self) -> None:
-        """Log how many have answered; no more lines come."""
+        """Log the number of answers, and stop logging."""
         self._ended.set()
         _log.info("%s: %d of %d have answered", self._phase, self._asked - len(self._missing), self._asked)
 

@@ -1,4 +1,4 @@
-"""The facts that a server and its sites must share: settings and module, of new trainers."""
+"""The facts that a server and its sites must share: the settings and module of new trainers."""
 
 import hashlib
 import inspect
@@ -27,19 +27,19 @@ from lightning_fed.settings.settings import Settings
 
 _LIBRARIES = ("version of Lightning", "version of PyTorch")
 _NOISE = ("noise_multiplier", "max_grad_norm", "sampling")  # delta and examples_at_once change no answer
-_HOW = ("foreach", "fused", "capturable", "differentiable")  # options of optimizers that change speed alone
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # options of optimizers that change only speed
 _log = logging.getLogger("lightning_fed.deploy.site")
 
 
 def check_single(trainer: Any, need: str, rounds: int = 0) -> None:
-    """Refuse a trainer of several processes, and one that has run rounds, if they are given."""
+    """Refuse a trainer of several processes, and one that has run ``rounds``."""
     if trainer.world_size > 1 or rounds:
         found = f"{trainer.world_size} processes" if trainer.world_size > 1 else f"{rounds} rounds done"
         raise FederatedError(f"{need}, found {found}. Make a new FederatedTrainer with devices=1.")
 
 
 def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
-    """Return what a server and its sites must have in common, in words, before the module is trained."""
+    """Return the facts that a server and its sites must share, as texts, before the module is trained."""
     settings: Settings = trainer.fit_loop.settings
     if any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in trainer.callbacks):
         raise FederatedError(
@@ -95,7 +95,7 @@ def facts_of(trainer: Any, module: pl.LightningModule) -> dict[str, str]:
 
 
 def changeable_facts(trainer: Any) -> dict[str, str]:
-    """Return those facts that a callback can change between rounds, of which sites are not told."""
+    """Return the facts that a callback can change between rounds without notice to the sites."""
     algorithm, corrected = trainer.fit_loop.settings.algorithm, trainer.fit_loop.corrected_clip
     clip, by = corrected or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     return {
@@ -137,17 +137,17 @@ def optimizer_facts(trainer: Any) -> dict[str, str]:
 
 
 def rates_of(trainer: Any) -> str:
-    """Return the learning rates with which clients begin, now, of each group of parameters."""
+    """Return the current learning rate of each parameter group, with which clients begin."""
     return _plain([group.get("lr") for one in trainer.optimizers for group in one.param_groups])
 
 
 def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: object) -> None:
-    """Refuse to work for a server that has other facts than the site of a client; warn of patches of libraries."""
+    """Refuse a server whose facts differ from a client's site; warn if only a library's patch version differs."""
     for name, own in sorted(mine.items()):
         other = servers.get(name)
         if own == other:
             continue
-        pairs = zip_longest(own.split("\n"), str(other).split("\n"))  # of a long one, the first line that differs
+        pairs = zip_longest(own.split("\n"), str(other).split("\n"))  # show the first line that differs
         mine_is, servers_is = next((pair for pair in pairs if pair[0] != pair[1]), (own, "not given"))
         found = f"its {name} is {str(mine_is).strip()}, the server's is {printable(str(servers_is).strip(), 500)}"
         if name in _LIBRARIES and other and own.split(".")[:2] == other.split(".")[:2]:
@@ -162,7 +162,7 @@ def check_facts(mine: Mapping[str, str], servers: Mapping[str, str], client: obj
 
 
 def _plain(options: Any) -> str:
-    """Return options as text: plain values as they are, and of anything else the kind."""
+    """Return options as text: plain values as they are, and anything else as its type."""
 
     def plain(value: Any) -> Any:
         return value.item() if isinstance(value, Tensor) and value.numel() == 1 else type(value).__name__

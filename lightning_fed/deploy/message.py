@@ -1,4 +1,4 @@
-"""What passes between server and sites: tensors by name, and a header of plain values; nothing that runs code."""
+"""Messages between server and sites: tensors by name and a header of plain values, nothing that runs code."""
 
 import hashlib
 import json
@@ -27,28 +27,28 @@ from lightning_fed.server.aggregation.mean import averaged_points
 from lightning_fed.settings.settings import Settings
 
 FORMAT = 1
-"""Of messages, one more with every change that an older version could not read."""
+"""The format of messages, incremented with every change that an older version cannot read."""
 
 REGISTER = "register"
-"""The phase before the first round, in which sites say how many examples they have."""
+"""The phase before the first round, in which sites report their numbers of examples."""
 
 WORDS = "words"
-"""The phase before it, if the sites agree on the words of columns: each sends its own."""
+"""The phase before registration, if the sites agree on the words of columns: each sends its own."""
 
 MEASURE = "measure"
-"""Between rounds: what a callback on the server measures of clients."""
+"""The phase between rounds, in which a callback on the server measures clients."""
 
 MOST = 2**53
-"""The largest count: a float has every whole number up to here."""
+"""The largest count: a float represents every whole number up to here."""
 
 MOST_STEPS = 2**20
-"""The most rounds of a run, and the most local steps in a round: schedules step up to them one by one."""
+"""The largest numbers of rounds in a run and of local steps in a round: schedules step to them one by one."""
 
 NAMES = 1000
-"""The most names in one mapping or list."""
+"""The largest number of names in one mapping or list."""
 
 _HEADER = "message"
-_LONGEST = 2**24  # bytes of a header, which take 25 times as many in memory; with the ids of a million clients it fits
+_LONGEST = 2**24  # bytes of a header, which take 25 times as much memory; the ids of a million clients fit
 _LENGTH = 200  # characters of a name
 _SHOWN = 20  # names in an error
 _PARTS = ("server", "cohort_grad", "buffers", "base", "keep", "send")
@@ -61,8 +61,8 @@ class Message:
     """A task for a client, or its reply.
 
     Attributes:
-        header: Numbers, texts, and lists and mappings of them, as JSON has them. Always there are ``format``, ``run``
-            (which run it is of), ``phase``, ``round``, ``attempt`` (how often the round was begun again), ``client``.
+        header: Numbers, texts, and lists and mappings of them, as in JSON. It always has ``format``, ``run`` (the run's
+            name), ``phase``, ``round``, ``attempt`` (how often the round was restarted) and ``client``.
         tensors: Tensors on the CPU, by name.
     """
 
@@ -71,17 +71,17 @@ class Message:
 
     @property
     def client(self) -> ClientId:
-        """Whom it is for, or from."""
+        """The client that the message is for, or from."""
         client: ClientId = self.header["client"]
         return client
 
     def to_bytes(self) -> bytes:
-        """Return it in the format of safetensors, with the header among the file's metadata."""
+        """Return the message in safetensors format, with the header in the metadata."""
         return save(dict(self.tensors), {_HEADER: json.dumps(self.header)})
 
     @staticmethod
     def from_bytes(content: bytes) -> "Message":
-        """Return the message in some bytes, which are read as numbers and texts; nothing in them is run.
+        """Return the message in some bytes, parsed as numbers and texts; nothing is executed.
 
         Args:
             content: What :meth:`to_bytes` returned.
@@ -100,12 +100,12 @@ class Message:
 
 
 def address(task: Message) -> dict[str, Any]:
-    """Return what a reply has of its task's header."""
+    """Return the part of a task's header that its reply repeats."""
     return {name: task.header[name] for name in ("format", "run", "phase", "round", "attempt", "client")}
 
 
 class Fields:
-    """The plain values of a message by name; those out of bounds raise :class:`FederatedError`."""
+    """The plain values of a message by name; values out of bounds raise :class:`FederatedError`."""
 
     def __init__(self, who: str, values: Any, name: str = "header") -> None:
         self._who = who
@@ -119,7 +119,7 @@ class Fields:
         return value
 
     def check(self, name: str, is_good: bool, expected: str) -> None:
-        """Refuse a value that is not good."""
+        """Refuse an invalid value."""
         self._checked(name, self._values.get(name), is_good, expected)
 
     def count(self, name: str, least: int = 0, most: int = MOST) -> int:
@@ -128,7 +128,7 @@ class Fields:
         return int(self._checked(name, value, is_count(value, least, most), f"a whole number from {least} to {bound}"))
 
     def number(self, name: str, least: float = -math.inf) -> float:
-        """Return a number of at least some size, which is finite or none (nan)."""
+        """Return a number of at least ``least``, finite or NaN."""
         return self._number(name, self._values.get(name), least)
 
     def _number(self, name: str, value: Any, least: float = -math.inf) -> float:
@@ -137,11 +137,11 @@ class Fields:
         return float(self._checked(name, value, is_good, f"a finite number{' of at least 0' if least == 0 else ''}"))
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Return numbers by name, which are finite or none (nan)."""
+        """Return numbers by name, finite or NaN."""
         return {key: self._number(f"{name} {key!r}", value) for key, value in self._items(name)}
 
     def text(self, name: str, pattern: re.Pattern[str], expected: str) -> str:
-        """Return a text that a pattern describes."""
+        """Return a text that matches a pattern."""
         value = self._values.get(name)
         return str(self._checked(name, value, isinstance(value, str) and bool(pattern.fullmatch(value)), expected))
 
@@ -166,7 +166,7 @@ class Fields:
 
 
 def check_message(message: Message, what: str) -> str:
-    """Refuse a message of another version, or without the fields that every message has; return what errors call it."""
+    """Refuse a message of another version or without required fields; return its name for errors."""
     header = message.header
     who = f"{what} client {quoted(header.get('client') if isinstance(header, Mapping) else None)}"
     fields = Fields(who, header)
@@ -175,7 +175,7 @@ def check_message(message: Message, what: str) -> str:
             f"{who} has the format {quoted(found)}, and format {FORMAT} is read here. Use the same version of"
             " lightning_fed everywhere."
         )
-    fields.text("run", _RUN, "a name of 16 hex digits")  # it is a folder's name
+    fields.text("run", _RUN, "a name of 16 hex digits")  # it names a folder
     fields.check("phase", isinstance(header.get("phase"), str), "a name")
     fields.count("round", most=MOST_STEPS)
     fields.count("attempt", most=MOST_STEPS)
@@ -213,26 +213,26 @@ def words_in(message: Message, who: str, columns: Iterable[str] | None = None) -
 
 
 def quoted(value: Any) -> str:
-    """Return a plain value as a short text; of a list or mapping, which may be nested without end, its kind."""
+    """Return a plain value as a short text, or the kind of a list or mapping, which may be nested deeply."""
     is_plain = value is None or isinstance(value, (bool, int, float, str))
     return printable(repr(value), 60) if is_plain else kind_of(value)
 
 
 def printable(text: str, most: int = 2000) -> str:
-    """Return a text from elsewhere as one line without control characters, cut to some characters."""
+    """Return an external text as one line without control characters, cut to ``most`` characters."""
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most])
     return safe if len(text) <= most else f"{safe} ..."
 
 
 def digest(value: Tensor) -> str:
-    """Return shape, type and checksum of a tensor. Nobody can find another tensor with the same one."""
+    """Return shape, dtype and checksum of a tensor. Finding another tensor with the same one is infeasible."""
     own = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{list(value.shape)} {value.dtype} {hashlib.blake2b(own.numpy().tobytes(), digest_size=32).hexdigest()}"
 
 
 def check_tensors(who: str, tensors: State, like: State) -> None:
-    """Refuse tensors of other names, shapes or types than those of the module or the method."""
-    for name, value in sorted(tensors.items()):  # safetensors reads them in any order, and the first fault is named
+    """Refuse tensors whose names, shapes or dtypes are not in the module or the method."""
+    for name, value in sorted(tensors.items()):  # safetensors reads in any order; the error names the first fault
         if name not in like:
             known = ", ".join(map(repr, sorted(like)[:_SHOWN]))
             raise FederatedError(f"{who} has a tensor {quoted(name)}, where [{known}] are expected.")
@@ -244,7 +244,7 @@ def check_tensors(who: str, tensors: State, like: State) -> None:
 
 
 def check_finite(who: str, name: str, value: Tensor) -> None:
-    """Refuse a tensor with numbers that are not finite."""
+    """Refuse a tensor with non-finite numbers."""
     if not bool(torch.isfinite(value).all()):
         raise FederatedError(f"{who} has {name!r} with numbers that are not finite. Look at its data and rates.")
 
@@ -255,12 +255,12 @@ def copied(value: Tensor) -> Tensor:
 
 
 def prefixed(part: str, state: State) -> State:
-    """Return tensors under their names in a message, by what they are part of."""
+    """Return tensors under their names in a message, prefixed with their part."""
     return {f"{part}.{name}": value for name, value in state.items()}
 
 
 def parts_of(message: Message, device: torch.device) -> dict[str, State]:
-    """Return the tensors of a message by what they are part of: "server", "send" and so on."""
+    """Return the tensors of a message by part: "server", "send" and so on."""
     parts: dict[str, State] = {part: {} for part in _PARTS}
     for name, value in message.tensors.items():
         part, dot, own = name.partition(".")
@@ -272,7 +272,7 @@ def parts_of(message: Message, device: torch.device) -> dict[str, State]:
 def shared_part(task: Task, moved_buffers: set[str], base: State | None = None) -> State:
     """Return the tensors of a task that are the same for all clients, as copies on the CPU.
 
-    Only buffers that have moved are sent, and base weights of adapters: sites have the others from their module.
+    Only moved buffers and base weights of adapters are sent: sites have the others from their module.
     """
     buffers = {name: value for name, value in task.buffers.items() if name in moved_buffers}
     parts = {"server": task.server, "cohort_grad": task.cohort_grad, "buffers": buffers, "base": base or {}}
@@ -281,10 +281,10 @@ def shared_part(task: Task, moved_buffers: set[str], base: State | None = None) 
 
 
 def task_in(message: Message, index: int, x: Tensor, buffers: State, base: State) -> tuple[Task, State, State]:
-    """Return the task in a message, what the server still keeps for the client, and the base weights of adapters.
+    """Return the task in a message, the client state that the server still keeps, and the base weights of adapters.
 
-    ``x``, ``buffers`` and ``base`` are those of the site's module, which others must resemble in shape and type. Its
-    own buffers stand in for those that are not sent.
+    ``x``, ``buffers`` and ``base`` are from the site's module. The tensors in the message must have their shapes and
+    dtypes. Buffers that are not sent default to the site's own.
     """
     who, header, parts = f"The task for client {message.client!r}", message.header, parts_of(message, x.device)
     if "x" not in message.tensors:
@@ -370,7 +370,7 @@ def check_numbers(message: Message, planned: int, trainer: Any) -> None:
     is_list = isinstance(plateaus, list) and all(isinstance(state, Mapping) for state in plateaus)
     is_own = is_list and [state.keys() for state in plateaus] == keys
     fields.check("plateaus", is_own, "the state of the schedules of this site's module")
-    # A step of the run that it can be at in this round: to get there takes time
+    # Only a step that the run can be at in this round, since stepping to it takes time
     least, most = 0, number * MOST_STEPS
     if settings.local_schedule != "total":
         most = 0
@@ -383,18 +383,18 @@ def check_numbers(message: Message, planned: int, trainer: Any) -> None:
 class Expected:
     """The content of a method's messages in a round."""
 
-    like: State  # a tensor of its shape and type for each
-    implied: frozenset[str]  # the names of those that need not travel
-    model: bool  # whether the model comes in place of the change "delta", so that the server knows the norm of that
+    like: State  # a meta tensor of each message's shape and dtype, by name
+    implied: frozenset[str]  # the names of messages that need not be sent
+    model: bool  # whether the model replaces the change "delta", so that the server computes its norm
 
     @staticmethod
     def of(algorithm: Algorithm, optimizer: FederatedOptimizer, task: Task, client: State) -> "Expected":
-        """Ask the method what a client sends that stays where it is, given what a new client keeps."""
+        """Return the messages that the method sends for a client that does not move, given a new client's state."""
         x, zero = task.x, torch.zeros_like(task.x)
         gradients = dict.fromkeys(algorithm.full_grad_at, zero)
         lr = optimizer.spread(optimizer.rates)
         is_straight, moves = optimizer.plan_of(algorithm).is_straight, optimizer.schedule is not None
-        follows = is_straight and isinstance(lr, float) and (lr != 0 or moves)  # a client's rates may not be zero
+        follows = is_straight and isinstance(lr, float) and (lr != 0 or moves)  # a schedule may raise a zero rate
         local = algorithm.init_local(x, task.server, client)
         run = Run(
             x, zero, task.server, client, local, gradients, dict(task.cohort_grad),
@@ -407,10 +407,10 @@ class Expected:
 
 
 def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: bool = True) -> Message:
-    """Return the reply of one client as a message, without what the server can work out.
+    """Return the reply of one client as a message, without the parts that the server can compute.
 
-    ``bound`` is the largest norm of a message under differential privacy: the message then describes nothing else.
-    Seconds are left out unless ``timed``, since they depend on the examples.
+    ``bound`` is the largest norm of a message under differential privacy: the report then has only the steps. Seconds
+    are left out unless ``timed``, since they depend on the examples.
     """
     for error in reply.failed.values():
         return Message({**address(task), "failed": str(error)})
@@ -420,11 +420,11 @@ def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: boo
         if name in reply.implied:
             continue
         once = first.setdefault((value.data_ptr(), value.shape), name)
-        if once != name:  # one tensor under two names travels once
+        if once != name:  # a tensor with two names is sent once
             same[name] = once
         elif bound is not None:
             tensors[f"send.{name}"] = copied(value[0] * min(1.0, bound / max(float(value[0].norm()), bound)))
-        elif name == "delta" and reply.models is not None:  # which is what is summed, and gives the change as well
+        elif name == "delta" and reply.models is not None:  # the server sums models, and computes the change
             tensors["model"] = copied(reply.models[0])
         else:
             tensors[f"send.{name}"] = copied(value[0])
@@ -502,7 +502,7 @@ def reply_of(
     if report.steps and not examples:
         raise FederatedError(f"{who} reports {report.steps} local steps on no examples.")
     moved = replace(reply, reports=(report,), examples=(examples,))
-    changes = None if report.steps else torch.zeros_like(x)[None]  # nobody moves without a step
+    changes = None if report.steps else torch.zeros_like(x)[None]  # no client moves without a step
     if algorithm.local_work and not report.steps:
         return replace(moved, changes=changes, implied=())
     models = None
@@ -534,7 +534,7 @@ def _report(client: ClientId, size: int, steps: int, header: Mapping[str, Any], 
     report, metrics = Fields(who, header.get("report"), "report"), Fields(who, header).numbers("metrics")
     seconds = report.number("seconds", 0)
     report.check("seconds", seconds == seconds, "a number")
-    if not abs(metrics.get("step", 0.0)) <= MOST:  # Lightning's loggers take it for the number of the step
+    if not abs(metrics.get("step", 0.0)) <= MOST:  # Lightning's loggers use it as the step number
         raise FederatedError(f"{who} is not valid: its metrics 'step' is {metrics['step']!r}, which no logger takes.")
     norm = report.number("update_norm", 0)
     return ClientReport(client, size, report.count("steps", most=steps), report.number("loss"), metrics, norm, seconds)
@@ -546,7 +546,7 @@ def _check_finite(who: str, *numbers: float) -> None:
 
 
 def _check_names(who: str, found: Iterable[str], expected: Iterable[str]) -> None:
-    """Refuse messages that are not those of the method."""
+    """Refuse messages whose names differ from the method's."""
     if set(found) != set(expected):
         names = [quoted(name) for name in sorted(found)[:_SHOWN]]
         raise FederatedError(f"{who} has the messages [{', '.join(names)}], where {sorted(expected)} are expected.")

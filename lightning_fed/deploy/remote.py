@@ -1,4 +1,4 @@
-"""Clients that are elsewhere: the data module of a fit, and the half of its rounds that asks them."""
+"""Remote clients: the data module of a fit, and the half of its rounds that asks them."""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class RemoteClients(FederatedDataModule):
     """The clients of a run on remote sites, and the server's own validation set.
 
     A fit with them is like any other fit. It asks the clients when a simulation calls its engine. Callbacks, loggers,
-    validation, early stopping, checkpoints and ``ckpt_path`` work as always. The parameters have the same bits::
+    validation, early stopping, checkpoints and ``ckpt_path`` work as usual. The parameters have the same bits::
 
         trainer.fit(model, RemoteClients(transport, client_ids, val=val), ckpt_path="last")
 
@@ -57,20 +57,20 @@ class RemoteClients(FederatedDataModule):
         val: The validation set of the server model, as for :class:`lightning_fed.FederatedDataModule`.
         max_examples: The largest number of examples that a client may have. A client's weight is the number that its
             site states.
-        batch_size: The batch size that the data module of every site must have. None: sites may differ, and the log
-            warns.
+        batch_size: The batch size that the data module of every site must have. With None, sites may differ, with a
+            warning in the log.
         agree_on: The columns whose words the sites agree on before the first round: each sends its own, and all get the
             sorted words of all. ``val`` may then be a function that returns the validation set, given the words by
             column.
-        evaluation: Other arguments of that class that concern evaluation: ``test``, ``eval_batch_size``, ``transform``
-            and the like.
+        evaluation: Evaluation arguments of ``FederatedDataModule``: ``test``, ``eval_batch_size``, ``transform`` and
+            the like.
 
     Raises:
-        FederatedError: If the ids are not ids, or the transport is not one. In a fit: if the trainer runs several
+        FederatedError: If the ids or the transport are invalid. In a fit: if the trainer runs several
             processes or an asynchronous server, or clients do not register.
     """
 
-    _val_may_come = False  # though there is a setup
+    _val_may_come = False  # although setup is overridden
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class RemoteClients(FederatedDataModule):
         self._stated: tuple[pl.LightningModule, dict[str, str]] | None = None
 
     def setup(self, stage: str) -> None:
-        """Check the trainer, and note what sites must have in common with it and with the module as it was made."""
+        """Check the trainer, and record the facts of it and of the untrained module that sites must share."""
         loop = None if self.trainer is None else self.trainer.fit_loop
         if stage != "fit" or not isinstance(loop, FederatedLoop):
             return
@@ -115,9 +115,9 @@ class RemoteClients(FederatedDataModule):
                 " sampler=UpdateNormSampler(...), which uses the norms of earlier rounds."
             )
         if self._make_val is not None:
-            loop.epoch_loop.val_loop._restarting = True  # so that Lightning runs no sanity check before there are words
+            loop.epoch_loop.val_loop._restarting = True  # skips Lightning's sanity check before there are words
         module = trainer.lightning_module
-        if self._stated is None or self._stated[0] is not module:  # a second fit finds it trained
+        if self._stated is None or self._stated[0] is not module:  # it is trained in a second fit
             self._stated = module, facts_of(trainer, module)
 
     def connect_clients(self) -> "RemoteWork":
@@ -190,20 +190,20 @@ class RemoteClients(FederatedDataModule):
 
 
 class RemoteWork(ClientHalf):
-    """Ask clients on their sites for what a round needs, all of a phase at once."""
+    """Ask clients on their sites for a round's work, all clients of a phase at once."""
 
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer, self._exchange, self._sites = trainer, exchange, exchange.sites
         self._loop, self._settings = trainer.fit_loop, trainer.fit_loop.settings
-        self._facts = changeable_facts(trainer)  # as the sites have them
-        self._fit = secrets.token_hex(4)  # sites keep states by it: another server may continue the same run
-        self._attempt = -1  # how often the round was begun before
+        self._facts = changeable_facts(trainer)  # the sites' values
+        self._fit = secrets.token_hex(4)  # sites store states by it: another server may continue the same run
+        self._attempt = -1  # the number of earlier starts of the round
         self._measured_in, self._measured = -1, 0  # the round, and the measurements in it
-        self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # with the examples that each went through
+        self._replied: dict[ClientId, tuple[ClientReport, int]] = {}  # and the examples that each processed
 
     @property
     def engine_names(self) -> list[str]:
-        """No engine of this process."""
+        """A placeholder: no engine runs in this process."""
         return ["elsewhere"]
 
     def participants(
@@ -255,13 +255,13 @@ class RemoteWork(ClientHalf):
         self._replied = {}
 
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
-        """Return all clients: they are asked at once."""
+        """Return all clients as one chunk: they are asked at once."""
         return [clients] if clients else []
 
     def answer(self, task: Task, clients: Sequence[int], states: ClientStates) -> Iterator[Reply]:
-        """Yield the replies as they come.
+        """Yield the replies as they arrive.
 
-        Gradients of small models are put together as a simulation puts them together: their sum has its bits.
+        Gradients of small models are grouped as in a simulation, so their sum has the same bits.
         """
         most = gradients_together(task.x) if task.phase == GRADIENTS else 1
         replies = self._ask(task, self._attempt)
@@ -283,7 +283,7 @@ class RemoteWork(ClientHalf):
                 group.append(own)
 
     def _ask(self, task: Task, attempt: int, **measure: Any) -> Iterator[Reply]:
-        """Yield the replies of the clients of a task that are there; ``measure`` describes a measurement."""
+        """Yield the replies of a task's registered clients; ``measure`` describes a measurement."""
         self._refuse_changes(task.round)
         ids, versions = self._loop.population.ids, self._loop.run_state.sites["versions"]
         lora = self._loop.state.lora
@@ -315,7 +315,7 @@ class RemoteWork(ClientHalf):
         if task.phase == TRAIN:
             expected = Expected.of(algorithm, self._loop.prepared.optimizer, task, self._loop.state.new_client())
             settings = self._settings
-            if settings.compression or settings.attack or settings.is_private:  # their sites send other changes
+            if settings.compression or settings.attack or settings.is_private:  # their sites send modified changes
                 expected = replace(expected, model=False)
 
         def read(message: Message) -> Reply:
@@ -328,7 +328,7 @@ class RemoteWork(ClientHalf):
     def measure_on_sites(  # type: ignore[override]
         self, what: str, steps: int, client_ids: Sequence[ClientId], own: bool
     ) -> dict[ClientId, dict[str, float]]:
-        """Return what sites measure of the clients that are there and answer; see :class:`ClientHalf`."""
+        """Return the sites' measurements of the clients that answer; see :class:`ClientHalf`."""
         server: Server = self._loop.state
         if self._measured_in != server.round:
             self._measured_in, self._measured = server.round, 0
@@ -342,7 +342,7 @@ class RemoteWork(ClientHalf):
         return {client_id: found[client_id] for client_id in client_ids if client_id in found}
 
     def end_training(self) -> None:
-        """Log what the clients have logged, as the engine of a simulation does while they work."""
+        """Log the values that clients have logged, like the engine of a simulation during their work."""
         results = self._loop.epoch_loop._results
         for client_id in sorted(self._replied, key=self._loop.population.index_of):
             report, examples = self._replied[client_id]
@@ -351,12 +351,12 @@ class RemoteWork(ClientHalf):
                 results.log("training_step", name, torch.tensor(value, dtype=torch.float64), **flags)
 
     def savepoint(self) -> Callable[[], None]:
-        """Return a function that takes back what is logged from here on."""
+        """Return a function that undoes all logging from here on."""
         undo: Callable[[], None] = self._loop.epoch_loop._results.savepoint()
         return undo
 
     def completed(self, report: RoundReport) -> None:
-        """Note which states the clients keep now, and let those that have come late take part."""
+        """Record the states that the clients keep now, and let clients that registered late take part."""
         run = self._loop.run_state
         if self._settings.clients_keep_state:
             version = report.round + 1, self._fit

@@ -18,7 +18,7 @@ from lightning_fed.deploy.remote import RemoteClients
 from lightning_fed.deploy.site_process import Maker, called
 from lightning_fed.deploy.transport import Transport
 
-_PATIENCE = 30.0  # seconds in which another run that works with the checkpoint is to end
+_PATIENCE = 30.0  # seconds to wait until another run with the checkpoint ends
 _log = logging.getLogger("lightning_fed.deploy")
 
 
@@ -33,7 +33,7 @@ def serve(
     batch_size: int | None,
     agree_on: Sequence[str],
 ) -> None:
-    """Fit with what functions make, or their names say, and with clients over a transport."""
+    """Fit with the objects that functions make, given directly or by name, and with clients over a transport."""
     ids: Any = called(client_ids)() if callable(client_ids) or isinstance(client_ids, str) else client_ids
     transport, val = transport_to(ids), None if make_val is None else called(make_val)
     if val is not None and not agree_on:
@@ -43,9 +43,9 @@ def serve(
 
 
 def fit(trainer: pl.Trainer, module: pl.LightningModule, clients: RemoteClients, checkpoint: Path) -> None:
-    """Run all rounds, from the checkpoint if it is there; no other run may use it meanwhile."""
+    """Run all rounds, from the checkpoint if it exists; no other run may use it meanwhile."""
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    try:  # the system frees the lock, however the process ends
+    try:  # the system frees the lock in any case
         held = FileLock(f"{checkpoint}.lock", timeout=_PATIENCE).acquire()
     except Timeout as error:
         raise FederatedError(
@@ -60,13 +60,13 @@ def fit(trainer: pl.Trainer, module: pl.LightningModule, clients: RemoteClients,
 
 
 class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
-    """Save every round, after all other callbacks, and keep the checkpoint of the round before."""
+    """Save every round, after all other callbacks, and keep the previous round's checkpoint."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint, self._report = checkpoint, ""
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
-        """Note what there is to log once the round is saved."""
+        """Prepare the line to log once the round is saved."""
         done = round_report
         self._report = f"Round {done.round}: clients {list(done.clients)}, loss {done.loss:.6g}."
 
@@ -79,11 +79,11 @@ class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
 
 
 def _keep(file: Path, other: Path) -> None:
-    """Give a file another name as well; at no moment is there less under either name than before."""
+    """Give a file a second name; at every moment, both names keep at least their former content."""
     work = other.with_name(f".{other.name}.new")
     work.unlink(missing_ok=True)
     try:
         os.link(file, work)
-    except OSError:  # some network disks have no such links
+    except OSError:  # some network disks have no hard links
         shutil.copyfile(file, work)
     os.replace(work, other)

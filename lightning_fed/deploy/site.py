@@ -1,4 +1,4 @@
-"""A site of a run: one client's data, or those of several, and what they keep."""
+"""A site of a run: the data of one or several clients, and their states."""
 
 import logging
 import os
@@ -56,21 +56,21 @@ _log = logging.getLogger("lightning_fed.deploy.site")
 
 
 class FederatedSite(AbstractContextManager["FederatedSite"]):
-    """Answer a server's tasks with data that stay here.
+    """Answer a server's tasks with data that stay on this site.
 
-    A task may come twice, also after the process was killed. The same task has the same answer. Client states stay on
-    this site's own disk, and only the method's messages leave it. Several runs may alternate.
+    A task may arrive twice, even after the process was killed. The same task gets the same answer. Client states stay
+    on this site's own disk, and only the method's messages leave it. Several runs may alternate.
 
     The site does what its own trainer would do, and no more. The page "What a server can do to a site" of the
-    documentation lists the limits. Each answer and each refusal is a line of the logger ``lightning_fed.deploy.site``.
+    documentation lists the limits. The logger ``lightning_fed.deploy.site`` logs every answer and every refusal.
 
     Args:
-        trainer: A trainer with the arguments of the server's, in one process.
-        model: The module, as the server's constructor makes it.
+        trainer: A trainer with the arguments of the server's trainer, in one process.
+        model: The module, constructed as on the server.
         data: A data module with the clients of this site alone.
         client_id: The client, or a list of clients.
-        state_dir: A folder for their states, of this site alone. With ``client_privacy``, also for the secret of the
-            noise, and for the account of what its clients have spent in all runs.
+        state_dir: A folder for their states, which no other site uses. With ``client_privacy``, it also has the secret
+            of the noise, and the account of its clients' privacy budget spent in all runs.
         max_epsilon: With ``client_privacy``, the largest epsilon that a client may spend in all runs: the site answers
             no task beyond it. It refuses a trainer without ``client_privacy``.
         delta: The delta of this epsilon, by default that of ``client_privacy``.
@@ -106,11 +106,11 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             try:
                 self._privacy = SitePrivacy(Path(state_dir) / "privacy", privacy, max_epsilon, delta)
             except FederatedError:
-                self._states.close()  # the next site may use the folder, once it is repaired
+                self._states.close()  # the next site may use the folder once it is repaired
                 raise
         self._clients: ClientsOutsideFit | None = None
-        self._agreed: dict[str, Any] = {}  # the clients and words of the run that these were made for
-        self._run = ""  # whose task was the last one
+        self._agreed: dict[str, Any] = {}  # the clients and words that ``_clients`` was made for
+        self._run = ""  # the run of the last task
 
     def answer(self, task: Message) -> Message:
         """Return the reply to a task.
@@ -126,7 +126,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         try:
             reply = self._answer(task)
         except FederatedError as error:
-            _log.warning("%s refused: %s", _title(task), printable(str(error)))  # it may quote the message
+            _log.warning("%s refused: %s", _title(task), printable(str(error)))  # the error may quote the message
             raise
         except Exception:
             with self._sealed():
@@ -169,7 +169,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         return self._work(task, self._made(agreed, run))
 
     def _share(self, task: Message) -> Message:
-        """Return the words of the columns that the server asks for, if the site's operator lets them leave."""
+        """Return the words of the requested columns, if the site's operator shares them."""
         asked: Any = task.header.get("columns")
         columns = asked if isinstance(asked, list) else [asked]
         self._check_shared(columns, task.client)
@@ -177,7 +177,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             return Message({**address(task), "words": dict(self._data.column_words(columns))})
 
     def _check_shared(self, columns: Sequence[Any], client_id: ClientId) -> None:
-        """Refuse words of columns that are not shared: which of the server's own words are here would tell them."""
+        """Refuse columns that are not shared: the server could test which of its words are here."""
         if wrong := [name for name in columns if name not in self._shared]:
             raise FederatedError(
                 f"The server asks for the words of column {quoted(wrong[0])}, and the site of client {client_id!r}"
@@ -207,7 +207,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         return Message({**address(task), **facts})
 
     def _made(self, agreed: dict[str, Any], run: str) -> "ClientsOutsideFit":
-        """Return what answers for the clients in a run; they are made ready at the first task."""
+        """Return the object that answers for the clients in a run, created at the first task."""
         if self._clients is not None and self._agreed != agreed:
             self._leave()
         if self._clients is None:
@@ -216,7 +216,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
                 self._data.use_words(agreed["words"])
                 self._clients = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, among)
         elif self._run != run:
-            self._clients.forget_round()  # of another run, which may have the same number
+            self._clients.forget_round()  # a round of another run may have the same number
         self._run = run
         return self._clients
 
@@ -279,7 +279,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
 
     @contextmanager
     def _sealed(self) -> Iterator[None]:
-        """Under record-level privacy, keep errors of work on data here: they may describe an example."""
+        """Under record-level privacy, keep errors from work on data here, since they may describe an example."""
         try:
             yield
         except Exception as error:
@@ -310,7 +310,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             self._clients = None
 
     def close(self) -> None:
-        """Let go of the module and of the folder."""
+        """Release the module and the folder."""
         self._leave()
         self._states.close()
 
@@ -329,14 +329,14 @@ def _kilobytes(message: Message) -> float:
 
 
 class ClientsOutsideFit:
-    """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, and none running.
+    """Answer tasks for clients, with module, data, strategy and precision set up as for a fit, but without one.
 
-    Rounds may come in any order, any number of times. The module and the data module get the hooks that begin and end a
-    fit. The module also gets those that begin and end an epoch, around each client's work in a round. Callbacks get the
-    hooks of clients and batches.
+    Rounds may arrive in any order, any number of times. The module and the data module get the hooks at the start and
+    end of a fit. The module also gets the epoch's start and end hooks around each client's work in a round. Callbacks
+    get the hooks of clients and batches.
 
-    The data of ``clients`` (by default of all) is here. ``among`` has the ids of all clients if the data module does
-    not.
+    The data of ``clients`` (by default, of all clients) is here. ``among`` has the ids of all clients if the data
+    module does not.
     """
 
     def __init__(
@@ -351,8 +351,8 @@ class ClientsOutsideFit:
         need = "Clients work outside a fit with a trainer of one process that has run none"
         loop: Any = trainer.fit_loop
         check_single(trainer, need, loop.round)
-        self._round: int | None = None  # whose hooks have been called
-        self._has_begun = False  # the clients' work in it
+        self._round: int | None = None  # the round whose start hooks were called
+        self._has_begun = False  # whether the clients' work in it has begun
         self._is_ready = False
         self._unsent: set[str] = set()  # names of logged values that stay here
         try:
@@ -369,18 +369,18 @@ class ClientsOutsideFit:
         flat = self.prepared.flat
         self.optimizer_facts = optimizer_facts(trainer)
         self.device, self.buffers = flat.y.device, self.prepared.buffers.read()
-        self._personal = flat.personal.clone()  # of a new client
+        self._personal = flat.personal.clone()  # a new client's parameters
         self.start = flat.y.clone()  # x^0, if the module here began as the server's
         self.base = State() if self.prepared.lora is None else self.prepared.lora.weights
         self._base = {name: value.clone() for name, value in self.base.items()}  # at the start
         self._here = set(map(self.population.index_of, self.work.plans.clients))
 
     def _set_up(self, module: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
-        """Do what Lightning does before a fit loop runs."""
+        """Run Lightning's setup before a fit loop."""
         trainer = self.trainer
         check_trainer(trainer)
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # of a fit
-        trainer.loggers = [DummyLogger()] if trainer.loggers else []  # the server's log; here they would make folders
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, pl.callbacks.ProgressBar)]  # no fit runs
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []  # the server logs; these would make folders
         trainer.strategy._lightning_module = module
         trainer.state.fn, trainer.training = TrainerFn.FITTING, True
         trainer._data_connector.attach_data(module, datamodule=datamodule)
@@ -397,7 +397,7 @@ class ClientsOutsideFit:
         call._call_lightning_module_hook(trainer, "on_fit_start")
 
     def states(self, task: Task, store: ClientStore) -> ClientStates:
-        """Return what the clients of a task keep in a store, which the caller commits once the replies are sent."""
+        """Return the client states of a task in a store; the caller commits it once the replies are complete."""
         algorithm, prepared = self.work.algorithm, self.prepared
 
         def new() -> State:
@@ -413,12 +413,12 @@ class ClientsOutsideFit:
         return ClientStates(new, store, expected)
 
     def use_base(self, base: State) -> None:
-        """Use other base weights of adapters, with ``lora="exact"``; none for those of the start."""
+        """Set base weights of adapters, with ``lora="exact"``; missing ones return to their values at the start."""
         for name, own in self.base.items():
             own.copy_(base.get(name, self._base[name]))
 
     def amounts(self, client_id: ClientId) -> dict[str, int]:
-        """Return what a server plans the work of a client with: its numbers of examples and of batches."""
+        """Return a client's numbers of examples and batches, with which a server plans its work."""
         batches = self.trainer.datamodule.client_batches(client_id)
         return {"size": batches.size, "batches": batches.num_batches() if batches.size else 0}
 
@@ -427,7 +427,7 @@ class ClientsOutsideFit:
         return sum(member.steps for member in self.work.participants({client_id: 1}, round))
 
     def costs(self, task: Task, index: int) -> tuple[int, int, int]:
-        """Return the batches in an epoch of a client, the steps of its task, and the most of them in an epoch."""
+        """Return a client's batches per epoch, the steps of its task, and the most steps in one epoch."""
         (plan,) = self.work.plans_of(task, [index])
         return plan.batches.num_batches(), plan.participant.steps, max(plan.epochs, default=0)
 
@@ -438,10 +438,10 @@ class ClientsOutsideFit:
         plateaus: Sequence[Mapping[str, Any]] = (),
         rates: str | None = None,
     ) -> Iterator[Reply]:
-        """Yield the replies of the clients that a task names and that are here; each is valid until the next one.
+        """Yield the replies of a task's clients that are here; each is valid until the next one.
 
-        Client states go to ``states``. ``plateaus`` are those of ``PreparedModule.set_round``. ``rates`` are those with
-        which the server begins the round.
+        Client states go to ``states``. ``PreparedModule.set_round`` gets ``plateaus``. ``rates`` are the server's
+        learning rates at the start of the round.
         """
         clients = [index for index in task.clients if index in self._here]
         task = replace(task, server=self.prepared.optimizer.placed(task.server))
@@ -451,7 +451,7 @@ class ClientsOutsideFit:
             try:
                 first = list(islice(replies, 1))
                 break
-            except (FederatedError, RuntimeError) as error:  # no reply is out yet, so the work may start again
+            except (FederatedError, RuntimeError) as error:  # no reply is out yet, so the work may restart
                 if (restart := self.work.restart_after(error)) is None:
                     raise
             self.work.restart(task.round, restart)
@@ -465,7 +465,7 @@ class ClientsOutsideFit:
         self.trainer._logger_connector.reset_results()
 
     def _warn_of_unsent(self) -> None:
-        """Log once which values that local steps have logged stay here: a reply has means alone."""
+        """Log once the logged values of local steps that stay here: a reply has only means."""
         unsent = self.trainer.fit_loop.epoch_loop._results.without_client_mean - self._unsent
         if unsent:
             self._unsent |= unsent
@@ -491,14 +491,14 @@ class ClientsOutsideFit:
         plateaus: Sequence[Mapping[str, Any]] = (),
         kept: ClientStates | None = None,
     ) -> dict[str, float]:
-        """Return what is measured of one client, between rounds.
+        """Return a measurement of one client, between rounds.
 
-        "loss" is its mean training loss. "val" and "train" are what ``validation_step`` logs on its validation set or
-        training set, after some local steps of fine-tuning. Given what the client keeps, its own model is measured.
+        "loss" is its mean training loss. "val" and "train" are the values that ``validation_step`` logs on its
+        validation or training set, after ``steps`` local steps of fine-tuning. ``kept`` selects its own model.
         """
         engine, index = self.work.engine, self.population.index_of(client_id)
         if task.round != self._round:
-            self.forget_round()  # whose rates are replaced here
+            self.forget_round()  # set_round replaces its rates
         self.prepared.set_round(task.round, plateaus)
         self.prepared.begin_round(task.first_step)
         x, buffers = torch.cat([task.x, self._personal]), task.buffers
@@ -531,13 +531,13 @@ class ClientsOutsideFit:
             self._has_begun = True  # local work continues from this round's gradients
 
     def forget_round(self) -> None:
-        """Restart the round with the next task, after a client has failed or a measure of another round."""
+        """Make the next task restart the round, after a client's failure or a measure of another round."""
         self._round = None
         self.work.end()
         self.trainer._logger_connector.reset_results()
 
     def close(self) -> None:
-        """Do what Lightning does after a fit: the module is then free for others, with the values of the start."""
+        """Run Lightning's teardown of a fit; the module is then free for others, with its values at the start."""
         trainer = self.trainer
         if trainer.state.fn is None:
             return

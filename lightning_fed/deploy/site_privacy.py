@@ -1,4 +1,4 @@
-"""Record-level privacy on a site: the secret of its noise, and the account of what its clients have spent."""
+"""Record-level privacy on a site: the secret of its noise, and the account of its clients' spent budget."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from lightning_fed.deploy.message import Message, digest
 from lightning_fed.deploy.site_states import append_private, write_private
 from lightning_fed.server.privacy import ClientPrivacy, epsilon_of
 
-_BYTES = 32  # of the secret, and of digests
+_BYTES = 32  # length of the secret and of digests
 
 
 def check_budget(max_epsilon: Any, delta: Any, privacy: ClientPrivacy | None) -> None:
-    """Raise for a budget of privacy that is not one, or that nothing is accounted for."""
+    """Raise if a privacy budget is invalid, or if the trainer has no ``client_privacy``."""
     for name, value, interval in (("max_epsilon", max_epsilon, "(0, inf)"), ("delta", delta, "(0, 1)")):
         if value is None:
             continue
@@ -33,12 +33,12 @@ def check_budget(max_epsilon: Any, delta: Any, privacy: ClientPrivacy | None) ->
 
 
 class SitePrivacy:
-    """The randomness of a site's answers, and what they spend of the privacy of its examples.
+    """The randomness of a site's answers, and the privacy of its examples that they spend.
 
-    A task's noise and batches follow from the site's secret and from all of the task. So the same task has the same
-    answer, and any other task has independent noise. Every distinct task that was answered counts, in all runs of the
-    folder. A task whose answer would differ from the first one is refused: both have the same noise. The secret and the
-    account are in a folder of this site alone.
+    The site's secret and the task's digest determine its noise and batches. So the same task has the same answer, and
+    any other task has independent noise. Every distinct task that was answered counts, in all runs of the folder. A
+    task whose answer would differ from the first one is refused, since both have the same noise. No other site uses
+    the folder of the secret and the account.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SitePrivacy:
         self._spent: dict[ClientId, Counter[tuple[float, int]]] = {}
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            folder.chmod(0o700)  # whatever the umask
+            folder.chmod(0o700)  # regardless of the umask
             flush_folder(folder.parent)
             self._load()
             self._key = _secret_in(self._secret)
@@ -64,19 +64,19 @@ class SitePrivacy:
         return seed_of(self._key, digest_of(task))
 
     def epsilon(self, client: ClientId, more: Counter[tuple[float, int]] | None = None) -> float:
-        """Return what a client has spent, in all runs, and would spend with more noisy sums."""
+        """Return the epsilon of a client in all runs so far, including ``more`` noisy sums."""
         return epsilon_of(self._spent.get(client, Counter()) + (more or Counter()), self.delta)
 
     def answer(self, task: Message, batches: int, steps: int, per_epoch: int, work: Callable[[], Message]) -> Message:
-        """Return the answer of ``work``, which counts before it leaves the site, also if the work fails.
+        """Return the answer of ``work``, which counts before it leaves the site, even if the work fails.
 
         Raise if the client would spend more than its budget, or if the answer is not the one given before. The cost
-        follows from the batches in an epoch of the client, the requested local steps, and the most of them in an epoch.
+        depends on the client's ``batches`` in an epoch, the requested local ``steps``, and the most steps in an epoch.
         """
         client, key = task.client, digest_of(task)
         first, paid = self._answers.get((client, key), ("", Counter()))
         costs = Counter[tuple[float, int]]()
-        if not first:  # what a failed try has paid may be of other data
+        if not first:  # a failed try may have paid for other data: pay the difference
             of_one, count = self.privacy.sums(batches, steps, per_epoch)
             costs = Counter({(self.privacy.noise_multiplier, of_one): count}) - paid
             would = self.epsilon(client, costs)
@@ -110,7 +110,7 @@ class SitePrivacy:
 
     def _load(self) -> None:
         if not self._account.is_file():
-            if self._secret.is_file():  # which is made later
+            if self._secret.is_file():  # the secret is made after the account
                 raise FederatedError(
                     f"{self._account} is missing. It holds what the site's clients have spent of their privacy. Restore"
                     " it."
@@ -118,7 +118,7 @@ class SitePrivacy:
             write_private(self._account, b"")
         content = self._account.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:  # the power was cut before this answer had left
+        if whole != content:  # a power cut came before this answer left the site
             write_private(self._account, whole)
         try:
             for line in map(json.loads, whole.splitlines()):
@@ -132,7 +132,7 @@ class SitePrivacy:
 
 
 def _secret_in(path: Path) -> bytes:
-    """Return the secret in a file, made by the operating system if there is none."""
+    """Return the secret in a file; let the operating system make one if there is none."""
     if not path.is_file():
         write_private(path, secrets.token_bytes(_BYTES))
     path.chmod(0o600)
@@ -142,12 +142,12 @@ def _secret_in(path: Path) -> bytes:
 
 
 def seed_of(secret: bytes, task: str) -> int:
-    """Return the seed for a task by its digest; without the secret, it cannot be distinguished from a random number."""
+    """Return the seed for a task's digest; without the secret, it is indistinguishable from a random number."""
     return int.from_bytes(hashlib.blake2b(task.encode(), key=secret, digest_size=_BYTES).digest(), "little")
 
 
 def digest_of(message: Message) -> str:
-    """Return a digest of a message: of all but how often its round was begun, and by which fits of the run."""
+    """Return a digest of a message, without its round's attempt and the run's fits."""
     header = {name: value for name, value in message.header.items() if name not in ("attempt", "fit", "of")}
     tensors = {name: digest(value) for name, value in message.tensors.items()}
     whole = json.dumps([header, tensors], sort_keys=True).encode()

@@ -1,7 +1,7 @@
-"""The resident process of a site, with PyTorch, the model and the data, and the hand that gives it tasks one by one.
+"""The resident process of a site, with PyTorch, the model and the data, and the class that sends it tasks one by one.
 
-It is started by the first task, and ends with the SuperNode or after an hour without a task; the next one starts it.
-Importing this file imports no PyTorch: Flower starts an interpreter for every message.
+The first task starts it. It ends with the SuperNode, or after an hour without a task; the next task starts it again.
+Importing this file does not import PyTorch, since Flower starts an interpreter for every message.
 """
 
 import hashlib
@@ -27,28 +27,28 @@ from typing import Any, TypeAlias
 from lightning_fed.core.errors import FederatedError
 
 STARTED_BY = os.getppid()
-"""The process that has started this one; of an orphan, the system's first one, if it was one already."""
+"""The process that started this one, or the system's first process if this one was already an orphan."""
 
 Maker: TypeAlias = Callable[..., Any] | str
-"""A function of the user's, or its name, ``"module:function"``."""
+"""A user's function, or its name, ``"module:function"``."""
 
-_IDLE = 3600.0  # seconds without a task after which it ends
-_PATIENCE = 60.0  # seconds in which a predecessor is to end
-_TRIES = 3  # how often a process that ends during a task is restarted
-_LOOK = 0.1  # seconds between two looks for the socket of a process that has been started
+_IDLE = 3600.0  # seconds without a task until the process ends
+_PATIENCE = 60.0  # seconds to wait until a predecessor ends
+_TRIES = 3  # attempts, if the process ends during a task
+_LOOK = 0.1  # polling interval in seconds
 _LOG_SIZE = 10 * 2**20  # bytes
 _SHOWN = 2000  # characters of the log in an error
-_READY, _NOT_MINE = b"Y", b"N"  # what is said to a specification: whether it is this process's, or it ends now
+_READY, _NOT_MINE = b"Y", b"N"  # replies to a specification: a match, or else this process ends
 _LIMITS = ("max-epsilon", "privacy-delta", "share-words")
-# Not from the folder in which the transport was started, whose copy of the app may be another one than was sent. From
-# Python 3.11 on, PYTHONSAFEPATH does the same for this process and those that it starts.
+# Do not import from the folder in which the transport was started: its copy of the app may differ from the one sent.
+# From Python 3.11 on, PYTHONSAFEPATH does the same for this process and its children.
 _MAIN = "import sys; sys.path[:] = filter(None, sys.path); from lightning_fed.deploy.site_process import main; main()"
 
 
 class SiteProcess:
-    """The resident process of this site, started if it is not there; it makes trainer, model and data by name.
+    """The resident process of this site, started on demand; it creates trainer, model and data by name.
 
-    It ends with ``parent``: by default the process that has started this one, which is Flower's and ends with the
+    It ends with ``parent``. By default, this is the process that started this one: it is Flower's, and ends with the
     SuperNode.
     """
 
@@ -61,7 +61,7 @@ class SiteProcess:
         )
 
     def answer(self, tasks: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the answers to some tasks: replies, and refusals."""
+        """Return the answers to some tasks: replies or refusals."""
         answers: dict[str, bytes] = {}
         for _ in range(_TRIES):
             try:
@@ -77,7 +77,7 @@ class SiteProcess:
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:
-        """Yield a connection to the process of this very app."""
+        """Yield a connection to the process of exactly this app."""
         process: subprocess.Popen[bytes] | None = None
         while True:
             try:
@@ -93,7 +93,7 @@ class SiteProcess:
                     with connection:
                         yield connection
                     return
-            time.sleep(_LOOK)  # that of another app, or of a SuperNode that has ended: it ends now
+            time.sleep(_LOOK)  # a process of another app, or of an ended SuperNode, ends now
 
     def _start(self) -> "subprocess.Popen[bytes]":
         self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,11 +134,11 @@ class SiteWorker:
         self._site: Any = None
 
     def serve(self) -> None:
-        """Answer until the SuperNode ends, another app comes, or nothing has come for an hour."""
+        """Answer until the SuperNode ends, another app connects, or an hour passes without a task."""
         from filelock import FileLock
 
         end_with(self.spec["parent"])
-        with FileLock(self.socket.with_suffix(".lock"), timeout=_PATIENCE):  # the system frees it, whatever happens
+        with FileLock(self.socket.with_suffix(".lock"), timeout=_PATIENCE):  # the system frees it in any case
             self.socket.unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 listener.bind(str(self.socket))
@@ -152,12 +152,12 @@ class SiteWorker:
             self._leave()
 
     def _serve_one(self, listener: socket.socket) -> bool:
-        """Serve one connection; return whether to go on."""
+        """Serve one connection; return whether to continue."""
         try:
             accepted, _ = listener.accept()
         except TimeoutError:
             return False
-        with Connection(accepted.detach()) as connection, suppress(EOFError):  # the end of a ClientApp that is done
+        with Connection(accepted.detach()) as connection, suppress(EOFError):  # a ClientApp is done
             try:
                 if connection.recv_bytes() != spec_of(self.spec):
                     connection.send_bytes(_NOT_MINE)
@@ -165,7 +165,7 @@ class SiteWorker:
                 connection.send_bytes(_READY)
                 while True:
                     connection.send_bytes(self.answer(connection.recv_bytes()))
-            except OSError as error:  # a ClientApp that has ended; the server will ask again
+            except OSError as error:  # the server will ask again
                 print(f"A ClientApp has ended before its reply: {error}", flush=True)
         return True
 
@@ -181,7 +181,7 @@ class SiteWorker:
             why = str(error)
         except Exception as error:
             traceback.print_exc()
-            self._leave()  # its state is unknown: the next task makes a new one
+            self._leave()  # its state is unknown: the next task creates a new site
             why = f"{type(error).__name__}: {error} (the site's log is {log_of(self.state_dir)})"
         return refusal(why)
 
@@ -192,7 +192,7 @@ class SiteWorker:
             trainer = called(makers["trainer"])()
             try:
                 model, data = called(makers["model"])(), called(makers["data"])(dict(node_config))
-            except Exception as error:  # which may describe an example
+            except Exception as error:  # it may describe an example
                 if trainer.fit_loop.settings.client_privacy is None:
                     raise
                 traceback.print_exc()
@@ -208,7 +208,7 @@ class SiteWorker:
         return self._site
 
     def _renew_log(self) -> None:
-        """Begin a new log if this process writes to one that has become long."""
+        """Start a new log if this process writes to one that is too long."""
         path, now = log_of(self.state_dir), os.fstat(1)
         if now.st_size > _LOG_SIZE and path.is_file() and os.path.samestat(now, path.stat()):
             log = open_log(self.state_dir)
@@ -226,7 +226,7 @@ class SiteWorker:
 
 
 def refusal(reason: str) -> bytes:
-    """Return the message of a site that has no reply to a task, as :func:`lightning_fed.deploy.reply_from` reads it."""
+    """Return a site's refusal of a task as a message that :func:`lightning_fed.deploy.reply_from` reads."""
     from safetensors import serialize
 
     return bytes(serialize({}, {"message": json.dumps({"refused": reason})}))
@@ -234,16 +234,16 @@ def refusal(reason: str) -> bytes:
 
 def spec_of(values: Mapping[str, Any]) -> bytes:
     """Return a specification as bytes."""
-    return json.dumps(values, sort_keys=True).encode()  # Flower hands out configurations in any order
+    return json.dumps(values, sort_keys=True).encode()  # Flower passes configurations in any order
 
 
 def log_of(state_dir: Path) -> Path:
-    """Return the file that takes what a site's process prints."""
+    """Return the file of the output of a site's process."""
     return state_dir / "site.log"
 
 
 def open_log(state_dir: Path) -> int:
-    """Open a new log, which is for this user alone; the one before stays as ``site.log.1``."""
+    """Open a new log for this user alone; the previous one stays as ``site.log.1``."""
     log = log_of(state_dir)
     if log.is_file():
         os.replace(log, log.with_suffix(".log.1"))
@@ -278,7 +278,7 @@ def clients_of(node_config: Mapping[str, Any]) -> list[int | str]:
 
 
 def limits_of(node_config: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
-    """Return what a node's operator allows: the largest epsilon, its delta, and the columns whose words may leave."""
+    """Return the operator's limits: the largest epsilon, its delta, and the columns whose words may leave."""
     for name in node_config:
         option = name.replace("_", "-").lower()
         if option in _LIMITS and name not in _LIMITS:
@@ -288,7 +288,7 @@ def limits_of(node_config: Mapping[str, Any]) -> tuple[Any, Any, list[str]]:
 
 
 def state_dir_of(node_config: Mapping[str, Any]) -> Path:
-    """Return the folder of what a node's clients keep: ``state-dir``, or one of the user's own by their ids."""
+    """Return the folder of a node's client states: ``state-dir``, or one in the user's home, by their ids."""
     said = node_config.get("state-dir")
     if said is not None:
         return Path(str(said)).expanduser().absolute()
@@ -332,7 +332,7 @@ def called(maker: Maker) -> Callable[..., Any]:
 def socket_of(state_dir: Path) -> Path:
     """Return the path of a site's socket, in a folder that only this user can open.
 
-    It is not in the site's own folder, since the path of a socket may have about 100 characters.
+    It is not in the site's own folder, since a socket's path may have only about 100 characters.
     """
     if os.name != "posix":
         raise OSError("Sites need the local sockets of Linux or macOS.")
@@ -348,14 +348,14 @@ def socket_of(state_dir: Path) -> Path:
 
 
 def end_with(other: int) -> None:
-    """End this process, whatever it does, as soon as another one has ended.
+    """End this process as soon as another one ends, even in the middle of work.
 
-    Nothing that is kept is harmed: states of clients and checkpoints are on the disk as a whole or not at all.
+    This damages no saved data: client states and checkpoints are written atomically.
     """
 
     def wait_and_end() -> None:
         with suppress(ProcessLookupError):
-            if hasattr(os, "pidfd_open"):  # Linux tells at once, and of no other process that has got the same number
+            if hasattr(os, "pidfd_open"):  # notifies at once, even if the process's number is reused
                 select.select([os.pidfd_open(other)], [], [])
             else:
                 while True:

@@ -21,11 +21,11 @@ _log = logging.getLogger("lightning_fed.deploy.site")
 
 
 class SiteStates:
-    """A folder with a folder for each run, with what was agreed on and its clients' states; for this user alone.
+    """A folder for this user alone, with a subfolder of agreements and client states for each run.
 
-    The version of a state is the number of the round after which it holds, counted from 1, and the fit that asked for
-    that round: two servers that continue one run do not share states. Version 0 is that of a client that has not taken
-    part yet, which has no state.
+    A state's version has two parts: the round after which it holds, counted from 1, and the fit that asked for the
+    round. So two servers that continue one run do not share states. Version 0 means that a client has not taken part
+    yet and has no state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,11 +42,11 @@ class SiteStates:
             raise FederatedError(f"The site's folder {folder} cannot be used: {error.strerror or error}.") from error
         if os.name == "posix" and folder.stat().st_mode & 0o022:
             _log.warning("Others can write into the site's folder %s. Set its mode to 0700.", folder)
-        for left in folder.rglob(".*.new"):  # of a process that was killed
+        for left in folder.rglob(".*.new"):  # left by a killed process
             left.unlink()
 
     def close(self) -> None:
-        """Let another process use the folder."""
+        """Release the folder for other processes."""
         self._lock.release()
 
     def agreed(self, run: str) -> dict[str, Any] | None:
@@ -61,7 +61,7 @@ class SiteStates:
             raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start a new run.") from error
 
     def agree(self, run: str, agreed: Mapping[str, Any]) -> None:
-        """Keep the ids of all clients of a run and the words of columns."""
+        """Save the ids of all clients of a run and the words of columns."""
         if (before := self.agreed(run)) == agreed:
             return
         if before is not None and before["clients"] != agreed["clients"]:
@@ -71,7 +71,7 @@ class SiteStates:
             )
         folder = self.folder / run
         folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)  # whatever the umask
+        folder.chmod(0o700)  # regardless of the umask
         write_private(folder / _AGREED, json.dumps(agreed, indent=1).encode())
 
     def read(self, run: str, client: ClientId, index: int, version: Version) -> State | None:
@@ -93,7 +93,7 @@ class SiteStates:
         return state
 
     def write(self, run: str, index: int, before: Version, version: Version, state: State) -> None:
-        """Keep a client's new state, the version that it came from, and the last two, if this task is an old one."""
+        """Save a client's new state; keep its predecessor, and the last two in case this task is an old one."""
         own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         write_private(self._path(run, index, version), save(own))
         held = self._versions(run, index)
@@ -110,7 +110,7 @@ class SiteStates:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file for this user alone, as a whole or not at all."""
+    """Atomically write a file for this user alone."""
     work = path.with_name(f".{path.name}.new")
     try:
         work.unlink(missing_ok=True)
@@ -120,18 +120,18 @@ def write_private(path: Path, content: bytes) -> None:
         raise FederatedError(
             f"{path} cannot be written: {error.strerror or error}. What was kept before stays."
         ) from error
-    flush_folder(path.parent)  # the new name, too, is there after a power cut
+    flush_folder(path.parent)  # the new name also survives a power cut
 
 
 def append_private(path: Path, content: bytes) -> None:
-    """Add to a file for this user alone, as a whole or not at all, and wait until it is on the disk."""
+    """Append to a file for this user alone, all or nothing, and wait until it is on the disk."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0) as file:
-        os.chmod(path, 0o600)  # whatever the umask
+        os.chmod(path, 0o600)  # regardless of the umask
         before, rest = os.fstat(file.fileno()).st_size, memoryview(content)
         try:
             while rest:
                 rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-        except OSError:  # the disk is full, say: the next addition must not continue a part of this one
+        except OSError:  # such as a full disk: the next append must not follow a partial one
             os.ftruncate(file.fileno(), before)
             raise

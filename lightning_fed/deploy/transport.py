@@ -1,4 +1,4 @@
-"""What carries messages between a server and its sites; and a transport for sites in the server's process."""
+"""The interface of a transport between a server and its sites, and a transport within the server's process."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.message import Message, quoted
 from lightning_fed.deploy.site import FederatedSite
 
-_MOST = 64 * 2**20  # bytes in one message of Flower or FLARE, which all on the way hold as a whole
+_MOST = 64 * 2**20  # bytes in one message of Flower or FLARE: every process on the way holds all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a client sends no reply, in the words of its site or of the transport.
+    """The reason why a client sends no reply, as its site or the transport words it.
 
     Attributes:
         client: The client.
@@ -27,13 +27,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Who has had no connection for long, but may come back; each one replaces the one before in its phase.
+    """Clients without a connection for long, which may come back; each one replaces the previous one in its phase.
 
-    A fit that drops failed clients waits for nobody of them longer than for others, unless it would end without them.
+    A fit that drops failed clients waits for them no longer than for others, unless it would end without them.
 
     Attributes:
         clients: The clients, whether they were asked or not.
-        reason: In the words of the transport.
+        reason: The reason, as the transport words it.
     """
 
     clients: Collection[ClientId]
@@ -41,7 +41,7 @@ class Absent:
 
 
 def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
-    """Return the reply in the bytes that a client's site has sent, or a refusal if they are no reply of this client.
+    """Return the reply in the bytes from a client's site, or a refusal if they are not a reply of this client.
 
     Args:
         client_id: The client's id in the transport.
@@ -58,7 +58,7 @@ def reply_from(client_id: ClientId, content: bytes) -> Message | Refusal:
 
 
 def contents_of(tasks: Mapping[ClientId, Message]) -> tuple[tuple[ClientId, ...], dict[str, bytes]]:
-    """Return the first clients, as many as one message to a site takes, and the bytes of their tasks by number."""
+    """Return the first clients that fit in one message to a site, and the bytes of their tasks by number."""
     contents = dict[str, bytes]()
     for number, task in enumerate(tasks.values()):
         content = task.to_bytes()
@@ -69,7 +69,7 @@ def contents_of(tasks: Mapping[ClientId, Message]) -> tuple[tuple[ClientId, ...]
 
 
 def replies_in(clients: Iterable[ClientId], answers: Mapping[str, bytes]) -> Iterator[Message | Refusal]:
-    """Yield what a site has sent for the clients of one message, by number."""
+    """Yield a site's replies for the clients of one message, by number."""
     for number, client_id in enumerate(clients):
         answer = answers.get(str(number))
         missing = Refusal(client_id, "The answer of its site has no reply of this client.")
@@ -79,8 +79,8 @@ def replies_in(clients: Iterable[ClientId], answers: Mapping[str, bytes]) -> Ite
 class Transport(Protocol):
     """Carries tasks to clients and their replies back, for :class:`lightning_fed.deploy.RemoteClients`.
 
-    Any class with this method is one. The fit checks what replies say; who has sent them only the transport can know,
-    see :func:`reply_from`.
+    Any class with this method is a transport. The fit checks the content of replies. Only the transport can verify the
+    sender, see :func:`reply_from`.
     """
 
     def exchange(
@@ -98,13 +98,13 @@ class Transport(Protocol):
             registrations: The requests to clients that have not registered yet. Do not wait for their replies.
 
         Returns:
-            Yields replies, :class:`Refusal` for clients that will not reply, and :class:`Absent` for those not there.
+            Yields replies, :class:`Refusal` for clients that will not reply, and :class:`Absent` for clients not there.
         """
         ...
 
 
 class InProcess:
-    """A :class:`Transport` to sites in this process, to try a run out; messages become bytes on the way.
+    """A :class:`Transport` to sites in this process, for trial runs; messages become bytes on the way.
 
     Args:
         sites: The sites.

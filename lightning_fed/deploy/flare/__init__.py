@@ -1,6 +1,6 @@
 """Carry a run's messages through NVFlare: a controller in the server's job, and a loop of the Client API on each site.
 
-Importing it imports no PyTorch and no NVFlare.
+Importing it imports neither PyTorch nor NVFlare.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Messages as FLARE carries them: each is one array of bytes, by the number of its client. No PyTorch, no NVFlare."""
+"""Messages in FLARE: one array of bytes per message, by its client's number. It imports no PyTorch and no NVFlare."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -13,7 +13,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.configured import NAME, write_app
 
-_PATIENCE = 20.0  # seconds in which FLARE's processes are to end
+_PATIENCE = 20.0  # seconds to wait until FLARE's processes end
 
 
 def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], rounds: int | None) -> str:
@@ -58,7 +58,7 @@ def simulator(
     try:
         yield process
     finally:
-        with suppress(psutil.NoSuchProcess):  # it has ended by itself, and all others with it
+        with suppress(psutil.NoSuchProcess):  # it has ended, and all others with it
             running = [process, *process.children(recursive=True)]
             for one in running:
                 with suppress(psutil.NoSuchProcess):

@@ -24,26 +24,26 @@ _log = logging.getLogger("lightning_fed.deploy")
 
 
 class RoundsController(Controller):
-    """Run all rounds of a fit, from the checkpoint if it is there. ``config_fed_server.json`` of a job names it.
+    """Run all rounds of a fit, from the checkpoint if it exists. A job's ``config_fed_server.json`` names this class.
 
     An abort of the job ends the fit while it waits. The checkpoint of the last round stays, and the same job, submitted
     again, continues from it.
 
     Args:
-        make_trainer: The name of a function that makes the trainer, ``"module:function"``; so are the others.
+        make_trainer: The name of a function that makes the trainer, ``"module:function"``, like the others.
         make_model: Makes the module.
         client_ids: The clients' ids, in the order of their stored indices, or a function that returns them.
         checkpoint: The checkpoint's file. It is written after every round, and read if it exists. The previous round's
             checkpoint stays next to it, with ``.previous`` in its name. A relative path starts at the FLARE server's
             workspace.
-        sites: The clients of each site, by its name in FLARE. By default each client is the site of its name.
+        sites: The clients of each site, by its name in FLARE. By default, each site has the client of its name.
         make_val: Makes the server's own validation set.
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
         batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
         phase_timeout: The seconds after which a phase is closed without the clients that have not answered.
         agree_on: As for :class:`lightning_fed.deploy.RemoteClients`. ``make_val`` then takes the words by column.
         absent_after: With ``on_client_error="drop"``, a phase does not wait for clients of a site that FLARE has not
-            heard of for so many seconds.
+            heard from for this many seconds.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class RoundsController(Controller):
         self.client_ids, self.sites, self.checkpoint = client_ids, sites, checkpoint
         self.max_examples, self.batch_size, self.phase_timeout = max_examples, batch_size, phase_timeout
         self.agree_on, self.absent_after = agree_on, absent_after
-        self._heard = defaultdict[str, float](time.monotonic)  # when a site was last heard of, or first asked for
+        self._heard = defaultdict[str, float](time.monotonic)  # when a site was last heard from, or first looked up
 
     def set_communicator(self, communicator: Any) -> None:
-        """Take the communicator, which FLARE calls with every sign of life of a site."""
+        """Set the communicator, and record each sign of life of a site, with which FLARE calls it."""
 
         def note(site: str, *rest: Any) -> None:
             self._heard[site] = time.monotonic()
@@ -114,17 +114,17 @@ class RoundsController(Controller):
         return task
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Do nothing: all is done by the fit."""
+        """Do nothing: the fit does all the work."""
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Do nothing."""
 
     def process_result_of_unknown_task(self, *args: Any, **kwargs: Any) -> None:
-        """Leave a result that comes after its task was taken back."""
+        """Ignore a result that arrives after its task was canceled."""
 
 
 def _result_of(task: Task) -> dict[str, Any] | str:
-    """Return what a site has sent for a task, or why there is nothing."""
+    """Return a site's result for a task, or the reason why there is none."""
     result = task.client_tasks[-1].result if task.client_tasks else None
     if task.completion_status == TaskCompletionStatus.CLIENT_DEAD:
         return "FLARE says that its job process has ended"
@@ -134,5 +134,5 @@ def _result_of(task: Task) -> dict[str, Any] | str:
         if (code := result.get_return_code(ReturnCode.OK)) != ReturnCode.OK:
             return f"{code}; the log of the job on that site has the reason"
         return dict(from_shareable(result).data)
-    except Exception as error:  # whatever a site may have sent
+    except Exception as error:  # a site may send anything
         return f"its result is not a model: {error}"

@@ -1,4 +1,4 @@
-"""The half of a site: a loop of the Client API, which hands FLARE's tasks to the site's resident process."""
+"""The site's half: a loop of the Client API that passes FLARE's tasks to the site's resident process."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ def serve_site(
 ) -> None:
     """Answer the tasks of a job until it ends. The client script of the job calls it.
 
-    The functions are called in a process that stays on the site from task to task, and is started again if it ends. So
-    this works with both ways in which FLARE runs a script, inside its own process and outside.
+    The functions are called in a process that persists across tasks, and is restarted if it ends. So FLARE may run the
+    script inside its own process or outside.
 
     Args:
-        make_trainer: Makes the server's trainer: ``"module:function"``, or a function. So are the others.
-        make_model: Makes the module that the server has.
+        make_trainer: Makes the server's trainer: ``"module:function"`` or a function, like the others.
+        make_model: Makes the server's module.
         make_data: Takes a mapping with ``site``, the site's name in FLARE, and ``client-id``, its clients. Makes a
             :class:`lightning_fed.FederatedDataModule` with these clients.
-        sites: The clients of each site, as the server has them. By default each client is the site of its name.
+        sites: The clients of each site, as on the server. By default, each site has the client of its name.
         state_dir: The folder of client states, with a folder for each site. By default ``~/.lightning_fed/sites``.
         max_epsilon: As for :class:`lightning_fed.deploy.FederatedSite`; so are ``delta`` and ``share_words``.
         delta: The delta of ``max_epsilon``.

@@ -1,4 +1,4 @@
-"""The transport through FLARE: a task for each site, asked again if it is lost, until a deadline or an abort."""
+"""The transport through FLARE: a task per site, sent again if it is lost, until a deadline or an abort."""
 
 import logging
 import queue
@@ -13,9 +13,9 @@ from lightning_fed.deploy.flare.arrays import packed, unpacked
 from lightning_fed.deploy.message import Message, printable
 from lightning_fed.deploy.transport import Absent, Refusal, contents_of, replies_in
 
-_LOOK = 0.2  # seconds between two looks for an abort
-_TRIES = 3  # how often a site is asked again in a phase after an error of its side of FLARE
-_BACK_OFF = 5.0  # seconds before that
+_LOOK = 0.2  # seconds between two checks for an abort
+_TRIES = 3  # retries of a site in a phase after errors on its side of FLARE
+_BACK_OFF = 5.0  # seconds before a retry
 _log = logging.getLogger("lightning_fed.deploy")
 
 
@@ -25,7 +25,7 @@ class AbortedError(Exception):
 
 @dataclass
 class _Site:
-    """A site in a phase: its current task, and the number of failures of its side of FLARE."""
+    """A site in a phase: its current task, and the number of errors on its side of FLARE."""
 
     clients: tuple[ClientId, ...] = ()
     task: Any = None
@@ -36,16 +36,16 @@ class _Site:
 class FlareTransport:
     """A :class:`lightning_fed.deploy.Transport` through FLARE. A site has one task at a time, for several clients.
 
-    FLARE itself hands a task out again to a site whose connection was lost.
+    FLARE itself sends a task again to a site whose connection was lost.
 
     Args:
         send: Sends arrays to a site and returns the task. Calls the third argument once, from any thread, with the
             arrays of the reply, or with the reason for a missing reply.
-        cancel: Takes a task back.
+        cancel: Cancels a task.
         sites: The clients of each site, by its name, which its certificate proves.
         timeout: The seconds after which a phase ends without the clients that have not answered.
         is_aborted: Returns whether the job was aborted.
-        silent_for: Returns for how many seconds nothing was heard of a site.
+        silent_for: Returns the seconds since a site was last heard from.
         absent_after: The seconds after which the clients of a silent site count as absent.
 
     Raises:
@@ -71,7 +71,7 @@ class FlareTransport:
     def exchange(
         self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal | Absent]:
-        """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
+        """Yield the clients' replies until the timeout; see :class:`lightning_fed.deploy.Transport`."""
         missing, end = {**registrations, **tasks}, time.monotonic() + self._timeout
         sites = {self._site_of[client]: _Site() for client in missing}
         come: queue.SimpleQueue[tuple[str, int, dict[str, Any] | str]] = queue.SimpleQueue()
@@ -99,13 +99,13 @@ class FlareTransport:
                     self._cancel(site.task)
 
     def _send(self, name: str, site: _Site, missing: Mapping[ClientId, Message], come: Any) -> None:
-        """Ask a site for as many of its missing clients as one task of FLARE's takes."""
+        """Ask a site for as many of its missing clients as fit in one FLARE task."""
         if own := {client: task for client, task in missing.items() if self._site_of[client] == name}:
             site.clients, contents = contents_of(own)
             site.task = self._give(name, packed(contents), lambda found: come.put((name, found)))
 
     def _replies_in(self, sites: Mapping[str, _Site], come: Any) -> Iterator[Message | Refusal]:
-        """Yield what the next task that ends has brought, if one does soon."""
+        """Yield the replies of the next task that ends, if one ends soon."""
         try:
             name, found = come.get(timeout=_LOOK)
         except queue.Empty:

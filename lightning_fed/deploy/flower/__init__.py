@@ -1,11 +1,11 @@
 """Carry a run's messages through Flower: a ServerApp on the server, a ClientApp and a resident process on each site.
 
-Importing it does not import PyTorch, because Flower starts an interpreter for every message at a site.
+Importing it does not import PyTorch, since Flower starts an interpreter for every message at a site.
 """
 
 from typing import TYPE_CHECKING
 
-import lightning_fed.deploy.site_process  # noqa: F401  # at once: it notes which process has started this one
+import lightning_fed.deploy.site_process  # noqa: F401  # eagerly: it records the parent process
 from lightning_fed.deploy import importer
 
 if TYPE_CHECKING:

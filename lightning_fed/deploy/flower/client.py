@@ -1,4 +1,4 @@
-"""The ClientApp of a site: it hands Flower's messages to the site's resident process, and imports no PyTorch."""
+"""The ClientApp of a site: it passes Flower's messages to the site's resident process, without PyTorch."""
 
 from collections.abc import Mapping
 
@@ -12,19 +12,19 @@ _FORMAT = "lightning_fed.deploy.Message"
 
 
 def packed(messages: Mapping[str, bytes]) -> RecordDict:
-    """Return the bytes of messages as a record, which Flower itself cuts into pieces of 5 MB on the way."""
+    """Return the bytes of messages as a record, which Flower itself sends in pieces of 5 MB."""
     arrays = {key: Array("uint8", (len(content),), _FORMAT, content) for key, content in messages.items()}
     return RecordDict({_MESSAGES: ArrayRecord(arrays)})
 
 
 def unpacked(record: RecordDict) -> dict[str, bytes]:
-    """Return the messages of a record; a record of something else has none."""
+    """Return the messages of a record, none for a record with other content."""
     arrays = record.array_records.get(_MESSAGES) or ArrayRecord()
     return {str(key): array.data for key, array in arrays.items()}
 
 
 def clients_in(record: RecordDict) -> list[str]:
-    """Return the clients of a node, as text, in its answer to the question who it is."""
+    """Return the clients of a node, as text, from its answer to the query for its clients."""
     said = (record.config_records.get(_WHO) or ConfigRecord()).get(_CLIENTS)
     return [str(client) for client in said] if isinstance(said, list) else []
 
@@ -32,12 +32,12 @@ def clients_in(record: RecordDict) -> list[str]:
 def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> ClientApp:
     """Return the ClientApp of the sites of a run.
 
-    The functions are called in the site's resident process, which stays from message to message. Give them by name:
-    Flower starts an interpreter for every message, and a function itself would have it import PyTorch first.
+    The functions are called in the site's resident process, which persists across messages. Give them by name: Flower
+    starts an interpreter for every message, which would import PyTorch for a function object.
 
     Args:
-        make_trainer: Makes the server's trainer: ``"module:function"``, or a function. So are the others.
-        make_model: Makes the module that the server has.
+        make_trainer: Makes the server's trainer: ``"module:function"`` or a function, like the others.
+        make_model: Makes the server's module.
         make_data: Takes the node's configuration and makes a :class:`lightning_fed.FederatedDataModule` with the
             clients of this node, which ``client-id`` names.
 
@@ -57,7 +57,7 @@ def client_app(make_trainer: Maker, make_model: Maker, make_data: Maker) -> Clie
 
     @app.query()
     def say_who(message: Message, context: Context) -> Message:
-        end_with(STARTED_BY)  # Flower's, and so with the SuperNode: else it would wait for it for ever
+        end_with(STARTED_BY)  # Flower's process ends with the SuperNode; else this one would wait forever
         clients = [str(client) for client in clients_of(context.node_config)]
         return Message(RecordDict({_WHO: ConfigRecord({_CLIENTS: clients})}), reply_to=message)
 

@@ -17,15 +17,15 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import ClientId
 from lightning_fed.deploy.configured import NAME, write_app
 
-_LOOK = 0.2  # seconds between two looks
+_LOOK = 0.2  # polling interval in seconds
 _SHOWN = 2000  # characters of a log in an error
 
 
 class LocalFlower:
     """Flower's processes on this machine, which end with the context. Nothing is encrypted.
 
-    They write to one folder: logs, Flower's own folder, the SuperLink's working directory. ``nodes`` has the
-    configuration of each SuperNode as ``--node-config`` takes it, ``superlink`` further arguments of the SuperLink.
+    They write to one folder: logs, Flower's own folder, the SuperLink's working directory. ``nodes`` has each
+    SuperNode's configuration in the format of ``--node-config``, ``superlink`` further arguments of the SuperLink.
     """
 
     def __init__(self, folder: Path, nodes: Sequence[str], superlink: Sequence[str] = ()) -> None:
@@ -69,11 +69,11 @@ class LocalFlower:
             )
 
     def log(self, name: str) -> str:
-        """Return what a process has printed: ``superlink``, ``supernode0``, ..."""
+        """Return the output of a process: ``superlink``, ``supernode0``, ..."""
         return (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def flwr(self, *words: str) -> str:
-        """Run a command of ``flwr``, and return what it prints."""
+        """Run a command of ``flwr``, and return its output."""
         command = ["flwr", *words]
         done = subprocess.run(  # noqa: S603
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
@@ -106,7 +106,7 @@ class LocalFlower:
         return str(self.described(run)["status"])
 
     def stop(self) -> None:
-        """End all processes, SuperNodes first, and what they have started."""
+        """End all processes, SuperNodes first, and their process groups."""
         processes = [*self.supernodes.values(), *([] if self.superlink is None else [self.superlink])]
         for process in processes:
             if process.poll() is None:
@@ -117,7 +117,7 @@ class LocalFlower:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            with suppress(ProcessLookupError):  # nobody of its group is left
+            with suppress(ProcessLookupError):  # its group is already gone
                 os.killpg(process.pid, signal.SIGKILL)
 
     def __enter__(self) -> "LocalFlower":
@@ -132,7 +132,7 @@ class LocalFlower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End them."""
+        """End all processes."""
         self.stop()
 
 
@@ -142,7 +142,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-_NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n"  # to sites: files of a run next to the app
+_NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n"  # files of a run next to the app, not for sites
 
 
 def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], rounds: int | None) -> str:

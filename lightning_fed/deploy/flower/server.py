@@ -1,4 +1,4 @@
-"""The server of a run through Flower: the ServerApp, and the transport to nodes, whatever nodes come and go."""
+"""The server of a run through Flower: the ServerApp, and the transport to nodes that come and go."""
 
 import logging
 import math
@@ -24,8 +24,8 @@ from lightning_fed.deploy.saved_run import serve
 from lightning_fed.deploy.site_process import STARTED_BY, Maker, end_with
 from lightning_fed.deploy.transport import Absent, Refusal, contents_of, replies_in
 
-_DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0, "absent-after": 300.0}  # seconds, of a run's configuration
-_PAUSE = 0.5  # seconds between two looks for replies
+_DEFAULTS = {"phase-timeout": 3600.0, "ask-again": 60.0, "absent-after": 300.0}  # options of a run, in seconds
+_PAUSE = 0.5  # seconds between two polls for replies
 _BACK_OFF = 5.0  # seconds before a node that has answered with an error is asked again
 _log = logging.getLogger("lightning_fed.deploy")
 
@@ -50,8 +50,8 @@ def server_app(
     process that started it, and so with the SuperLink.
 
     Args:
-        make_trainer: Makes the trainer, with the arguments of a simulation: a function, or ``"module:function"``; so
-            are the others.
+        make_trainer: Makes the trainer, with the arguments of a simulation: a function or ``"module:function"``, like
+            the others.
         make_model: Makes the module.
         client_ids: The clients' ids, in the order of their stored indices, or a function that returns them.
         checkpoint: The checkpoint's file. It is written after every round, and read if it exists. The previous round's
@@ -59,11 +59,11 @@ def server_app(
             folder.
         make_val: Makes the server's own validation set.
         max_examples: As for :class:`lightning_fed.deploy.RemoteClients`.
-        owners: The file of a public key for each client that only the SuperNode with this key may have, such as
-            ``{"bank": "bank.pub"}``. Relative paths are as for ``checkpoint``. A client without one belongs to the
-            first SuperNode that names it, for as long as that one is there.
+        owners: Files of public keys, by client, such as ``{"bank": "bank.pub"}``. Only the SuperNode with this key may
+            have the client. Relative paths are as for ``checkpoint``. A client without a key belongs to the first
+            SuperNode that names it, for as long as that SuperNode is there.
         batch_size: As for :class:`lightning_fed.deploy.RemoteClients`.
-        agree_on: As there. ``make_val`` then takes the words by column.
+        agree_on: As for ``RemoteClients``. ``make_val`` then takes the words by column.
 
     Example::
 
@@ -78,7 +78,7 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        end_with(STARTED_BY)  # Flower itself lets it wait for a SuperLink that has ended, which may never come back
+        end_with(STARTED_BY)  # Flower itself would let it wait for an ended SuperLink, maybe forever
         _log.setLevel(logging.INFO)
         _log.handlers, _log.propagate = logging.getLogger("flwr").handlers, False  # so `flwr log` shows it
         timeout, ask_again, absent_after = seconds_in(context.run_config)
@@ -101,7 +101,7 @@ def seconds_in(run_config: Mapping[str, Any]) -> list[float]:
 
 
 class _Sent(NamedTuple):
-    """A message that waits for its reply; of a question who is there, without clients."""
+    """A message that waits for its reply; a query for a node's clients has no clients."""
 
     node: int
     clients: tuple[ClientId, ...]
@@ -109,13 +109,13 @@ class _Sent(NamedTuple):
 
 
 class FlowerTransport:
-    """A :class:`lightning_fed.deploy.Transport` through Flower. Clients are found by what their nodes say.
+    """A :class:`lightning_fed.deploy.Transport` through Flower. Nodes name their clients.
 
-    A message may be lost with the process that had it. A node works through its messages one after another: if it
-    answers a question that was asked after a task, and the task has no reply, the task is lost, and sent again.
+    A message may be lost with the process that had it. A node handles its messages in order. If it answers a query that
+    was sent after a task, and the task has no reply, the task is lost and is sent again.
 
-    A client belongs to the first node that names it, for as long as Flower lists that node. A node that names it
-    meanwhile is logged and not asked for it. The arguments are those of :func:`server_app` and its configuration.
+    A client belongs to the first node that names it, for as long as Flower lists that node. Another node that names it
+    is logged and not asked for it. For the arguments, see :func:`server_app` and its configuration.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class FlowerTransport:
         absent_after: float = 300.0,
     ) -> None:
         self._grid, self._timeout, self._ask_again, self._absent_after = grid, timeout, ask_again, absent_after
-        self._group = ""  # which Flower shows of messages
+        self._group = ""  # the label of messages in Flower
         self._by_text = {str(client): client for client in client_ids}
         if len(self._by_text) < len(client_ids):
             raise FederatedError("Two of client_ids read alike, such as 1 and '1': nodes name theirs as text.")
@@ -136,8 +136,8 @@ class FlowerTransport:
             raise FederatedError(f"owners names client {unexpected[0]!r}, which is not one of client_ids.")
         self._owners = {client: (str(file), _key_in(client, file)) for client, file in (owners or {}).items()}
         self._node_of: dict[ClientId, int] = {}
-        self._without_since: dict[ClientId, float] = {}  # the first look at which a client had no node
-        self._named: dict[int, list[ClientId]] = {}  # the clients of each node that has said who it is
+        self._without_since: dict[ClientId, float] = {}  # when a client was first seen without a node
+        self._named: dict[int, list[ClientId]] = {}  # the clients of each node that has named them
         self._sent: dict[str, _Sent] = {}
         self._not_before: dict[int, float] = {}
         self._said: dict[int, str] = {}  # the last error of each node, to log it once
@@ -146,15 +146,15 @@ class FlowerTransport:
     def exchange(
         self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal | Absent]:
-        """Yield what comes from clients until the timeout; see :class:`lightning_fed.deploy.Transport`."""
+        """Yield the clients' replies until the timeout; see :class:`lightning_fed.deploy.Transport`."""
         header = next(iter(tasks.values())).header
         self._group = f"{header['phase']} {header['round']}"
-        self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}  # no longer of earlier phases
+        self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}  # drop earlier phases' tasks
         missing, end = {**tasks, **registrations}, time.monotonic() + self._timeout
         while missing.keys() & tasks.keys():
             yield Absent(self._query_nodes(), f"no node was connected for {self._absent_after:g} s")
             self._send(missing)
-            # registrations first: after the last reply to a task the fit takes no more
+            # registrations first: the fit reads nothing after the last reply to a task
             found = sorted(self._pull(), key=lambda come: come.client in tasks)
             for come in found:
                 missing.pop(come.client, None)
@@ -168,24 +168,24 @@ class FlowerTransport:
                 time.sleep(_PAUSE)
 
     def _query_nodes(self) -> list[ClientId]:
-        """Ask nodes that are new, or long at a task, who they are; return which clients have had none for long."""
+        """Query new nodes, and nodes long at a task, for their clients; return the clients long without a node."""
         keys, now = {node.node_id: node.public_key for node in self._grid.get_nodes()}, time.monotonic()
         self._sent = {key: sent for key, sent in self._sent.items() if sent.node in keys}
         self._assign(keys)
         long = {sent.node for sent in self._sent.values() if sent.clients and now - sent.at > self._ask_again}
         for node in (keys.keys() - self._named.keys()) | long:
             asked = [sent.at for sent in self._sent.values() if sent.node == node and not sent.clients]
-            wait = self._ask_again * 2 ** len(asked)  # a question may be lost, too; a node at work gets few of them
+            wait = self._ask_again * 2 ** len(asked)  # queries may be lost, too; back off, since a node may be busy
             if self._not_before.get(node, now) <= now and (not asked or now - max(asked) > wait):
                 self._push(node, RecordDict(), MessageType.QUERY, ())
         without = [client for client in self._by_text.values() if client not in self._node_of]
         self._without_since = {client: self._without_since.get(client, now) for client in without}
-        may_come = keys.keys() - self._named.keys() - self._said.keys()  # nodes that have not said who they are
+        may_come = keys.keys() - self._named.keys() - self._said.keys()  # nodes that have not answered yet
         limit = math.inf if may_come else self._absent_after
         return [client for client, since in self._without_since.items() if now - since > limit]
 
     def _assign(self, keys: Mapping[int, bytes]) -> None:
-        """Give each client to the first node that names it and may have it, until that node is gone."""
+        """Assign each client to the first node that names it and may have it, until that node is gone."""
         self._named = {node: clients for node, clients in self._named.items() if node in keys}
         held = self._node_of
         self._node_of = {client: node for client, node in held.items() if client in self._named.get(node, ())}
@@ -220,7 +220,7 @@ class FlowerTransport:
     def _push(self, node: int, content: RecordDict, kind: str, clients: tuple[ClientId, ...]) -> None:
         message = FlowerMessage(content, node, kind, ttl=self._timeout, group_id=self._group)
         for key in self._grid.push_messages([message]):
-            if key:  # else the SuperLink does not take it, as of a node that has gone
+            if key:  # otherwise the SuperLink has refused it, such as for a node that is gone
                 self._sent[key] = _Sent(node, clients, time.monotonic())
 
     def _pull(self) -> Iterator[Message | Refusal]:
@@ -228,14 +228,14 @@ class FlowerTransport:
             return
         try:
             pulled = list(self._grid.pull_messages(list(self._sent)))
-        except (httpx.HTTPError, OSError, RuntimeError):  # of the connection, which Flower has tried again
+        except (httpx.HTTPError, OSError, RuntimeError):  # a connection error, after Flower's own retries
             raise
-        except Exception as error:  # whatever a node may have sent; it is not handed out again, so its node is asked
+        except Exception as error:  # a node may send anything; the message is lost, so its node is queried
             _log.warning("Flower cannot read a message of a node: %s", printable(f"{type(error).__name__}: {error}"))
             return
         come = [message for message in pulled if message.metadata.reply_to_message_id in self._sent]
         answers = [(self._sent.pop(message.metadata.reply_to_message_id), message) for message in come]
-        for sent, message in sorted(answers, key=lambda answer: not answer[0].clients):  # tasks before questions
+        for sent, message in sorted(answers, key=lambda answer: not answer[0].clients):  # tasks before queries
             if message.has_error():
                 self._note_error(sent.node, str(message.error.reason))
             elif sent.clients:
@@ -264,7 +264,7 @@ class FlowerTransport:
 
 
 def _key_in(client: ClientId, file: str | PathLike[str]) -> bytes:
-    """Return the public key in a file of ``ssh-keygen``, as Flower keeps the keys that are registered."""
+    """Return the public key in a file of ``ssh-keygen``, in the format of Flower's registered keys."""
     try:
         with open(file, "rb") as content:
             key = load_ssh_public_key(content.read())
