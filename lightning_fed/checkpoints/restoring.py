@@ -145,7 +145,7 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
     if mine.get("local_schedule") == repr("continue") != counted:
         raise FederatedError(
             f"{origin.name} {origin.ran} local_schedule={counted}, so its clients have not counted the steps that"
-            f" 'continue' goes on from. {origin.remedy('the local_schedule')}"
+            f" 'continue' needs. {origin.remedy('the local_schedule')}"
         )
     raised_later = {"optimizer", "schedules"}  # loading their state raises
     if others := sorted(differing - {"sizes"} - raised_later):

@@ -525,7 +525,7 @@ def reply_of(
         for name, value in algorithm.implied(send, task.server).items():
             check_finite(who, name, value)
     if expected.model and models is None:
-        raise FederatedError(f"{who} has no model, from which the server computes the norm of the change.")
+        raise FederatedError(f"{who} has no model. The server computes the norm of the change from it.")
     buffers = (parts["buffers"],) if parts["buffers"] else ()
     return replace(moved, send=send, models=models, changes=changes, buffers=buffers)
 

@@ -235,7 +235,7 @@ class RemoteWork(ClientHalf):
         if steps > MOST_STEPS and settings.local_schedule == "total":
             raise ClientError(
                 f"Client {client_id!r} has {steps:,} local steps in a round, and local_schedule='total' allows"
-                f" {MOST_STEPS:,}: the schedules of all clients go on from there.",
+                f" {MOST_STEPS:,}: the schedules of all clients continue from there.",
                 client_id,
             )
         return steps

@@ -118,7 +118,7 @@ def write_private(path: Path, content: bytes) -> None:
         os.replace(work, path)
     except OSError as error:
         raise FederatedError(
-            f"{path} cannot be written: {error.strerror or error}. What was kept before stays."
+            f"{path} cannot be written: {error.strerror or error}. Earlier states are unchanged."
         ) from error
     flush_folder(path.parent)  # the new name also survives a power cut
 

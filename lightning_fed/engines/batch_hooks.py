@@ -84,8 +84,8 @@ def warn_of_gradient_hooks(trainer: pl.Trainer, algorithm: Algorithm) -> None:
     if found:
         others = "full-batch gradients" if algorithm.full_grad_at else "second gradients"
         rank_zero_warn(
-            f"{type(algorithm).__name__} takes {others}, for which these hooks are not called: {', '.join(found)}. If"
-            " they change gradients, the method combines changed and unchanged ones. Change the loss instead, or use"
+            f"{type(algorithm).__name__} takes {others}, and these hooks are not called for them: {', '.join(found)}."
+            " If they change gradients, the method combines changed and unchanged ones. Change the loss instead, or use"
             " a method without such gradients, such as FedAvg."
         )
 

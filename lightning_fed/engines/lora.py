@@ -33,8 +33,8 @@ def lora_a(module: nn.Module) -> dict[str, nn.Parameter]:
         if layer.lora_variant.keys() & set(layer.active_adapters):
             raise FederatedError(
                 f"lora='frozen_a' makes the mean of merged weights exact where they are base + scaling * B @ A, and"
-                f" {name!r} has a variant of LoRA, such as DoRA, for which they are not. Use plain LoRA, or set"
-                " lora='separate'."
+                f" {name!r} has a variant of LoRA, such as DoRA, whose weights are not of this form. Use plain LoRA,"
+                " or set lora='separate'."
             )
     parts = [part for _, layer in layers for part in (layer.lora_A, layer.lora_embedding_A)]
     found = {id(p) for part in parts for p in part.parameters()}

@@ -200,7 +200,7 @@ def read_claims(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.DictReader(file)
         if tuple(rows.fieldnames or ()) != _COLUMNS:
-            raise FederatedError(f"{path} is no table of claims. Move it away, or give another --out.")
+            raise FederatedError(f"{path} is not a table of claims. Move it away, or give another --out.")
         return list(rows)
 
 

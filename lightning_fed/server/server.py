@@ -303,8 +303,9 @@ class Server:
                 raise FederatedError(
                     f"{type(self.algorithm).__name__} has changed its attribute {key!r} in a round. A method keeps"
                     " hyper-parameters in attributes and all else in the states that its hooks return, so that it can"
-                    " be resumed. What depends on the round is a state too: begin_round(x, server, cohort) may return"
-                    " it, given cohort.round. If a callback sets it, give the method the value of the first round."
+                    " be resumed. A value that depends on the round is a state, too: begin_round(x, server, cohort)"
+                    " may compute it from cohort.round. If a callback sets it, give the method the value of the"
+                    " first round."
                 )
 
     def take_buffers(self, buffers: State) -> None:

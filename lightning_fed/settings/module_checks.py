@@ -291,7 +291,7 @@ def _joined(optimizers: Sequence[Optimizer], name: str) -> Optimizer:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own & seen:
             raise FederatedError(
-                f"{name} returned {len(optimizers)} optimizers, two of which have a parameter in common: a method"
+                f"{name} returned {len(optimizers)} optimizers, and two of them share a parameter: a method"
                 " corrects the steps of one optimizer for each parameter. Give every parameter to one of them."
             )
         seen |= own

@@ -90,7 +90,7 @@ class OwnParts:
                     f"{type(self._data).__name__} draws from the generator in its attribute {name!r}, which the run"
                     " does not seed: its numbers depend on what was drawn before, so a resumed run and other engines"
                     " have others. Draw from PyTorch's global generator, which the run seeds for every client, or keep"
-                    " it in the data set, where it is seeded for every batch."
+                    " it in the data set, which seeds it for every batch."
                 )
 
 

@@ -319,7 +319,7 @@ def test_record_privacy_and_shared_parameters_are_rejected() -> None:
     pytest.importorskip("opacus")
     with pytest.raises(FederatedError, match="client_privacy=.... Leave it unset"):
         fit(seeded(OwnStep), client_privacy=ClientPrivacy(noise_multiplier=1.0, max_grad_norm=1.0))
-    with pytest.raises(FederatedError, match="two of which have a parameter in common"):
+    with pytest.raises(FederatedError, match="two of them share a parameter"):
         trained(seeded(Shared), FedAvg())
 
 

@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
     "a strange metric": (lambda m: changed(m, metrics={"a": []}), "is not valid"),
     "a change in the place of the model": (
         lambda m: changed(without(m, "model"), {"send.delta": torch.zeros(P)}),
-        "has no model, from which the server computes the norm",
+        "has no model. The server computes the norm",
     ),
     "a metric that loggers take for the step": (lambda m: changed(m, metrics={"step": math.nan}), "'step' is nan"),
     "a step that no logger can count": (lambda m: changed(m, metrics={"step": 1e300}), "'step' is 1e\\+300"),

@@ -197,7 +197,7 @@ class Scaling(Ordinary):
     ids=["Mime", "ServerOnly", "FedSAM"],
 )
 def test_hook_that_is_not_called_for_other_gradients_warns(algorithm: Algorithm, others: str) -> None:
-    message = rf"takes {others} gradients, for which these hooks are not called: Scaling\.on_after_backward\. If"
+    message = rf"takes {others} gradients, and these hooks are not called for them: Scaling\.on_after_backward\. If"
     local = {"local_epochs": None if isinstance(algorithm, ServerOnly) else 1}
     with pytest.warns(UserWarning, match=message):
         fit(seeded(Scaling), algorithm=algorithm, max_rounds=1, **local)

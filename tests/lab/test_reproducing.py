@@ -134,7 +134,7 @@ def test_inconsistent_or_unwritable_results_raise(write: Write, tmp_path: Path) 
     (published / "tiny_cells.csv").write_text(f"{head}0,a,00,finished,,1,1\n")
     out.mkdir()
     (out / "claims.csv").write_text("hello\nworld\n")
-    with pytest.raises(SystemExit, match=r"claims.csv is no table of claims\. Move it away"):
+    with pytest.raises(SystemExit, match=r"claims.csv is not a table of claims\. Move it away"):
         main(args)
     (out / "claims.csv").unlink()
     main(args)  # with other settings than the published ones

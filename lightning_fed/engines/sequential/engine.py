@@ -352,7 +352,7 @@ class SequentialEngine(Engine):
             rank_zero_warn(
                 f"{type(module).__name__}.training_step reads what earlier steps have left in"
                 f" {' or '.join(map(repr, names))}: the next client starts with the last one's, and a resumed run with"
-                " what __init__ sets. Set it anew in training_step where batch_idx is 0, or in on_client_start. Or make"
+                " what __init__ sets. Reset it in training_step when batch_idx is 0, or in on_client_start. Or make"
                 " it a buffer with register_buffer(), which starts from the server's for every client."
             )
 
