@@ -286,6 +286,13 @@ def test_time_goes_on_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_pa
     assert resumed.seconds == whole.seconds > 0
 
 
+def test_time_begins_anew_in_a_new_run() -> None:
+    times = SimulatedTime(ClientClock(2.0))
+    for _ in range(2):
+        run(None, callbacks=times, max_rounds=2)
+        assert times.seconds == 4.0
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
