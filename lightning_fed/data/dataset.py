@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -164,8 +165,7 @@ class FederatedDataset:
         if (known := self.known_sizes) is not None:
             rows["examples"] = f"{sum(known):,}"
         if known:
-            sizes = torch.tensor(known)
-            rows["per client"] = f"min {int(sizes.min()):,}, median {int(sizes.median()):,}, max {int(sizes.max()):,}"
+            rows["per client"] = f"min {min(known):,}, median {median(known):,.10g}, max {max(known):,}"
             rows["empty clients"] = f"{known.count(0):,}"
         if (skew := self._label_skew()) is not None:
             rows["label skew"] = f"{skew:.2f} (0: every client has the same label distribution; towards 1: disjoint)"
