@@ -85,7 +85,8 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
 def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]:
     """Return a checkpoint's notes of clients' work and data, the optimizer and the parameters.
 
-    Parameters' names and shapes, and clients' numbers of examples if known, are stored as checksums.
+    Parameters' names and shapes, and clients' numbers of examples and the split of a data set into clients if known,
+    are stored as checksums.
     """
     flat, trainer = prepared.flat, prepared.trainer
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
@@ -102,6 +103,10 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
     }
     if population.sizes_are_known:
         notes["sizes"] = digest(np.array(population.sizes, dtype=np.int64).tobytes())
+        clients = trainer.datamodule.clients
+        if clients is not None and clients.split is not None:
+            order, shift = clients.split
+            notes["split"] = digest(order.numpy().tobytes() + shift.encode())
     return notes
 
 
@@ -133,8 +138,9 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             f"{origin.name} {origin.ran} other trained parameters: as many numbers, but other names or shapes."
             f" {origin.remedy('the model and the frozen parameters')}"
         )
-    if "sizes" in differing:
-        change = f"{origin.name} {origin.ran} other numbers of examples per client"
+    changes = {"sizes": "other numbers of examples per client", "split": "another split of the examples"}
+    if found := [text for name, text in changes.items() if name in differing]:
+        change = f"{origin.name} {origin.ran} {found[0]}"
         if keeps_states:
             raise FederatedError(
                 f"{change}, and what its clients keep belongs to their data."
@@ -148,7 +154,7 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             f" 'continue' goes on from. {origin.remedy('the local_schedule')}"
         )
     raised_later = {"optimizer", "schedules"}  # when their state is loaded
-    if others := sorted(differing - {"sizes"} - raised_later):
+    if others := sorted(differing - changes.keys() - raised_later):
         listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
         rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
 

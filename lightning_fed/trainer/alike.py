@@ -25,7 +25,8 @@ from lightning_fed.strategies.processes import Ranks
 _ROWS = 100  # of one client's examples, which are compared if they are tensors
 _READ = 10  # of others, which are read one by one
 _DEVICE = re.compile(r", device='[^']*'")  # in the text of a tensor
-_UNSHOWN = ("seed", "clients", "sizes", "examples", "validation examples", "parameters")  # secret, long, or checksums
+# secret, long, or checksums
+_UNSHOWN = ("seed", "clients", "sizes", "split", "examples", "validation examples", "parameters")
 
 
 def check_alike(

@@ -10,6 +10,8 @@ import torch
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, Scaffold
+from lightning_fed.data import BalancedDirichlet, Digits, FeatureShift
+from lightning_fed.models import MLPClassifier
 from lightning_fed.server import FedAdam, UniformSampler
 from tests.helpers.engines import Ordinary
 from tests.helpers.training import data, trainer
@@ -157,6 +159,33 @@ def test_settings_that_a_run_cannot_resume_with_are_refused(
 ) -> None:
     with pytest.raises(FederatedError, match=message):
         told(tmp_path, first, then)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        BalancedDirichlet(4, 0.3, seed=1),
+        lambda labels: [part.flip(0) for part in BalancedDirichlet(4, 0.3)(labels)],
+        FeatureShift(BalancedDirichlet(4, 0.3), noise=0.1),
+    ],
+)
+def test_another_split_into_clients_of_the_same_sizes_is_told_of_or_refused(tmp_path: Path, then: Any) -> None:
+    def run(algorithm: Any, partition: Any, **fit: Any) -> Any:
+        t = trainer(max_rounds=1 + len(fit), algorithm=algorithm, clients_per_round=2)
+        t.fit(MLPClassifier(), Digits(partition=partition), **fit)
+        return t
+
+    for algorithm in (FedAvg(), Scaffold()):
+        path = tmp_path / f"{type(algorithm).__name__}.ckpt"
+        run(algorithm, BalancedDirichlet(4, 0.3)).save_checkpoint(path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(algorithm, BalancedDirichlet(4, 0.3), ckpt_path=path)
+        assert not any("split" in str(w.message) for w in caught)
+    with pytest.warns(UserWarning, match="written with another split of the examples. The run continues with this"):
+        run(FedAvg(), then, ckpt_path=tmp_path / "FedAvg.ckpt")
+    with pytest.raises(FederatedError, match="another split of the examples, and what its clients keep belongs to"):
+        run(Scaffold(), then, ckpt_path=tmp_path / "Scaffold.ckpt")
 
 
 def test_another_seed_of_the_environment_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
