@@ -17,6 +17,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of, schedule_options
+from lightning_fed.core.plain import as_plain
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.aggregation.lora import lora_needs_mean
 from lightning_fed.server.client_states.store import ClientStore
@@ -27,7 +28,7 @@ from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
 _OF_TRAINER = ("accumulate_grad_batches", "limit_train_batches", "precision")
-_OF_DATA = ("batch_size", "drop_last", "shuffle")
+_OF_DATA = ("batch_size", "drop_last", "shuffle", "batch_transform", "batch_augment")
 _MISMATCHES = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
 
@@ -93,7 +94,7 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
     clip, by = trainer.fit_loop.corrected_clip or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     notes = {
         **prepared.settings.work(),
-        **{name: repr(getattr(trainer.datamodule, name)) for name in _OF_DATA},
+        **{name: str(as_plain(getattr(trainer.datamodule, name))) for name in _OF_DATA},
         **{name: repr(getattr(trainer, name)) for name in _OF_TRAINER},
         "gradient_clip_val": repr(clip),
         "gradient_clip_algorithm": repr(getattr(by, "value", by or "norm")),
