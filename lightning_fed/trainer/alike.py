@@ -24,7 +24,8 @@ from lightning_fed.strategies.processes import Ranks
 
 _ROWS = 100  # of one client's examples, which are compared if they are tensors
 _READ = 10  # of others, which are read one by one
-_DEVICE = re.compile(r", device='[^']*'")  # in the text of a tensor
+# in the text of a tensor, and of a function of batches that holds its device
+_DEVICE = re.compile(r", device='[^']*'|, index=\d+|\b(?:cuda|xpu|hpu|npu):\d+")
 # secret, long, or checksums
 _UNSHOWN = ("seed", "clients", "sizes", "split", "examples", "validation examples", "parameters")
 

@@ -178,3 +178,8 @@ def test_the_device_of_a_rate_is_no_difference() -> None:
     assert _DEVICE.sub("", "[{'lr': tensor(0.1000, device='cuda:1'), 'betas': (0.9, 0.99)}]") == (
         "[{'lr': tensor(0.1000), 'betas': (0.9, 0.99)}]"
     )
+
+
+@pytest.mark.parametrize("text", ["Blur(device=device(type='cuda', index={}))", "Blur(device=cuda:{})"])
+def test_the_device_that_a_function_of_batches_holds_is_no_difference(text: str) -> None:
+    assert _DEVICE.sub("", text.format(0)) == _DEVICE.sub("", text.format(1))
