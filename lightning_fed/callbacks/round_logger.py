@@ -181,6 +181,11 @@ class SimulatedTime(FederatedCallback):
         """Restore the time from a checkpoint."""
         self.seconds = float(state_dict["seconds"])
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Begin anew in a new run; the callback may have been in another one. A checkpoint's state is loaded later."""
+        if stage == "fit" and not trainer.fit_loop.round:
+            self.seconds = 0.0
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse a second clock."""
         if self.clock is not None and trainer.fit_loop.is_asynchronous:

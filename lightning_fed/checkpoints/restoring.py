@@ -17,6 +17,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT, Origin, differing_options, options_of, schedule_options
+from lightning_fed.core.plain import as_plain
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.aggregation.lora import lora_needs_mean
 from lightning_fed.server.client_states.store import ClientStore
@@ -27,7 +28,7 @@ from lightning_fed.settings.settings import Settings
 from lightning_fed.strategies.processes import Ranks
 
 _OF_TRAINER = ("accumulate_grad_batches", "limit_train_batches", "precision")
-_OF_DATA = ("batch_size", "drop_last", "shuffle")
+_OF_DATA = ("batch_size", "drop_last", "shuffle", "batch_transform", "batch_augment")
 _MISMATCHES = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError)
 
 
@@ -85,14 +86,15 @@ def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
 def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]:
     """Return a checkpoint's notes on clients' work and data, the optimizer and the parameters.
 
-    Parameters' names and shapes, and clients' numbers of examples if known, are stored as checksums.
+    Parameters' names and shapes, and clients' numbers of examples and the split of a data set into clients if known,
+    are stored as checksums.
     """
     flat, trainer = prepared.flat, prepared.trainer
     named = [(name, list(p.shape)) for name, p in zip(flat.names, flat.params, strict=True)]
     clip, by = trainer.fit_loop.corrected_clip or (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     notes = {
         **prepared.settings.work(),
-        **{name: repr(getattr(trainer.datamodule, name)) for name in _OF_DATA},
+        **{name: str(as_plain(getattr(trainer.datamodule, name))) for name in _OF_DATA},
         **{name: repr(getattr(trainer, name)) for name in _OF_TRAINER},
         "gradient_clip_val": repr(clip),
         "gradient_clip_algorithm": repr(getattr(by, "value", by or "norm")),
@@ -102,6 +104,10 @@ def notes_of(prepared: PreparedModule, population: Population) -> dict[str, str]
     }
     if population.sizes_are_known:
         notes["sizes"] = digest(np.array(population.sizes, dtype=np.int64).tobytes())
+        clients = trainer.datamodule.clients
+        if clients is not None and clients.split is not None:
+            order, shift = clients.split
+            notes["split"] = digest(order.numpy().tobytes() + shift.encode())
     return notes
 
 
@@ -133,8 +139,9 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             f"{origin.name} {origin.ran} other trained parameters: as many numbers, but other names or shapes."
             f" {origin.remedy('the model and the frozen parameters')}"
         )
-    if "sizes" in differing:
-        change = f"{origin.name} {origin.ran} other numbers of examples per client"
+    changes = {"sizes": "other numbers of examples per client", "split": "another split of the examples"}
+    if found := [text for name, text in changes.items() if name in differing]:
+        change = f"{origin.name} {origin.ran} {found[0]}"
         if keeps_states:
             raise FederatedError(
                 f"{change}, and what its clients keep belongs to their data."
@@ -148,7 +155,7 @@ def compare_work(saved: Mapping[str, str], mine: Mapping[str, str], keeps_states
             f" 'continue' needs. {origin.remedy('the local_schedule')}"
         )
     raised_later = {"optimizer", "schedules"}  # loading their state raises
-    if others := sorted(differing - {"sizes"} - raised_later):
+    if others := sorted(differing - changes.keys() - raised_later):
         listed = ", ".join(f"{name}={saved[name]} ({origin.this} has {mine[name]})" for name in others)
         rank_zero_warn(f"{origin.name} {origin.ran} {listed}. The run continues with {origin.this}'s.")
 

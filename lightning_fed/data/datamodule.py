@@ -1,5 +1,6 @@
 """The LightningDataModule of a federation: clients to train on, and data sets to evaluate the server model."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -35,6 +36,7 @@ from lightning_fed.data.batches.settings import (
 )
 from lightning_fed.data.dataset import FederatedDataset
 from lightning_fed.data.partitions import (
+    ByKey,
     Partition,
     PartitionFunction,
     check_client_id,
@@ -151,7 +153,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     """
 
     _clients: FederatedDataset | None = None
-    _made_from: tuple[Any, Any, str] | None = None  # train, partition and its options when the clients were set
+    _made_from: tuple[Any, Any, tuple[str, Any, Any]] | None = None  # train, partition, its options at set_clients
     _is_split = False  # whether this module split the clients itself
     _source: tuple[FederatedDataset, TensorBatches | None] | None = None
     _num_clients: int | None = None  # class attributes, so that subclasses may set them before __init__
@@ -264,10 +266,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         before = self._made_from
         is_old = before is not None and (before[0] is not self.train or before[1] is not self.partition)
         if is_old and not self._is_split:
-            raise FederatedError(
-                f"train or partition of {type(self).__name__} has been replaced, and its clients were set by"
-                " set_clients before. Call set_clients again, or make a new data module."
-            )
+            raise self._were_set("train or partition", "replaced")
         if self._clients is None or is_old:
             self.set_clients(FederatedDataset.from_partition(self.train, self.partition))
             self._is_split = True
@@ -284,7 +283,7 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
         """
         self._clients = clients if isinstance(clients, FederatedDataset) else FederatedDataset(clients)
         has_both = self.train is not None and self.partition is not None
-        self._made_from = (self.train, self.partition, repr(self.partition)) if has_both else None
+        self._made_from = (self.train, self.partition, _options_of(self.partition)) if has_both else None
         self._is_split = False
         if self.client_val:
             _check_client_val_ids(self.client_val, self._clients.ids)
@@ -481,6 +480,12 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
 
     # Checks
 
+    def _were_set(self, what: str, changed: str) -> FederatedError:
+        return FederatedError(
+            f"{what} of {type(self).__name__} has been {changed}, and its clients were set by set_clients before. Call"
+            " set_clients again, or make a new data module."
+        )
+
     def _check_number(self, ids: Sequence[ClientId] | None, number: int | None) -> None:
         if ids is not None and number is not None and len(ids) != number:
             raise FederatedError(
@@ -569,13 +574,26 @@ def _check_client_val_ids(client_val: Mapping[ClientId, Any], ids: Sequence[Clie
         )
 
 
+def _options_of(partition: Any) -> tuple[str, Any, Any]:
+    """Return a partition's text, and two options that it abbreviates: a partition within, and the keys of ``ByKey``.
+
+    The text is without the addresses of functions, which differ between processes.
+    """
+    inner = getattr(partition, "partition", partition)
+    return re.sub(" at 0x[0-9a-f]+", "", repr(partition)), inner, inner.keys if isinstance(inner, ByKey) else None
+
+
 def check_clients(data: FederatedDataModule) -> None:
     """Drop the clients if a partition option has changed; raise for invalid ids and for attributes without effect.
 
     The next access splits dropped clients again. A user's subclass may define its own attributes of these names.
     """
-    if data._is_split and data._made_from is not None and data._made_from[2] != repr(data.partition):
-        data._clients = None
+    if data._made_from is not None:
+        (shown, *before), (shown_now, *now) = data._made_from[2], _options_of(data.partition)
+        if shown != shown_now or any(old is not new for old, new in zip(before, now, strict=True)):
+            if not data._is_split:
+                raise data._were_set("an option of partition", "set")
+            data._clients = None
     for name in ("transform", "augment"):
         if type(data).__module__.partition(".")[0] == "lightning_fed" and name in vars(data):
             raise FederatedError(

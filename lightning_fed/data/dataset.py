@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -64,6 +65,9 @@ class FederatedDataset:
 
     source: Dataset[Any] | None = None
     """The data set that all clients' data sets were split from, or None."""
+
+    split: tuple[Tensor, str] | None = None
+    """What tells a split of one data set from another: all clients' indices, and how inputs are shifted; or None."""
 
     def __init__(self, clients: Sequence[Dataset[Any]] | Mapping[ClientId, Dataset[Any]]) -> None:
         if isinstance(clients, Dataset | str | bytes) or not isinstance(clients, Sequence | Mapping):
@@ -164,8 +168,7 @@ class FederatedDataset:
         if (known := self.known_sizes) is not None:
             rows["examples"] = f"{sum(known):,}"
         if known:
-            sizes = torch.tensor(known)
-            rows["per client"] = f"min {int(sizes.min()):,}, median {int(sizes.median()):,}, max {int(sizes.max()):,}"
+            rows["per client"] = f"min {min(known):,}, median {median(known):,.10g}, max {max(known):,}"
             rows["empty clients"] = f"{known.count(0):,}"
         if (skew := self._label_skew()) is not None:
             rows["label skew"] = f"{skew:.2f} (0: every client has the same label distribution; towards 1: disjoint)"
@@ -250,6 +253,8 @@ class _PartitionedDataset(FederatedDataset):
         self.ids, self._order, self._sizes = _join(parts, num_examples, repr(partition))
         self._positions = None if isinstance(self.ids, range) else {key: i for i, key in enumerate(self.ids)}
         self._offsets = [0, *accumulate(self._sizes)]
+        shifts = None if shift is None else {name: v for name, v in vars(shift).items() if name != "partition"}
+        self.split = (self._order, repr(shifts))
         self._shifted = None if shift is None else ShiftedClients(dataset, shift, len(self.ids))
         self.source = dataset if shift is None else None
 

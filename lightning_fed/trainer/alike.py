@@ -24,8 +24,10 @@ from lightning_fed.strategies.processes import Ranks
 
 _ROWS = 100  # examples of one client to compare if they are tensors
 _READ = 10  # examples to compare otherwise, which are read one by one
-_DEVICE = re.compile(r", device='[^']*'")  # part of the text of a tensor
-_UNSHOWN = ("seed", "clients", "sizes", "examples", "validation examples", "parameters")  # secret, long, or checksums
+# in the text of a tensor, and of a function of batches that holds its device
+_DEVICE = re.compile(r", device='[^']*'|, index=\d+|\b(?:cuda|xpu|hpu|npu):\d+")
+# secret, long, or checksums
+_UNSHOWN = ("seed", "clients", "sizes", "split", "examples", "validation examples", "parameters")
 
 
 def check_alike(

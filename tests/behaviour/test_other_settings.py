@@ -1,15 +1,20 @@
 """A run that is resumed with other settings: refused, or told of, never changed in silence."""
 
+import re
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedError
 from lightning_fed.algorithms import FedAvg, FedDane, Scaffold
+from lightning_fed.data import BalancedDirichlet, Digits, FeatureShift, FederatedDataModule, Iid, RandomCrop, Shrink
+from lightning_fed.models import MLPClassifier
 from lightning_fed.server import FedAdam, UniformSampler
 from tests.helpers.engines import Ordinary
 from tests.helpers.training import data, trainer
@@ -155,6 +160,77 @@ def test_changed_settings_warn(tmp_path: Path, first: Any, then: Any, message: s
 def test_settings_incompatible_with_resuming_are_rejected(tmp_path: Path, first: Any, then: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         told(tmp_path, first, then)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        BalancedDirichlet(4, 0.3, seed=1),
+        lambda labels: [part.flip(0) for part in BalancedDirichlet(4, 0.3)(labels)],
+        FeatureShift(BalancedDirichlet(4, 0.3), noise=0.1),
+    ],
+)
+def test_different_split_of_equal_sizes_warns_or_is_rejected(tmp_path: Path, then: Any) -> None:
+    def run(algorithm: Any, partition: Any, **fit: Any) -> Any:
+        t = trainer(max_rounds=1 + len(fit), algorithm=algorithm, clients_per_round=2)
+        t.fit(MLPClassifier(), Digits(partition=partition), **fit)
+        return t
+
+    for algorithm in (FedAvg(), Scaffold()):
+        path = tmp_path / f"{type(algorithm).__name__}.ckpt"
+        run(algorithm, BalancedDirichlet(4, 0.3)).save_checkpoint(path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(algorithm, BalancedDirichlet(4, 0.3), ckpt_path=path)
+        assert not any("split" in str(w.message) for w in caught)
+    with pytest.warns(UserWarning, match="written with another split of the examples. The run continues with this"):
+        run(FedAvg(), then, ckpt_path=tmp_path / "FedAvg.ckpt")
+    with pytest.raises(FederatedError, match="another split of the examples, and what its clients keep belongs to"):
+        run(Scaffold(), then, ckpt_path=tmp_path / "Scaffold.ckpt")
+
+
+class MeanClassifier(pl.LightningModule):
+    """A classifier of the mean pixel, for images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.cross_entropy(self.layer(batch[0].flatten(1).mean(1, keepdim=True)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def half(batch: Any) -> Any:
+    return [batch[0] / 2, *batch[1:]]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({"transform": Shrink(2)}, {"transform": Shrink(4)}, r"batch_transform=Shrink\(factor=2\) \(this run has Shr"),
+        ({"augment": RandomCrop(1)}, {}, r"batch_augment=RandomCrop\(padding=1\) \(this run has None\)"),
+        ({}, {"transform": half}, r"batch_transform=None \(this run has .*test_other_settings.half\)"),
+        ({"transform": half}, {"transform": half}, None),
+    ],
+)
+def test_different_batch_functions_warn(tmp_path: Path, first: Any, then: Any, message: str | None) -> None:
+    def run(options: Any, **fit: Any) -> Any:
+        images = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+        train = TensorDataset(images, torch.arange(40) % 10)
+        t = trainer(max_rounds=1 + len(fit), clients_per_round=2)
+        t.fit(MeanClassifier(), FederatedDataModule(train=train, partition=Iid(4), **options), **fit)
+        return t
+
+    run(first).save_checkpoint(tmp_path / "half.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(then, ckpt_path=tmp_path / "half.ckpt")
+    found = [str(w.message) for w in caught if "The checkpoint was written" in str(w.message)]
+    assert len(found) == (message is not None)
+    assert message is None or re.search(message, found[0])
 
 
 def test_different_environment_seed_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

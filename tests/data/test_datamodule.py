@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.core.errors import FederatedError
-from lightning_fed.data import ClientBatches, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid
+from lightning_fed.data import ByKey, ClientBatches, Digits, Dirichlet, FederatedDataModule, FederatedDataset, Iid
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.custom_batches import CustomBatches
 from lightning_fed.data.datamodule import check_clients
@@ -271,6 +271,22 @@ def test_changed_partition_option_is_used_by_the_next_fit():
     data.partition.num_clients = 5
     check_clients(data)  # as a fit does before it reads the clients
     assert [data.client_size(i) for i in data.client_ids] == [4] * 5
+
+
+def test_changed_keys_of_a_partition_are_used():
+    data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=ByKey(["ann", "bob"] * 10))
+    assert data.client_size("ann") == 10
+    data.partition.keys = ["ann"] * 5 + ["bob"] * 15
+    check_clients(data)
+    assert data.client_size("ann") == 5
+
+
+def test_changed_option_of_preset_clients_is_rejected():
+    data = Digits(partition=Iid(4), client_val_fraction=0.3)
+    check_clients(data)
+    data.partition.num_clients = 5
+    with pytest.raises(FederatedError, match="an option of partition of Digits has been set, .* Call set_clients"):
+        check_clients(data)
 
 
 def test_replacing_the_partition_of_preset_clients_is_rejected():

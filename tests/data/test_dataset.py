@@ -359,6 +359,8 @@ def test_summary_reports_counts():
         "per client     min 0, median 1, max 1,500",
         "empty clients  1",
     ]
+    even = FederatedDataset([tensors(1), tensors(4)]).summary()
+    assert "per client     min 1, median 2.5, max 4" in even.splitlines()
     assert FederatedDataset([]).summary().splitlines() == ["clients        0", "examples       0"]
 
 

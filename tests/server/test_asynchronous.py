@@ -286,6 +286,13 @@ def test_simulated_time_continues_in_a_resumed_run(asynchronous: Asynchronous | 
     assert resumed.seconds == whole.seconds > 0
 
 
+def test_simulated_time_starts_at_zero_in_a_new_run() -> None:
+    times = SimulatedTime(ClientClock(2.0))
+    for _ in range(2):
+        run(None, callbacks=times, max_rounds=2)
+        assert times.seconds == 4.0
+
+
 # ---------------------------------------------------------------------- what is refused
 
 

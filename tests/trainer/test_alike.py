@@ -178,3 +178,8 @@ def test_device_of_a_learning_rate_is_ignored() -> None:
     assert _DEVICE.sub("", "[{'lr': tensor(0.1000, device='cuda:1'), 'betas': (0.9, 0.99)}]") == (
         "[{'lr': tensor(0.1000), 'betas': (0.9, 0.99)}]"
     )
+
+
+@pytest.mark.parametrize("text", ["Blur(device=device(type='cuda', index={}))", "Blur(device=cuda:{})"])
+def test_device_of_a_batch_function_is_not_compared(text: str) -> None:
+    assert _DEVICE.sub("", text.format(0)) == _DEVICE.sub("", text.format(1))
