@@ -225,7 +225,9 @@ def _final(results: Results, record: Record) -> dict[str, float]:
     for name, metric in results.grid.experiment.metrics.items():
         if record.series.get(name):
             for kind in ("final", "best"):
-                metrics[f"hp/{kind}_{name}"] = Quantity(kind, kind, metric).of(record.series)
+                quantity = Quantity(kind, kind, metric)
+                has_ended = record.status == "finished"  # a curve up to a divergence may have a good best value
+                metrics[f"hp/{kind}_{name}"] = quantity.of(record.series) if has_ended else quantity.worst
     return metrics
 
 

@@ -49,6 +49,16 @@ def test_a_run_that_begins_again_in_a_folder_does_not_end_as_the_one_before() ->
     assert {tag: max(curve) for tag, curve in series.items()} == dict.fromkeys(series, 2)
 
 
+@pytest.mark.thorough
+@needs_matplotlib
+def test_a_run_has_its_own_method_and_not_that_of_an_earlier_run_in_the_folder() -> None:
+    for method in (Mime(base=SGDm()), FedAvg()):
+        time.sleep(1 - time.time() % 1)  # as above
+        fit(logger=TensorBoardLogger(".", name="again", version=""), max_rounds=1, algorithm=method)
+    main(["compare", "again"])
+    assert "again, FedAvg(pseudo_grad='raw')" in Path("compared/compare.md").read_text()
+
+
 def test_both_loggers_hold_the_same(tmp_path: Path) -> None:
     both = [TensorBoardLogger(".", name="a", version=""), CSVLogger(".", name="b", version="")]
     fit(logger=both, max_rounds=3, algorithm=FedAvg())
@@ -84,7 +94,7 @@ def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
 @needs_matplotlib
 def test_the_log_of_a_resumed_run_does_not_tell_when_the_target_was_reached() -> None:
     rows = ["1,0.2,9,10,20,1", "2,0.8,9,10,20,1", "3,0.7,9,10,20,1", "4,0.9,9,10,20,1"]
-    head = "step,val_acc,round/gradients,comm/bytes_up,comm/bytes_down,round/seconds"
+    head = "step,val_acc,round/gradients,comm/bytes_up,comm/bytes_down,server/update_norm"
     for folder, kept in {"whole": rows, "resumed": rows[2:]}.items():
         Path(folder).mkdir()
         (Path(folder) / "metrics.csv").write_text("\n".join([head, *kept]))
