@@ -334,6 +334,13 @@ def test_a_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.thorough
+def test_a_diverging_run_ends_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="Client .* parameters that are not finite"):
+        fit("--model.lr", "1e30", "--trainer.logger", "false")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.thorough
 def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
     with pytest.raises(SystemExit, match="clients_per_round=31"):
         fit("--trainer.clients_per_round", "31")
