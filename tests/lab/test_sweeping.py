@@ -107,6 +107,13 @@ def test_a_key_that_cells_do_not_have_is_refused(key: str, monkeypatch: pytest.M
     run({"metrics": METRICS, "axes": {"lr": {**AXES["lr"], "values": [0.1]}}})
 
 
+@needs_matplotlib
+def test_a_trainer_in_a_file_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OUTPUTS, "trainer", "trainer.yaml")
+    with pytest.raises(SystemExit, match=r"trainer must be a mapping of keys to values, found 'trainer.yaml'"):
+        run({"metrics": METRICS, "axes": AXES})
+
+
 def test_the_final_value_ranks_points_that_do_not_reach_a_target(write: Any, tmp_path: Path) -> None:
     ends = {"poor": 3.0, "good": 1.0, "fair": 2.0}
     experiment = read_experiment(write(methods={name: {} for name in ends}, random=True))

@@ -9,7 +9,7 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.cli.main import main
 from lightning_fed.data import Quadratics
-from lightning_fed.lab.diagnosis.trials import Trial
+from lightning_fed.lab.diagnosis.trials import Trial, read_config
 from lightning_fed.lab.overlays import overlay
 from lightning_fed.models import Quadratic
 from tests.helpers.diagnosis import BASE, diagnose
@@ -28,6 +28,21 @@ def test_measuring_leaves_no_trace() -> None:
         return float(model.x.detach())
 
     assert end(Trial(1.0, 2, 2, 2, "uniform")) == end()
+
+
+def test_a_configuration_is_read_as_a_fit_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, trainer = dict(BASE), dict(BASE["trainer"])
+    of_sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.25}}
+    Path("trainer.yaml").write_text(yaml.safe_dump(trainer))
+    Path("base.yaml").write_text(yaml.safe_dump({**base, "trainer": "trainer.yaml", "optimizer": of_sgd}))
+    Path("adam.yaml").write_text("optimizer: {class_path: torch.optim.Adam}\nckpt_path: null\n")
+    monkeypatch.setenv("PL_TRAINER_GRADIENT_CLIP_VAL", "0.5")
+    config, _ = read_config(["base.yaml", "adam.yaml"], ["--trainer.max_rounds", "7"])
+    assert config["optimizer"]["class_path"] == "torch.optim.Adam"
+    assert config["optimizer"]["init_args"]["lr"] == 0.25  # which both classes have
+    assert config["trainer"]["gradient_clip_val"] == 0.5
+    assert config["trainer"]["max_rounds"] == 7
+    assert config["trainer"]["local_steps"] == trainer["local_steps"]
 
 
 @pytest.mark.thorough
@@ -73,4 +88,4 @@ def test_a_server_that_steps_alone_is_tried_at_its_own_rates() -> None:
 def test_what_only_watches_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     watchers = [{"class_path": "ModelCheckpoint"}, {"class_path": "EarlyStopping", "init_args": {"monitor": "val_acc"}}]
     diagnose(trainer__callbacks=watchers, trainer__check_val_every_n_epoch=1)
-    assert "left out, since they only watch or stop a run: ModelCheckpoint, EarlyStopping" in capsys.readouterr().out
+    assert "left out, since they only monitor or stop a run: ModelCheckpoint, EarlyStopping" in capsys.readouterr().out
