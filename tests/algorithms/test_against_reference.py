@@ -105,7 +105,7 @@ def label(base: dict) -> str:
 
 
 @pytest.mark.parametrize("base", ALL_BASES, ids=label)
-def test_server_optimizers(base):
+def test_server_optimizers_match_reference(base):
     hp = {"base": base, "server_lr": 0.3, "weighting": "examples"}
     agree(ServerOnly(), "server_only", hp, server(base, 0.3), kind="least_squares", l2=0.1)
     for pseudo_grad in ("raw", "normalized"):
@@ -118,7 +118,7 @@ def test_server_optimizers(base):
     covering(ALL_BASES, [(Mime, "mime"), (MimeLite, "mimelite"), (CMime, "c-mime")]),
     ids=lambda value: label(value) if isinstance(value, dict) else value[1],
 )
-def test_mime(base, method):
+def test_mime_variants_match_reference(base, method):
     cls, name = method
     agree(cls(rule(base)), name, {**LOCAL, "base": base}, l2=0.05)
     uniform = {**LOCAL, "weighting": "uniform", "server_lr": 0.5, "base": base}
@@ -128,7 +128,7 @@ def test_mime(base, method):
 @pytest.mark.parametrize(
     ("kind", "weighting"), covering(["softmax", "least_squares", "quadratic"], ["examples", "uniform"])
 )
-def test_weighted_methods(kind, weighting):
+def test_weighted_methods_match_reference(kind, weighting):
     hp = {**LOCAL, "weighting": weighting}
     agree(FedProx(0.7), "fedprox", {**hp, "mu": 0.7}, kind=kind)
     agree(FedDane(0.7), "feddane", {**hp, "mu": 0.7}, kind=kind)
@@ -142,7 +142,7 @@ def test_weighted_methods(kind, weighting):
 
 
 @pytest.mark.parametrize("kind", ["softmax", "least_squares", "quadratic"])
-def test_unweighted_methods(kind):
+def test_unweighted_methods_match_reference(kind):
     for option, initial in product(("i", "ii"), ("zero", "gradient")):
         hp = {**UNWEIGHTED, "option": option, "initial": initial, "server_lr": 0.8}
         agree(Scaffold(option, initial), "scaffold", hp, partial(torch.optim.SGD, lr=0.8), kind=kind, n_clients=6)
@@ -152,7 +152,7 @@ def test_unweighted_methods(kind):
 
 
 @pytest.mark.parametrize("client_lr", [0.1, 1.5])
-def test_adaptive_mu(client_lr):
+def test_adaptive_mu_matches_reference(client_lr):
     # at the large rate the loss rises as well as falls
     adaptive = {"step": 0.2, "patience": 2}
     hp = {"client_lr": client_lr, "weighting": "examples", "mu": 0.3, "adaptive": adaptive}

@@ -14,18 +14,18 @@ STEPS = Round({0: (0, 1)})
 
 
 @pytest.mark.thorough
-def test_the_averaged_model_is_fedavgs_whatever_the_mixture() -> None:
+def test_averaged_model_equals_fedavg_for_any_mixture() -> None:
     averaged = run(FedAvg(), weighting="uniform").fit_loop.state.x
     for alpha in (0.0, 0.6):
         assert torch.equal(run(APFL(alpha), weighting="uniform").fit_loop.state.x, averaged), alpha
 
 
-def test_one_client_of_its_own_model_alone_trains_on_the_path_of_the_server() -> None:
+def test_single_client_with_alpha_one_matches_server_model() -> None:
     fitted = run(APFL(1.0), one_client(), clients_per_round=1)
     close(kept(fitted)[0]["v"], fitted.fit_loop.state.x)
 
 
-def test_two_steps_by_hand() -> None:
+def test_two_steps_match_hand_computed_values() -> None:
     played = play(APFL(0.5), quadratic((1.0,), (-2.0,)), (1,), torch.zeros(1, dtype=torch.float64), [STEPS])
     # y = 0.5, v = 0.25 after one step of 0.25, half of which moves v; then the gradient at 0.375 is -1.625
     assert played.x[0].item() == 0.5 + 0.25 * 1.5
@@ -40,6 +40,6 @@ def test_two_steps_by_hand() -> None:
         (lambda: run(APFL(0.5), personal=["head.*"]), "cannot be combined with APFL.*own whole model"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+def test_invalid_hyperparameters_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

@@ -37,18 +37,18 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("algorithm", "options"), METHODS, ids=lambda v: repr(v) if isinstance(v, Algorithm) else "")
-def test_options_are_the_arguments_and_nothing_else(algorithm, options):
+def test_options_contain_only_constructor_arguments(algorithm, options):
     assert algorithm.options() == options
 
 
 @pytest.mark.parametrize("algorithm", [a for a, _ in METHODS], ids=repr)
-def test_repr_is_as_written(algorithm):
+def test_repr_round_trips(algorithm):
     names = {type(algorithm).__name__: type(algorithm), "SGDm": SGDm, "Adam": Adam}
     again = eval(repr(algorithm), names)
     assert again.options() == algorithm.options()
 
 
-def test_a_subclass_keeps_declarations_out_of_its_options():
+def test_subclass_options_exclude_declarations():
     class Anchored(Algorithm):
         def __init__(self, beta=0.5):
             self.beta, self.anchor_at, self._cache = beta, "x", 1
@@ -57,7 +57,7 @@ def test_a_subclass_keeps_declarations_out_of_its_options():
     assert repr(Anchored(2)) == "Anchored(beta=2)"
 
 
-def test_weighting_by_default():
+def test_default_weighting_per_method():
     mimes = (Mime(), MimeLite(), CMime(SGDm()), MimeMVR(1))
     for algorithm in (FedAvg(), FedProx(0), FedDane(0), FedNova(), ServerOnly(), *mimes):
         assert algorithm.default_weighting == "examples"

@@ -80,7 +80,7 @@ def state(**values: float) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_formulas_by_hand(rule, s, g, direction, tracked):
+def test_formulas_match_hand_computed_values(rule, s, g, direction, tracked):
     assert rule.direction(scalar(g), state(**s)).item() == pytest.approx(direction, rel=1e-14)
     assert {k: v.item() for k, v in rule.track(scalar(g), state(**s)).items()} == tracked
 
@@ -95,7 +95,7 @@ def test_formulas_by_hand(rule, s, g, direction, tracked):
     ],
     ids=spelled,
 )
-def test_defaults_are_the_textbook_forms(rule, theirs):
+def test_defaults_match_torch_optimizers(rule, theirs):
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
     x, s, optimizer = p.detach().clone(), rule.init(p.detach()), theirs([p])
@@ -107,7 +107,7 @@ def test_defaults_are_the_textbook_forms(rule, theirs):
 
 
 @pytest.mark.parametrize("rule", ALL, ids=repr)
-def test_same_numbers_on_a_vector_its_parts_and_a_cohort(rule):
+def test_vector_slices_and_cohort_give_equal_results(rule):
     generator = torch.Generator().manual_seed(1)
     g, h = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     rows = [rule.track(h[i], rule.warm_start(h[i], rule.init(h[i]))) for i in range(3)]
@@ -126,7 +126,7 @@ def test_same_numbers_on_a_vector_its_parts_and_a_cohort(rule):
 
 @pytest.mark.parametrize("rule", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_dtype_stays_and_nothing_changes_in_place(rule, dtype):
+def test_dtype_is_kept_and_inputs_are_not_modified(rule, dtype):
     g = torch.tensor([1.0, -2.0, 0.5], dtype=dtype)
     s = rule.track(g, rule.init(g))
     before = {k: v.clone() for k, v in s.items()}
@@ -137,7 +137,7 @@ def test_dtype_stays_and_nothing_changes_in_place(rule, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_yogi_takes_no_side_where_v_and_the_square_differ_by_rounding(dtype):
+def test_yogi_ignores_rounding_differences_in_second_moment(dtype):
     rule, eps = Yogi(beta2=0.5), torch.finfo(dtype).eps
     v, g = torch.tensor([4.0, 1e-6, 300.0, 0.0], dtype=dtype), torch.tensor([2.0, 1e-3, 300.0**0.5, 0.0], dtype=dtype)
     for off in (-2 * eps, 2 * eps):
@@ -149,13 +149,13 @@ def test_yogi_takes_no_side_where_v_and_the_square_differ_by_rounding(dtype):
     assert torch.equal(rule.track(g, s)["v"] > s["v"], v > 0)
 
 
-def test_step_counts_on_in_half_precision():
+def test_step_count_keeps_increasing_in_half_precision():
     rule = Adam()
     s = {**rule.init(torch.zeros(1, dtype=torch.bfloat16)), "step": torch.tensor(256.0)}
     assert rule.track(torch.ones(1, dtype=torch.bfloat16), s)["step"] == 257
 
 
-def test_first_direction_is_bounded_by_default_and_huge_in_the_literal_form():
+def test_first_direction_is_bounded_unless_stats_are_old():
     g = torch.tensor([4.0, -0.5], dtype=torch.float64)
     for rule in (Adam(), Adagrad(), Yogi()):
         assert rule.direction(g, rule.init(g)).abs().max() <= 1.0
@@ -173,7 +173,7 @@ def test_warm_start_squares_the_first_gradient_once():
     assert RMSProp(v0=0.5).warm_start(scalar(3.0), RMSProp(v0=0.5).init(scalar(0.0)))["v"].item() == 0.5
 
 
-def test_bias_correction_is_on_wherever_it_has_a_meaning():
+def test_bias_correction_is_enabled_only_where_applicable():
     assert Adam().bias_correction
     assert not Adam(stats="old").bias_correction
     assert not Adam(v0="grad").bias_correction
@@ -186,7 +186,7 @@ def test_rmsprop_ignores_bias_correction():
     assert torch.equal(corrected.direction(g, corrected.init(g)), plain.direction(g, plain.init(g)))
 
 
-def test_options_and_repr():
+def test_options_and_repr_round_trip():
     assert SGD().options() == {"name": "SGD"}
     assert SGDm(beta=0).options() == {"name": "SGDm", "beta": 0.0, "momentum_form": "ema"}
     assert repr(SGD()) == "SGD()"
@@ -217,12 +217,12 @@ def test_options_and_repr():
         (lambda: Yogi(beta1=2), r"Yogi\(beta1=2\)"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
 
 
-def test_the_base_class_is_plain_sgd():
+def test_base_class_is_plain_sgd():
     g = torch.tensor([1.5])
     assert BaseOptimizer().init(g) == {}
     assert BaseOptimizer().direction(g, {}) is g

@@ -15,7 +15,7 @@ from tests.helpers.personal import close, kept, one_client, run
 from tests.helpers.training import Net, clients, data, parameters, seeded
 
 
-def test_a_clients_own_model_goes_on_from_where_it_was_whatever_the_server_has() -> None:
+def test_personal_model_continues_from_its_previous_state() -> None:
     cohorts = [[0, 1], [2, 3], [0, 2]]
     fitted = run(Ditto(0.0), sampler=lambda seed, round: cohorts[round])
     model = seeded(dropout=0.0)
@@ -26,7 +26,7 @@ def test_a_clients_own_model_goes_on_from_where_it_was_whatever_the_server_has()
     assert torch.equal(fitted.fit_loop.state.client_state(4)["v"], start), "a new client begins at x^0, not at x"
 
 
-def test_it_ends_where_loss_and_pull_balance() -> None:
+def test_personal_model_converges_to_balance_of_loss_and_pull() -> None:
     (dataset,) = clients((8,))
     x, y = dataset.tensors[0].double(), dataset.tensors[1]
     fitted = run(Ditto(2.0, 2.5, personal_epochs=150), data((8,), batch_size=8), clients_per_round=1, max_rounds=2)
@@ -41,7 +41,7 @@ def test_it_ends_where_loss_and_pull_balance() -> None:
     close(torch.cat([part.flatten() for part in g]), 2.0 * (start - v))
 
 
-def test_one_client_without_a_pull_trains_on_the_path_of_the_server() -> None:
+def test_single_client_without_pull_matches_server_model() -> None:
     fitted = run(Ditto(0.0), one_client(), clients_per_round=1)
     close(kept(fitted)[0]["v"], fitted.fit_loop.state.x)
 
@@ -55,7 +55,7 @@ class Fails(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_client_that_fails_in_its_own_solve_leaves_the_round() -> None:
+def test_client_failing_in_personal_solve_leaves_the_round() -> None:
     own = clients((8, 9, 7))
     own[1].tensors[0].mul_(1000)
     fitted = run(
@@ -84,6 +84,6 @@ def test_a_client_that_fails_in_its_own_solve_leaves_the_round() -> None:
         (lambda: run(Ditto(0.5), personal=["head.*"]), "cannot be combined with Ditto.*own whole model"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+def test_invalid_hyperparameters_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

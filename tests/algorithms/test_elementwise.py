@@ -83,7 +83,7 @@ def finish(algorithm, shared, g, y, anchor, client, local, full, sizes, path, lr
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)
 @pytest.mark.parametrize("hook", [local_step, finish])
-def test_a_cohort_is_its_clients(algorithm, hook):
+def test_stacked_cohort_matches_individual_clients(algorithm, hook):
     cohort = Cohort(algorithm)
     before = torch.utils._pytree.tree_map(torch.clone, (cohort.stacked(), cohort.shared()["server"]))
     together = hook(algorithm, cohort.shared(), *cohort.stacked())
@@ -97,7 +97,7 @@ def test_a_cohort_is_its_clients(algorithm, hook):
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)
-def test_a_view_of_the_vector_gives_a_view_of_the_direction(algorithm):
+def test_slice_of_vector_gives_slice_of_direction(algorithm):
     cohort, part = Cohort(algorithm), slice(1, 4)
     whole, _ = local_step(algorithm, cohort.shared(), *cohort.one(0))
     inputs = torch.utils._pytree.tree_map(lambda v: v[part] if v.numel() == P else v, cohort.one(0))
@@ -106,7 +106,7 @@ def test_a_view_of_the_vector_gives_a_view_of_the_direction(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)
-def test_half_precision_stays(algorithm):
+def test_half_precision_is_kept(algorithm):
     cohort = Cohort(algorithm)
     half = lambda v: v.to(torch.bfloat16) if isinstance(v, torch.Tensor) and v.shape[-1:] == (P,) else v  # noqa: E731
     shared, inputs = (torch.utils._pytree.tree_map(half, v) for v in (cohort.shared(), cohort.one(0)))

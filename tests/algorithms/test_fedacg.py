@@ -12,7 +12,7 @@ GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
 
 
-def test_clients_start_at_the_point_that_the_momentum_leads_to():
+def test_clients_start_at_the_momentum_lookahead_point():
     algorithm = FedACG(lam=0.5, beta=0.0)
     played = play(algorithm, GRAD, (1, 1), X, ROUNDS)
     # the first round is FedAvg's: m = -0.3125, x = m, and clients start next at z = 1.5 m
@@ -21,7 +21,7 @@ def test_clients_start_at_the_point_that_the_momentum_leads_to():
     assert algorithm.evaluate_at(played.x[0], played.server[0]).item() == pytest.approx(-0.3125, rel=1e-15)
 
 
-def test_without_momentum_is_fedprox():
+def test_zero_momentum_equals_fedprox():
     ours = play(FedACG(lam=0, beta=0.3), GRAD, (1, 3), X, ROUNDS, weighting="examples")
     assert ours.x == play(FedProx(0.3), GRAD, (1, 3), X, ROUNDS).x
 
@@ -33,6 +33,6 @@ def test_without_momentum_is_fedprox():
         (lambda: FedACG(beta=-1), "beta=-1"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

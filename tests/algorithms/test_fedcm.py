@@ -11,7 +11,7 @@ GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
 
 
-def test_relative_by_hand():
+def test_relative_mode_matches_hand_computed_values():
     played = play(FedCM(alpha=0.5), GRAD, (1, 3), X, ROUNDS)
     # round 1: y = 0.46875 and -0.875, mean directions -0.9375 and 1.75; clients count alike
     assert played.x[0].item() == -0.203125
@@ -21,23 +21,23 @@ def test_relative_by_hand():
     assert played.server[1]["delta"].item() == (-0.8984375 + 2.0) / 2
 
 
-def test_server_steps():
+def test_server_steps_match_hand_computed_values():
     assert play(FedCM(alpha=0.5, eta_g=0.25, eta_g_mode="paper"), GRAD, (1, 3), X, ROUNDS).x[0].item() == -0.1015625
     assert play(FedCM(alpha=0.5, eta_g=2.0), GRAD, (1, 3), X, ROUNDS).x[0].item() == -0.40625
 
 
-def test_unequal_steps_are_normalized_each_by_its_own():
+def test_unequal_steps_are_normalized_per_client():
     # directions -1, -0.875 (mean -0.9375) and 2
     played = play(FedCM(alpha=0.5), GRAD, (1, 3), X, [Round({0: (0, 1), 1: (0,)})])
     assert played.server[0]["delta"].item() == (-0.9375 + 2.0) / 2
 
 
-def test_alpha_one_is_fedavg():
+def test_alpha_one_equals_fedavg():
     ours = play(FedCM(alpha=1), GRAD, (1, 3), X, ROUNDS, weighting="examples")
     assert ours.x == play(FedAvg(), GRAD, (1, 3), X, ROUNDS).x
 
 
-def test_eta_g_one_hands_the_mean_change_on_untouched():
+def test_eta_g_one_returns_mean_delta_unmodified():
     delta = torch.ones(1)
     direction, _ = FedCM(alpha=0.5).update_server(X, {}, {"delta": delta, "gradient": delta}, Cohort(1, 1, 0))
     assert direction is delta
@@ -52,6 +52,6 @@ def test_eta_g_one_hands_the_mean_change_on_untouched():
         (lambda: FedCM(alpha=0.1, eta_g_mode="absolute"), r"eta_g_mode must be 'relative' or 'paper'"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

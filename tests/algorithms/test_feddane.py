@@ -9,13 +9,13 @@ X = torch.zeros(1, dtype=torch.float64)
 GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 
 
-def test_own_gradient_cohort_by_hand():
+def test_separate_gradient_cohort_matches_hand_computed_values():
     # g = grad F_1(0) = 4 although client 0 trains; v = -2 + 4 + 2 = 4, then -3 + 4 + 2 + mu (-1) = 2
     played = play(FedDane(mu=1), GRAD, (1, 3), X, [Round({0: (0, 1)}, grad_cohort=(1,))])
     assert played.x[0].item() == -1.5
 
 
-def test_same_cohort_by_hand():
+def test_same_gradient_cohort_matches_hand_computed_values():
     # g = -2 / 4 + 3 * 4 / 4 = 2.5; v = 2.5 for both, then -2.625 + 2 + 2.5 and 2.75 - 4 + 2.5
     algorithm = FedDane(mu=0, grad_cohort="same")
     played = play(algorithm, GRAD, (1, 3), X, [Round({0: (0, 1), 1: (0, 1)}, grad_cohort=(1,))])
@@ -30,6 +30,6 @@ def test_same_cohort_by_hand():
         (lambda: FedDane(mu=0, grad_cohort="other"), r"grad_cohort must be 'own' or 'same'"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

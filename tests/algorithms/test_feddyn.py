@@ -11,7 +11,7 @@ ROUNDS = [Round({0: (0,), 1: (0,)}), Round({0: (0, 1)})]
 
 
 @pytest.mark.parametrize("evaluate", ["theta", "mean"])
-def test_two_rounds_by_hand(evaluate):
+def test_two_rounds_match_hand_computed_values(evaluate):
     algorithm = FedDyn(alpha=0.5, evaluate=evaluate)
     played = play(algorithm, GRAD, (1, 3, 1, 1), X, ROUNDS)
     # round 1: y = 0.5 and -1; d = (0.5 - 1) / N with N = 4; the mean is uniform
@@ -27,7 +27,7 @@ def test_two_rounds_by_hand(evaluate):
     assert shown == (y if evaluate == "mean" else played.x[1].item())
 
 
-def test_the_mean_to_evaluate_is_x_at_first_and_absent_unless_asked_for():
+def test_evaluation_mean_starts_at_x_and_is_kept_on_request():
     assert FedDyn(alpha=1, evaluate="mean").init_server(X + 3)["mean"].item() == 3.0
     assert set(FedDyn(alpha=1).init_server(X)) == {"d"}
 
@@ -51,6 +51,6 @@ def test_inverse_size_scales_alpha():
         (lambda: FedDyn(alpha=1, evaluate="x"), r"evaluate must be 'theta' or 'mean'"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

@@ -13,7 +13,7 @@ GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
 
 
-def test_it_extrapolates_where_clients_disagree():
+def test_server_step_extrapolates_when_clients_disagree():
     # y = 0.875 and -1.5: the mean change is -0.3125, the mean square 1.5078125
     played = play(FedExP(eps=0.001), GRAD, (1, 1), X, ROUNDS[:1])
     eta_g = (0.875**2 + 1.5**2) / 2 / (2 * (0.3125**2 + 0.001))
@@ -21,7 +21,7 @@ def test_it_extrapolates_where_clients_disagree():
     assert played.x[0].item() == pytest.approx(-0.3125 * eta_g, rel=1e-14)
 
 
-def test_it_never_steps_less_than_fedavg_and_then_hands_the_mean_on_untouched():
+def test_minimum_step_size_one_returns_mean_delta_unmodified():
     delta = torch.ones(1)
     mean = {"delta": delta, "square": torch.ones(1)}
     direction, server = FedExP().update_server(torch.zeros(1), {}, mean, Cohort(1, 1, 3))
@@ -29,7 +29,7 @@ def test_it_never_steps_less_than_fedavg_and_then_hands_the_mean_on_untouched():
     assert server["eta_g"].item() == 1
 
 
-def test_it_shows_the_mean_of_the_last_two_iterates_but_the_first_alone():
+def test_evaluation_averages_last_two_iterates_after_first_round():
     algorithm = FedExP()
     played = play(algorithm, GRAD, (1, 1), X, ROUNDS)
     assert torch.equal(algorithm.evaluate_at(played.x[0], played.server[0]), played.x[0])
@@ -37,7 +37,7 @@ def test_it_shows_the_mean_of_the_last_two_iterates_but_the_first_alone():
     torch.testing.assert_close(shown, (played.x[0] + played.x[1]) / 2, rtol=1e-15, atol=0)
 
 
-def test_it_scales_eps_as_its_authors_do():
+def test_eps_is_scaled_as_in_the_authors_code():
     paper, cohort = FedExP(0.02), FedExP(0.01, "cohort", 0.5)
     mean = {"delta": torch.ones(1), "square": torch.full((1,), 9.0)}
     for number, eps in ((0, 0.02), (2, 0.005)):
@@ -54,6 +54,6 @@ def test_it_scales_eps_as_its_authors_do():
         (lambda: FedExP(eps_scaling="code"), "eps_scaling must be 'paper' or 'cohort'"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

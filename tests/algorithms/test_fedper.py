@@ -12,7 +12,7 @@ from tests.helpers.training import Net, parameters, seeded
 @pytest.mark.parametrize(
     ("algorithm", "part"), [(FedPer(["head.*"]), "head"), (LGFedAvg(["body.*"]), "body")], ids=repr
 )
-def test_the_named_part_is_kept_and_the_other_is_the_servers(algorithm, part):
+def test_named_part_stays_local_and_the_rest_is_shared(algorithm, part):
     model, start = seeded(dropout=0.0), seeded(dropout=0.0).double()
     fitted = run(algorithm, model=model, max_rounds=1)
     shared = "body" if part == "head" else "head"
@@ -26,7 +26,7 @@ def test_the_named_part_is_kept_and_the_other_is_the_servers(algorithm, part):
 
 
 @pytest.mark.parametrize("cls", [FedPer, LGFedAvg])
-def test_names_that_are_no_list_or_fit_nothing_are_refused(cls):
+def test_names_not_in_a_list_or_matching_nothing_are_rejected(cls):
     for wrong in ([], "head.*", [3]):
         with pytest.raises(FederatedError, match=cls.__name__):
             cls(wrong)

@@ -13,14 +13,14 @@ GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 TWICE = Round({0: (0, 1), 1: (0, 1)})
 
 
-def test_the_proximal_term_by_hand():
+def test_proximal_term_matches_hand_computed_values():
     # y_0: 0.5, then 0.5 - 0.25 (-1.5 + 0.5); y_1: -1, then -1 - 0.25 (2 - 1)
     played = play(FedProx(mu=1), GRAD, (1, 3), X, [TWICE])
     assert played.x[0].item() == 0.25 * 0.75 + 0.75 * -1.25
     assert played.server[0]["mu"].item() == 1.0
 
 
-def test_mu_zero_is_fedavg():
+def test_mu_zero_equals_fedavg():
     rounds = [TWICE, Round({1: (0,)})]
     prox, avg = (play(a, GRAD, (1, 3), X, rounds).x for a in (FedProx(mu=0), FedAvg()))
     assert prox == avg
@@ -42,11 +42,11 @@ def test_mu_rises_with_the_loss_and_falls_after_patience():
     assert adapt(algorithm, losses) == [0.5, 0.75, 0.75, 0.5, 0.5, 0.75, 0.75, 0.75, 0.75, 0.5]
 
 
-def test_mu_stops_at_zero():
+def test_mu_never_falls_below_zero():
     assert adapt(FedProx(mu=0.1, adaptive={"step": 0.25, "patience": 1}), [3.0, 2.0, 1.0]) == [0.1, 0.0, 0.0]
 
 
-def test_the_new_mu_holds_in_the_round_that_begins():
+def test_new_mu_takes_effect_in_the_current_round():
     algorithm = FedProx(mu=0, adaptive={"step": 1.0, "patience": 5})
     losses = iter([1.0, 2.0])
     played = play(
@@ -56,21 +56,21 @@ def test_the_new_mu_holds_in_the_round_that_begins():
     assert played.x[1] == fixed.x[0]
 
 
-def test_without_adaptation_no_loss_is_asked_for():
+def test_population_loss_is_not_requested_without_adaptation():
     for algorithm in (FedProx(mu=1), FedProx(mu=1, adaptive=False)):
         assert not algorithm.population_loss
         assert set(algorithm.init_server(X)) == {"mu"}
 
 
-def test_mu_keeps_its_precision_under_half_precision_models():
+def test_mu_stays_float32_with_half_precision_models():
     assert FedProx(mu=0.1).init_server(torch.zeros(2, dtype=torch.bfloat16))["mu"].dtype == torch.float32
 
 
-def test_rule_is_completed():
+def test_adaptive_rule_is_filled_with_defaults():
     assert FedProx(mu=1, adaptive={"patience": 3.0}).adaptive == {"step": 0.1, "patience": 3}
 
 
-def test_an_engine_without_the_loss_is_named():
+def test_engine_without_population_loss_is_rejected():
     algorithm = FedProx(mu=1, adaptive=True)
     with pytest.raises(FederatedError, match="population loss"):
         algorithm.begin_round(X, algorithm.init_server(X), Cohort(1, 1, 0))
@@ -88,6 +88,6 @@ def test_an_engine_without_the_loss_is_named():
         (lambda: FedProx(mu=1, adaptive={"patience": 2.5}), "patience must be a whole number"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

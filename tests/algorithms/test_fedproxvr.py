@@ -14,7 +14,7 @@ from tests.helpers.quartic import LR, ROUNDS, X, assert_follows, gradient, mean,
 @pytest.mark.parametrize("estimator", ["svrg", "sarah"])
 @pytest.mark.parametrize("weighting", [None, "uniform"])
 @pytest.mark.parametrize("mu", [0.0, 0.7])
-def test_fedproxvr(estimator: Any, weighting: str | None, mu: float) -> None:
+def test_fedproxvr_matches_numpy_reference(estimator: Any, weighting: str | None, mu: float) -> None:
     x, expected = X, []
     for plan in ROUNDS:
         ends = []
@@ -31,7 +31,7 @@ def test_fedproxvr(estimator: Any, weighting: str | None, mu: float) -> None:
     assert_follows(FedProxVR(mu, estimator), expected, weighting)
 
 
-def test_sarah_follows_the_iterate_before_and_svrg_the_start() -> None:
+def test_sarah_and_svrg_differ_from_the_second_batch() -> None:
     """One client, two batches: the second one tells the estimators apart, the first one does not."""
     for steps, same in ((1, True), (2, False)):
         rounds = [Round({0: ([0, 1], [2, 3])[:steps]})]
@@ -46,6 +46,6 @@ def test_sarah_follows_the_iterate_before_and_svrg_the_start() -> None:
         (lambda: FedProxVR(0.1, "saga"), "estimator must be 'svrg' or 'sarah'"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+def test_invalid_hyperparameters_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

@@ -17,7 +17,7 @@ from tests.helpers.training import Net, clients, data, parameters, seeded
 HEAD = ["head.*"]
 
 
-def test_the_head_is_trained_and_then_the_body_under_it() -> None:
+def test_head_is_trained_before_body() -> None:
     (dataset,) = clients((8,))
     x, y = dataset.tensors[0].double(), dataset.tensors[1]
     model = seeded(dropout=0.0).double()
@@ -32,7 +32,7 @@ def test_the_head_is_trained_and_then_the_body_under_it() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_clipping_sees_the_gradient_of_the_part_that_is_trained(engine: str) -> None:
+def test_clipping_uses_gradient_of_the_trained_part_only(engine: str) -> None:
     (dataset,) = clients((8,))
     x, y = dataset.tensors[0].double(), dataset.tensors[1]
     model = seeded(dropout=0.0).double()
@@ -61,7 +61,7 @@ class Seen(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_head_and_body_see_the_examples_in_orders_of_their_own() -> None:
+def test_head_and_body_shuffle_examples_independently() -> None:
     model = seeded(Seen)
     run(FedRep(HEAD, head_epochs=1), data((13,)), model, clients_per_round=1, max_rounds=1, engine="sequential")
     head, body = model.order[:4], model.order[4:]
@@ -69,7 +69,7 @@ def test_head_and_body_see_the_examples_in_orders_of_their_own() -> None:
     assert head != body
 
 
-def test_no_optimizer_moves_the_part_that_rests() -> None:
+def test_optimizer_does_not_update_the_inactive_part() -> None:
     def make(**options: Any) -> Any:
         model = seeded(partial(Ordinary, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.5)))
         return run(FedRep(HEAD, head_epochs=1), model=model, clients_per_round=6, max_rounds=1, **options)
@@ -91,6 +91,6 @@ def test_no_optimizer_moves_the_part_that_rests() -> None:
         (lambda: FedRep([]), "must be a list of names"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+def test_invalid_hyperparameters_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

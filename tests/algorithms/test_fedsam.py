@@ -19,7 +19,7 @@ def uphill(y: Array, i: int, batch: Any, rho: float, eps: float) -> Array:
 
 @pytest.mark.parametrize("eps", [0.0, 0.3])
 @pytest.mark.parametrize("weighting", [None, "examples"])
-def test_fedsam(eps: float, weighting: str | None) -> None:
+def test_fedsam_matches_numpy_reference(eps: float, weighting: str | None) -> None:
     x, expected = X, []
     for plan in ROUNDS:
         ends = []
@@ -36,7 +36,7 @@ def test_fedsam(eps: float, weighting: str | None) -> None:
 @pytest.mark.parametrize("eps", [0.0, 0.3])
 @pytest.mark.parametrize("mode", ["relative", "paper"])
 @pytest.mark.parametrize("weighting", [None, "examples"])
-def test_mofedsam(eps: float, mode: Any, weighting: str | None) -> None:
+def test_mofedsam_matches_numpy_reference(eps: float, mode: Any, weighting: str | None) -> None:
     x, momentum, expected = X, np.zeros_like(X), []
     for plan in ROUNDS:
         ways, paths = [], []
@@ -53,7 +53,7 @@ def test_mofedsam(eps: float, mode: Any, weighting: str | None) -> None:
     assert_follows(MoFedSAM(0.4, 0.3, 0.8, mode, eps), expected, weighting)
 
 
-def test_without_a_radius_they_are_the_methods_that_they_are_made_of() -> None:
+def test_special_cases_equal_simpler_methods() -> None:
     pairs = [
         (FedSAM(0.0), FedAvg()),
         (MoFedSAM(0.0, 1.0), FedAvg()),
@@ -65,7 +65,7 @@ def test_without_a_radius_they_are_the_methods_that_they_are_made_of() -> None:
         assert all(torch.equal(*pair) for pair in zip(one, two, strict=True)), ours
 
 
-def test_a_gradient_of_zero_has_no_direction() -> None:
+def test_zero_gradient_gives_zero_direction() -> None:
     assert torch.equal(unit(torch.zeros(3), 0.0), torch.zeros(3))
     assert torch.equal(unit(torch.tensor([3.0, 4.0]), 0.0), torch.tensor([3.0, 4.0]) / 5)
     assert torch.equal(unit(torch.tensor([3.0, 4.0]), 5.0), torch.tensor([3.0, 4.0]) / 10)
@@ -81,6 +81,6 @@ def test_a_gradient_of_zero_has_no_direction() -> None:
         (lambda: MoFedSAM(0.1, 0.1, eta_g_mode="x"), "eta_g_mode must be"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+def test_invalid_hyperparameters_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

@@ -14,7 +14,7 @@ from tests.helpers.quartic import LR, ROUNDS, SIZES, X, assert_follows, gradient
 @pytest.mark.parametrize(("perturb", "eps"), [("plain", 0.0), ("unit", 0.0), ("unit", 0.3)])
 @pytest.mark.parametrize("dual_average", ["cohort", "all"])
 @pytest.mark.parametrize("alpha", [0.6, 1.0])
-def test_fedspeed(perturb: Any, eps: float, dual_average: Any, alpha: float) -> None:
+def test_fedspeed_matches_numpy_reference(perturb: Any, eps: float, dual_average: Any, alpha: float) -> None:
     x, duals, expected = X, np.zeros((len(SIZES), len(X))), []
     for plan in ROUNDS:
         ids, ends = list(plan.batches), []
@@ -31,7 +31,7 @@ def test_fedspeed(perturb: Any, eps: float, dual_average: Any, alpha: float) -> 
     assert_follows(FedSpeed(2.0, 0.4, alpha, perturb, eps, dual_average), expected, "examples")
 
 
-def test_without_a_radius_or_the_second_gradient_it_is_feddyn() -> None:
+def test_matches_feddyn_without_radius_or_second_gradient() -> None:
     for ours in (FedSpeed(0.5, 0.0, dual_average="all"), FedSpeed(0.5, 0.4, 0.0, dual_average="all")):
         for pair in zip(path(ours), path(FedDyn(2.0)), strict=True):
             torch.testing.assert_close(*pair, rtol=1e-13, atol=1e-15)
@@ -48,6 +48,6 @@ def test_without_a_radius_or_the_second_gradient_it_is_feddyn() -> None:
         (lambda: FedSpeed(1, 0.1, eps=0.1), "eps=0.1 has no effect with perturb='plain'"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+def test_invalid_hyperparameters_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

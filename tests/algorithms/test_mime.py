@@ -24,13 +24,13 @@ ROUNDS = [TWICE, Round({1: (0, 1, 2)}), TWICE]
     ],
     ids=repr,
 )
-def test_by_hand(algorithm, ys):
+def test_one_round_matches_hand_computed_values(algorithm, ys):
     played = play(algorithm, GRAD, (1, 3), X, [TWICE])
     assert played.x[0].item() == 0.25 * ys[0] + 0.75 * ys[1]
     assert played.server[0]["m"].item() == 1.25  # V saw c, taken at the old x
 
 
-def test_frozen_statistics_act_in_the_next_round():
+def test_frozen_statistics_take_effect_in_the_next_round():
     # x_1 = -0.5390625, m = 1.25; one client, one step: half of g = 2 x_1 + 4 plus half of m
     played = play(MimeLite(SGDm(0.5)), GRAD, (1, 3), X, [TWICE, Round({1: (0,)})])
     assert played.x[0].item() == -0.5390625
@@ -38,12 +38,12 @@ def test_frozen_statistics_act_in_the_next_round():
 
 
 @pytest.mark.parametrize(("algorithm", "same"), [(MimeLite(SGD()), FedAvg()), (CMime(SGD()), Mime(SGD()))], ids=repr)
-def test_neutral_base(algorithm, same):
+def test_sgd_base_equals_simpler_method(algorithm, same):
     ours, theirs = (play(a, GRAD, (1, 3), X, ROUNDS).x for a in (algorithm, same))
     assert ours == theirs
 
 
-def test_warm_start_takes_the_first_cohorts_gradient():
+def test_warm_start_uses_first_cohort_gradient():
     # c = 2.5: v = 6.25 divides by 2.5 + eps at once; afterwards v moves by V alone
     played = play(Mime(RMSProp(0.5, eps=0.5, v0="grad", stats="old")), GRAD, (1, 3), X, [Round({0: (0,), 1: (0,)})] * 2)
     x = -0.25 * 2.5 / 3.0
@@ -53,7 +53,7 @@ def test_warm_start_takes_the_first_cohorts_gradient():
     assert played.x[1].item() == pytest.approx(x - 0.25 * c / 3.0, rel=1e-14)
 
 
-def test_without_base_the_users_optimizer_is_mimicked():
+def test_user_optimizer_is_mimicked_without_base():
     seen = []
 
     def advance_solver(state, g, x):
@@ -75,13 +75,13 @@ def test_without_base_the_users_optimizer_is_mimicked():
     assert seen == [({}, 2.5, 7.0)] * 2
 
 
-def test_with_base_the_users_optimizer_keeps_nothing():
+def test_user_optimizer_keeps_no_state_with_base():
     algorithm = Mime(SGDm())
     assert not algorithm.uses_solver_state
     assert algorithm.solver_state(algorithm.init_server(X), {}) == {}
 
 
-def test_an_engine_without_the_users_optimizer_is_told():
+def test_engine_without_user_optimizer_is_rejected():
     with pytest.raises(FederatedError, match=r"Mime\(\) mimics the optimizer .* Pass base=SGDm\(\)"):
         Mime().update_server(X, {}, {"delta": X}, Cohort(1, 1, 0, {"x": X}))
 
@@ -94,6 +94,6 @@ def test_an_engine_without_the_users_optimizer_is_told():
         (lambda: CMime(), r"CMime\(base=None\): .* Pass base=SGDm\(\)"),
     ],
 )
-def test_wrong_bases_are_named(make, message):
+def test_invalid_base_is_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

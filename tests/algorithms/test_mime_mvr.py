@@ -19,7 +19,7 @@ ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
         ("current", 0.5 * 0.6953125 + 0.25),
     ],
 )
-def test_two_rounds_by_hand(anchor, v_mean):
+def test_two_rounds_match_hand_computed_values(anchor, v_mean):
     played = play(MimeMVR(a=0.5, anchor=anchor, m0="zeros"), GRAD, (1, 1), X, ROUNDS)
     # round 1, c = 1, m = 0, both points at x: v = 0.5 twice, then 0.375 for client 0 and 0.25 for client 1
     assert played.x[0].item() == -0.203125
@@ -31,14 +31,14 @@ def test_two_rounds_by_hand(anchor, v_mean):
     assert played.server[1]["x_prev"].item() == -0.203125
 
 
-def test_m_starts_at_the_first_cohorts_gradient():
+def test_m_starts_at_first_cohort_gradient():
     # v = 0.5 + 0.5 for both, then 0.875 - ... : -0.25 + 1 and -0.5 + 1
     played = play(MimeMVR(a=0.5), GRAD, (1, 1), X, ROUNDS[:1])
     assert played.x[0].item() == (-0.25 - 0.25 * 0.75 - 0.25 - 0.25 * 0.5) / 2
     assert played.server[0]["m"].item() == 1.0
 
 
-def test_a_equal_to_one_at_the_current_point_is_mime():
+def test_current_anchor_with_a_one_matches_mime():
     rounds = [*ROUNDS, Round({1: (0, 1)})]
     ours, theirs = (play(a, GRAD, (1, 3), X, rounds).x for a in (MimeMVR(a=1, anchor="current"), Mime(SGD())))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=0)
@@ -59,6 +59,6 @@ def test_x_prev_is_a_copy():
         (lambda: MimeMVR(a=0.5, m0="zero"), r"m0 must be 'grad' or 'zeros'"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

@@ -14,7 +14,7 @@ from tests.helpers.personal import close, kept, one_client, run
 from tests.helpers.training import clients, parameters, seeded
 
 
-def test_one_step_is_sgd_of_another_rate() -> None:
+def test_one_inner_step_matches_sgd_with_rescaled_rate() -> None:
     lam, rate = 3.0, 0.1
     model = partial(Ordinary, partial(torch.optim.SGD, lr=rate))
     fitted = run(PFedMe(lam, inner_steps=1), one_client(13), seeded(model), clients_per_round=1)
@@ -22,7 +22,7 @@ def test_one_step_is_sgd_of_another_rate() -> None:
     close(fitted.fit_loop.state.x, run(FedAvg(), one_client(13), other, clients_per_round=1).fit_loop.state.x)
 
 
-def test_two_inner_steps_by_hand() -> None:
+def test_two_inner_steps_match_hand_computed_values() -> None:
     (dataset,) = clients((8,))
     x, y = dataset.tensors[0].double(), dataset.tensors[1]
     model, lam = seeded(Ordinary).double(), 2.0
@@ -45,7 +45,7 @@ def test_two_inner_steps_by_hand() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_w_moves_at_the_rate_of_its_batchs_last_step(engine: str) -> None:
+def test_w_update_uses_learning_rate_of_last_inner_step(engine: str) -> None:
     lam, rate, factor = 2.0, 0.2, 0.7  # the schedule's factor of every local step
 
     class Decays(Ordinary):
@@ -91,6 +91,6 @@ def test_w_moves_at_the_rate_of_its_batchs_last_step(engine: str) -> None:
         (lambda: run(PFedMe(1), accumulate_grad_batches=2), "accumulate_grad_batches=2 cannot be combined with PFedMe"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make: Any, message: str) -> None:
+def test_invalid_hyperparameters_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

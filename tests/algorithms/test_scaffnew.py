@@ -15,7 +15,7 @@ GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 ROUNDS = [Round({0: (0, 1), 1: (0, 1)})] * 2
 
 
-def test_h_is_renewed_with_the_next_x():
+def test_h_is_updated_with_the_next_x():
     played = play(Scaffnew(prob=0.5), GRAD, (1, 3), X, ROUNDS)
     # y = 0.875 and -1.5, and their plain mean; h_i = 0.5 / 0.25 (x - y_i)
     assert played.x[0].item() == -0.3125
@@ -26,7 +26,7 @@ def test_h_is_renewed_with_the_next_x():
     assert played.x[1].item() == pytest.approx(sum(ends) / 2, rel=1e-15)
 
 
-def test_h_stays_in_a_round_whose_rates_are_zero():
+def test_h_is_unchanged_in_a_round_with_zero_rates():
     runs = [Run(X, X, {}, {}, {"h_i": X + 3.0}, {}, {}, 4.0, 4.0, 2, rate, lambda: X, True) for rate in (0.0, X)]
     for run in runs:
         kept = Scaffnew(prob=0.5).finish(X, run).keep
@@ -41,12 +41,12 @@ def test_h_stays_in_a_round_whose_rates_are_zero():
         ({"clients_per_round": 1.0, "on_client_error": "drop"}, "leave on_client_error at 'raise'"),
     ],
 )
-def test_a_cohort_that_is_not_everybody_alike_is_refused(options, why):
+def test_partial_or_uneven_cohort_is_rejected(options, why):
     fitted = trainer(algorithm=Scaffnew(0.5), **{"local_steps": 2, "local_epochs": None, **options})
     with pytest.raises(FederatedError, match=f"Scaffnew needs all clients in every round.*{why}"):
         fitted.fit(Net(), FederatedDataModule(clients=clients((4, 6, 4)), batch_size=2))
 
 
-def test_a_probability_that_is_none_is_refused():
+def test_invalid_probability_is_rejected():
     with pytest.raises(FederatedError, match=r"prob must be a finite number in \(0, 1\]"):
         Scaffnew(0)

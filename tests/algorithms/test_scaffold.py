@@ -11,7 +11,7 @@ SIZES = (1, 3, 5, 7)
 ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,)})]
 
 
-def test_option_ii_by_hand():
+def test_option_ii_matches_hand_computed_values():
     played = play(Scaffold(), GRAD, SIZES, X, ROUNDS)
     # round 1: y = 0.875 and -1.5, paths -1.75 and 3; the means are uniform, c moves by |S|/N = 1/2 of the mean
     assert played.x[0].item() == -0.3125
@@ -23,7 +23,7 @@ def test_option_ii_by_hand():
     assert played.server[1]["c"].item() == 0.3125 + (-2.3125 + 1.75) / 4
 
 
-def test_option_i_by_hand():
+def test_option_i_matches_hand_computed_values():
     played = play(Scaffold(option="i"), GRAD, SIZES, X, ROUNDS)
     assert played.x[0].item() == -0.3125
     assert {i: s["c_i"].item() for i, s in played.clients[0].items()} == {0: -2.0, 1: 4.0}
@@ -34,7 +34,7 @@ def test_option_i_by_hand():
     assert played.server[1]["c"].item() == 0.5 - 0.3125 / 4
 
 
-def test_first_gradients_by_hand():
+def test_gradient_initialization_matches_hand_computed_values():
     played = play(Scaffold(initial="gradient"), GRAD, SIZES, X, ROUNDS)
     # round 1: c_0 = -2, c_1 = 4 and c = (-2 + 4) / 4; v is c in the first step, then 0.5 + a_i (y - x)
     first = {0: 0.5 - 0.125, 1: 0.5 - 0.25}
@@ -48,20 +48,20 @@ def test_first_gradients_by_hand():
     assert played.x[1].item() == played.x[0].item() - 0.25 * v
 
 
-def test_clients_that_come_later_start_at_zero():
+def test_clients_joining_later_start_at_zero():
     played = play(Scaffold(initial="gradient"), GRAD, SIZES, X, [Round({0: (0,)}), Round({2: (0,)})])
     # client 2 has the gradient 0 everywhere, and nothing but c to step along
     assert played.x[1].item() == played.x[0].item() - 0.25 * played.server[0]["c"].item()
 
 
-def test_only_another_start_is_among_the_options():
+def test_options_include_initial_only_if_not_default():
     # a checkpoint from before there was a choice has no "initial", and is resumed
     assert Scaffold().options() == {"option": "ii"}
     assert Scaffold("i", "gradient").options() == {"option": "i", "initial": "gradient"}
 
 
 @pytest.mark.parametrize("initial", ["zero", "gradient"])
-def test_server_variate_is_the_mean_of_the_clients(initial):
+def test_server_variate_is_the_mean_of_client_variates(initial):
     generator = torch.Generator().manual_seed(0)
     cohorts = [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(6)]
     rounds = [Round(dict.fromkeys(cohort, (0, 1))) for cohort in cohorts]
@@ -71,24 +71,24 @@ def test_server_variate_is_the_mean_of_the_clients(initial):
         torch.testing.assert_close(server["c"], want, rtol=1e-10, atol=1e-14)
 
 
-def test_one_client_alone_is_fedavg():
+def test_single_client_matches_fedavg():
     grad, rounds = quadratic((2.0,), (3.0,)), [Round({0: (0, 1, 2)})] * 4
     ours, theirs = (play(a, grad, (5,), X, rounds, lr=0.125).x for a in (Scaffold(), FedAvg()))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_joint_optimum_is_reached_where_fedavg_stays_away():
+def test_reaches_joint_optimum_where_fedavg_does_not():
     grad, rounds = quadratic((1.0, 3.0), (-4.0, 0.0)), [Round({0: (0,) * 8, 1: (0,) * 8})] * 200
     ours, theirs = (play(a, grad, (1, 1), X, rounds, lr=0.0625).x[-1].item() for a in (Scaffold(), FedAvg()))
     assert ours == pytest.approx(1.0, rel=1e-10)
     assert abs(theirs - 1.0) > 0.05
 
 
-def test_unknown_start():
+def test_unknown_initial_is_rejected():
     with pytest.raises(FederatedError, match=r"Scaffold\(initial='gradients'\): initial must be 'zero' or 'gradient'"):
         Scaffold(initial="gradients")
 
 
-def test_unknown_option():
+def test_unknown_option_is_rejected():
     with pytest.raises(FederatedError, match=r"Scaffold\(option='II'\): option must be 'ii' or 'i'"):
         Scaffold(option="II")

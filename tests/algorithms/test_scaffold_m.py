@@ -12,7 +12,7 @@ GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 ROUNDS = [Round({0: (0, 1), 1: (0, 1)})]
 
 
-def test_it_keeps_the_mean_of_the_clients_own_gradients():
+def test_server_keeps_the_mean_of_client_gradients():
     played = play(ScaffoldM(beta=0.5), GRAD, (1, 1), X, ROUNDS)
     # half steps of 0.25: gradients -2 and -1.75 at 0.25; 4 and 3 at -0.5
     assert played.server[0]["c"].item() == ((-2 - 1.75) / 2 + (4 + 3) / 2) / 2
@@ -28,11 +28,11 @@ def test_it_keeps_the_mean_of_the_clients_own_gradients():
         ({"gamma": 0.5, "gamma_mode": "paper"}, -0.5 * 0.40625),
     ],
 )
-def test_server_steps(options, x):
+def test_server_steps_match_hand_computed_values(options, x):
     assert play(ScaffoldM(0.5, **options), GRAD, (1, 1), X, ROUNDS).x[0].item() == x
 
 
-def test_it_moves_as_fedcm_in_its_first_round_and_with_beta_one_as_fedavg():
+def test_first_round_matches_fedcm_and_fedavg_with_beta_one():
     for beta, other in ((0.4, FedCM(0.4)), (1.0, FedAvg())):
         weighting = "uniform" if beta == 1 else None
         ours = play(ScaffoldM(beta), GRAD, (1, 3), X, ROUNDS)
@@ -47,6 +47,6 @@ def test_it_moves_as_fedcm_in_its_first_round_and_with_beta_one_as_fedavg():
         (lambda: ScaffoldM(0.5, gamma_mode="x"), "gamma_mode must be"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make()

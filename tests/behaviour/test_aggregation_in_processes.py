@@ -111,11 +111,11 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("name", few(CASES, FEW))
-def test_it_ends_where_one_process_ends(name: str, request: pytest.FixtureRequest) -> None:
+def test_two_processes_match_one(name: str, request: pytest.FixtureRequest) -> None:
     assert_one_result(CASES[name](), parts_of(request, name in FEW), name)
 
 
-def test_every_process_gets_its_columns_of_all_rows(together: Any) -> None:
+def test_each_process_gets_its_columns_of_all_rows(together: Any) -> None:
     for i, count in enumerate((3, 3, 1)):
         whole = torch.arange(count * 7, dtype=torch.float64).view(-1, 7)
         assert torch.equal(together[0]["columns"][i], whole[:, :4])
@@ -124,7 +124,7 @@ def test_every_process_gets_its_columns_of_all_rows(together: Any) -> None:
 
 @pytest.mark.thorough
 @needs_opacus
-def test_noise_of_clients_is_that_of_one_process(together: Any) -> None:
+def test_client_noise_matches_one_process(together: Any) -> None:
     assert_one_result(RECORDS(), together, "records")
 
 
@@ -136,7 +136,7 @@ def test_noise_is_added_once(together: Any) -> None:
 
 
 @needs_opacus
-def test_processes_stay_together_with_noise(together: Any) -> None:
+def test_processes_stay_in_sync_with_noise(together: Any) -> None:
     assert_one_result(QUIETLY(), together, "quietly", rtol=1e-9)
     assert torch.equal(together[0]["loudly"]["state"]["x"], together[1]["loudly"]["state"]["x"])
     first, second = ([report["cohort"] for report in part["loudly"]["rounds"]] for part in together)

@@ -164,7 +164,7 @@ def _quiet(caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_junk_is_refused(name: str) -> None:
+def test_junk_arguments_are_rejected(name: str) -> None:
     for value in JUNK:
         if not legal(name, value):
             assert attempt(name, value) is not None, f"{name} takes {value!r}"
@@ -182,32 +182,32 @@ anything = st.one_of(
 
 
 @given(name=st.sampled_from(LIGHT), value=anything)
-def test_anything_is_taken_or_refused(name: str, value: Any) -> None:
+def test_arbitrary_arguments_are_accepted_or_rejected(name: str, value: Any) -> None:
     attempt(name, value)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_a_stage_without_data_is_told_so(stage: str) -> None:
+def test_stage_without_data_is_rejected(stage: str) -> None:
     with pytest.raises(FederatedError, match=f"FederatedTrainer.{stage} has no data"):
         getattr(trainer(), stage)(Staged())
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_a_class_in_place_of_a_model_is_told_how_to_make_one(stage: str) -> None:
+def test_error_for_model_class_suggests_an_instance(stage: str) -> None:
     with pytest.raises(FederatedError, match=r"must be a LightningModule; write Staged\(\)"):
         getattr(trainer(), stage)(Staged, data())
 
 
-def test_best_is_refused_where_there_is_none() -> None:
+def test_best_checkpoint_is_rejected_when_none_exists() -> None:
     with pytest.raises(FederatedError, match="ckpt_path='best'"):
         trainer().validate(Staged(), data(), ckpt_path="best")
 
 
-def test_nothing_is_saved_before_a_model_was_seen() -> None:
+def test_save_checkpoint_raises_before_any_fit() -> None:
     with pytest.raises(FederatedError, match="nothing to save"):
         trainer().save_checkpoint("x.ckpt")
 
 
-def test_an_aggregator_of_no_run_knows_no_epsilon() -> None:
+def test_epsilon_raises_for_aggregator_without_a_run() -> None:
     with pytest.raises(FederatedError, match="belongs to no run"):
         DifferentialPrivacy(1.0, 1.0, 1e-5).epsilon(3)

@@ -204,13 +204,13 @@ def assert_left_no_trace(dropped: tuple[Any, Record], never: tuple[Any, Record],
 
 
 @pytest.mark.parametrize(("cause", "engine"), covering([*CAUSES], ENGINES[::-1]))
-def test_the_run_stops_at_a_client_that_fails(cause: str, engine: str) -> None:
+def test_failing_client_stops_the_run(cause: str, engine: str) -> None:
     with pytest.raises(ClientError, match=CAUSES[cause]) as caught:
         outcome(engine, cause, chunk_size=1 if engine == "vectorized" else None)
     assert re.search(rf"^Client {BAD} ", str(caught.value))
 
 
-def test_a_chunk_that_fails_is_searched_for_who_did() -> None:
+def test_failing_client_in_a_chunk_is_identified() -> None:
     with pytest.raises(ClientError, match="^Client 2 failed in its local work in round 0, local step 1: RuntimeError"):
         outcome("vectorized", "wrong shape")
 
@@ -219,7 +219,7 @@ def test_a_chunk_that_fails_is_searched_for_who_did() -> None:
 
 
 @pytest.mark.parametrize(("cause", "engine"), covering([*CAUSES], ENGINES))
-def test_a_client_that_fails_leaves_no_trace(cause: str, engine: str) -> None:
+def test_dropped_client_does_not_affect_the_result(cause: str, engine: str) -> None:
     kind = cause if cause in ("empty batch", "no data") else "nan loss"
     assert_left_no_trace(outcome(engine, cause, **DROP), never_drawn(engine, kind))
 
@@ -239,7 +239,7 @@ FAILURES = ["sequential: nan gradient", "vectorized: huge update", "sequential: 
 
 
 @pytest.mark.parametrize(("method", "failure"), covering([*METHODS], FAILURES))
-def test_a_failed_client_leaves_no_trace_in_any_method(method: str, failure: str) -> None:
+def test_dropped_client_does_not_affect_any_method(method: str, failure: str) -> None:
     engine, cause = failure.split(": ")
     options = {"algorithm": METHODS[method]}
     if method == "FedDane":
@@ -268,7 +268,7 @@ class Parts(FederatedDataModule):
     ("method", "cause"),
     covering(["FedAvg by examples", "Mime", "Scaffold (i)"], ["label out of range", "nan gradient"]),
 )
-def test_a_failed_client_leaves_no_trace_where_clients_share_a_data_set(method: str, cause: str) -> None:
+def test_dropped_client_does_not_affect_shared_dataset_runs(method: str, cause: str) -> None:
     chunk_size = {"FedAvg by examples": 4, "Mime": None, "Scaffold (i)": 1}[method]
     options = {"algorithm": METHODS[method], "chunk_size": chunk_size, "clients_per_round": None, "max_rounds": 2}
     one, other = (
@@ -279,7 +279,7 @@ def test_a_failed_client_leaves_no_trace_where_clients_share_a_data_set(method: 
 
 
 @pytest.mark.thorough
-def test_a_failed_client_has_weight_zero_and_the_others_sum_to_one() -> None:
+def test_failed_client_has_no_weight_and_others_sum_to_one() -> None:
     for weighting in ("examples", "uniform"):
         _, record = outcome("sequential", "loader raises", weighting=weighting, **DROP)
         raw = {i: n if weighting == "examples" else 1 for i, n in enumerate(SIZES) if i != BAD}
@@ -293,7 +293,7 @@ def test_a_failed_client_has_weight_zero_and_the_others_sum_to_one() -> None:
         [{"local_optimizer_state": "keep"}, {"algorithm": Scaffold()}, {"buffers": "local"}],
     ),
 )
-def test_the_kept_state_of_a_failed_client_is_unchanged(cause: str, options: dict[str, Any]) -> None:
+def test_kept_state_of_failed_client_is_unchanged(cause: str, options: dict[str, Any]) -> None:
     class OnceBad(WithInvalid):
         def client_batches(self, client_id: Any) -> Any:
             return (self if self.trainer.fit_loop.round == 1 else good).client_batches_of(client_id)
@@ -323,7 +323,7 @@ def test_the_kept_state_of_a_failed_client_is_unchanged(cause: str, options: dic
 
 
 @pytest.mark.thorough
-def test_traffic_counts_what_was_sent() -> None:
+def test_traffic_counts_only_sent_messages() -> None:
     size = sum(p.numel() * p.element_size() for p in Touchy().double().parameters())
     for cause, sent in (("loader raises", 5), ("nan loss", 5), ("huge update", 6)):
         _, record = outcome("sequential", cause, **DROP)
@@ -354,7 +354,7 @@ class LogsAll(Touchy):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cause", ["inf loss", "loader raises", "huge update"])
-def test_values_logged_by_a_failed_client_are_discarded(cause: str) -> None:
+def test_values_logged_by_failed_client_are_discarded(cause: str) -> None:
     one, other = (run_of("sequential", cause, make=LogsAll)[0] for run_of in (partial(outcome, **DROP), sound))
     names = {name for name in one.callback_metrics if "/" not in name}
     assert {"mean of labels", "max of labels", "metric", "rare", "number", "train_loss"} <= names
@@ -366,7 +366,7 @@ def test_values_logged_by_a_failed_client_are_discarded(cause: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_failures_are_counted_logged_warned_of_once_and_shown(engine: str, capsys: Any, tmp_path: Path) -> None:
+def test_failures_are_counted_logged_and_warned_about_once(engine: str, capsys: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="OSError") as warnings:
         trainer, record = outcome(engine, "loader raises", callbacks=[RunSummary()], **DROP)
     texts = [str(w.message) for w in warnings if "OSError" in str(w.message)]
@@ -378,7 +378,7 @@ def test_failures_are_counted_logged_warned_of_once_and_shown(engine: str, capsy
     assert re.search("clients failed +1, 2 times in all: 2 in 2", capsys.readouterr().out)
 
 
-def test_a_run_without_failures_has_nothing_to_show(capsys: Any) -> None:
+def test_run_without_failures_reports_none(capsys: Any) -> None:
     trainer, record = sound("sequential", "", callbacks=[RunSummary()])
     assert "round/failed" not in trainer.callback_metrics
     assert "failed" not in capsys.readouterr().out
@@ -404,20 +404,20 @@ def test_too_many_failures_end_the_run(engine: str) -> None:
 
 @pytest.mark.parametrize("cause", ["loader raises", "nan loss"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_cohort_that_fails_as_a_whole_always_ends_the_run(engine: str, cause: str) -> None:
+def test_run_always_ends_when_whole_cohort_fails(engine: str, cause: str) -> None:
     options = {**DROP, "max_failed_share": 1.0, "sampler": ALL, "clients_per_round": None}
     with pytest.raises(ClientError, match="6 of 6 clients failed in round 0:"):
         run(engine, Touchy, spoil(*range(6), cause=cause), **options)
 
 
-def test_the_trial_step_passes_over_clients_that_fail() -> None:
+def test_trial_step_skips_failing_clients() -> None:
     options = {**DROP, "sampler": ALL, "clients_per_round": None}
     run("vectorized", Touchy, spoil(0, 1, 2, cause="wrong shape"), **options)
     with pytest.raises(ClientError, match="Client 0 failed in a trial step in round 0: RuntimeError"):
         run("vectorized", Touchy, spoil(*range(6), cause="wrong shape"), **options)
 
 
-def test_a_mistake_in_the_users_code_ends_the_run_with_its_own_trace() -> None:
+def test_user_code_error_ends_the_run_with_original_traceback() -> None:
     class Wrong(Ordinary):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.hed(batch[0]).sum()
@@ -431,7 +431,7 @@ def test_a_mistake_in_the_users_code_ends_the_run_with_its_own_trace() -> None:
     assert "hed" in str(cause)
 
 
-def test_the_run_ends_if_all_clients_of_the_gradient_cohort_fail() -> None:
+def test_run_ends_when_whole_gradient_cohort_fails() -> None:
     options = {"sampler": REST, "gradient_sampler": Without([BAD]), "algorithm": FedDane(mu=0.1)}
     with pytest.raises(ClientError, match="1 of 1 clients failed in round 0:"):
         outcome("sequential", "loader raises", **options, **DROP)
@@ -454,14 +454,14 @@ class Fails(FederatedCallback):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_after_backward"])
-def test_errors_of_callbacks_stop_the_run(hook: str) -> None:
+def test_callback_errors_stop_the_run(hook: str) -> None:
     with pytest.raises(ClientError, match="in round 0, .*ZeroDivisionError: in a callback"):
         outcome("sequential", "", callbacks=[Fails(hook)], **DROP)
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, FederatedError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_errors_that_are_no_clients_own_stop_the_run(engine: str, error: type[BaseException]) -> None:
+def test_errors_not_caused_by_a_client_stop_the_run(engine: str, error: type[BaseException]) -> None:
     class Data(Broken):
         def __getitem__(self, i: int) -> Any:
             raise error("not the client's")
@@ -483,7 +483,7 @@ def test_errors_that_are_no_clients_own_stop_the_run(engine: str, error: type[Ba
         assert isinstance(caught.value, SystemExit)  # Lightning makes one of an interrupt
 
 
-def test_a_module_that_cannot_be_vectorized_is_refused_as_ever() -> None:
+def test_non_vectorizable_module_is_rejected_when_dropping() -> None:
     class Reads(Ordinary):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -494,7 +494,7 @@ def test_a_module_that_cannot_be_vectorized_is_refused_as_ever() -> None:
     assert not isinstance(caught.value, ClientError)
 
 
-def test_ddp_refuses_to_drop(tmp_path: Path) -> None:
+def test_ddp_rejects_dropping_clients(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match="on_client_error='drop' cannot be combined with strategy='ddp'"):
         run("sequential", strategy="ddp", devices=2, **DROP)
 
@@ -518,13 +518,13 @@ def test_ddp_refuses_to_drop(tmp_path: Path) -> None:
         ({"max_update_ratio": True}, r"max_update_ratio must be a finite number in \(1, inf\)"),
     ],
 )
-def test_settings_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected_immediately(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         run("sequential", **options)
 
 
 @pytest.mark.thorough
-def test_a_batch_that_fails_is_no_reason_to_give_up_traces() -> None:
+def test_failing_batch_does_not_disable_traces() -> None:
     for cause in ("wrong shape", "label out of range"):
         trainer, _ = outcome("vectorized", cause, **DROP)
         assert trainer.fit_loop.clients.engine.step.traces.allowed, cause
@@ -533,20 +533,20 @@ def test_a_batch_that_fails_is_no_reason_to_give_up_traces() -> None:
 # Updates out of all proportion
 
 
-def test_the_ratio_may_be_set_or_switched_off() -> None:
+def test_max_update_ratio_can_be_set_or_disabled() -> None:
     outcome("sequential", "huge update", max_update_ratio=None)
     outcome("sequential", "huge update", max_update_ratio=math.inf)
     with pytest.raises(ClientError, match="max_update_ratio=1.01 allows less"):
         sound("sequential", "", max_update_ratio=1.01)
 
 
-def test_a_huge_gradient_of_one_client_spoils_nobody() -> None:
+def test_huge_gradient_of_one_client_is_dropped() -> None:
     for engine in ENGINES:
         options = {"algorithm": ServerOnly(), "local_epochs": None}
         assert_left_no_trace(outcome(engine, "huge update", **options, **DROP), sound(engine, "", **options))
 
 
-def test_updates_as_small_as_rounding_make_no_outliers() -> None:
+def test_updates_of_rounding_size_cause_no_outliers() -> None:
     def clients() -> FederatedDataModule:
         return FederatedDataModule([TensorDataset(torch.zeros(4, FEATURES), torch.zeros(4).long())] * 3, batch_size=4)
 
@@ -577,7 +577,7 @@ class Hinge(pl.LightningModule):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [{}, {"on_client_error": "drop"}], ids=["raise", "drop"])
 @pytest.mark.parametrize("decay", [0.0, 1e-15])
-def test_a_client_that_still_learns_is_no_outlier_among_converged_ones(
+def test_learning_client_is_not_an_outlier_among_converged_ones(
     decay: float, options: dict[str, Any], engine: str
 ) -> None:
     class Decays(Hinge):
@@ -594,7 +594,7 @@ def test_a_client_that_still_learns_is_no_outlier_among_converged_ones(
     assert all(report.clients[2].update_norm > 1e-3 for report in record.rounds)
 
 
-def test_an_update_beyond_float32_rounding_is_an_outlier() -> None:
+def test_update_beyond_float32_rounding_is_an_outlier() -> None:
     x = torch.ones(4, dtype=torch.float64)  # of norm 2, so that 2.4e-7 may be rounding
     with pytest.raises(
         ClientError, match="an update of norm 0.3 in round 0, 1.26e.06 times the 2.38e-07 that may be rounding"
@@ -607,7 +607,7 @@ def test_an_update_beyond_float32_rounding_is_an_outlier() -> None:
 
 
 @pytest.mark.parametrize(("engine", "cause"), [("sequential", "nan loss"), ("vectorized", "label out of range")])
-def test_the_mean_loss_of_the_population_is_that_of_those_that_can_tell(engine: str, cause: str) -> None:
+def test_population_loss_excludes_failing_clients(engine: str, cause: str) -> None:
     options = {"algorithm": FedProx(mu=0.1, adaptive=True)}
     with pytest.raises(ClientError, match="Client 2 .* in the population's loss in round 0"):
         sound(engine, cause, **options)
@@ -625,7 +625,7 @@ def test_the_mean_loss_of_the_population_is_that_of_those_that_can_tell(engine: 
     ("engine", "cause"),
     [("sequential", "huge update"), ("vectorized", "wrong shape")],
 )
-def test_a_run_resumed_after_a_failure_has_the_same_bits(engine: str, cause: str, tmp_path: Path) -> None:
+def test_run_resumed_after_a_failure_has_identical_bits(engine: str, cause: str, tmp_path: Path) -> None:
     options = {**DROP, "algorithm": Scaffold(), "precision": "32-true"}
     whole, _ = outcome(engine, cause, max_rounds=4, **options)
     saves = ModelCheckpoint(tmp_path, every_n_epochs=2, save_top_k=-1, filename="{epoch}")
@@ -635,7 +635,7 @@ def test_a_run_resumed_after_a_failure_has_the_same_bits(engine: str, cause: str
     assert same(state_of(whole), state_of(resumed))
 
 
-def test_the_summary_goes_on_counting_where_it_was(tmp_path: Path) -> None:
+def test_summary_failure_counts_are_restored(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[])
     module: Any = None
     first: Any = SimpleNamespace(failed={2: "cause", "bob": "cause"})
@@ -679,7 +679,7 @@ def ends(runs: Sequence[tuple[str, str, str]], **also: Any) -> list[dict[str, An
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("runs", [FEW_PARALLEL, PARALLEL], ids=len)
-def test_two_processes_end_where_one_does(runs: Sequence[tuple[str, str, str]], tmp_path: Path) -> None:
+def test_two_processes_match_one(runs: Sequence[tuple[str, str, str]], tmp_path: Path) -> None:
     alone = ends(runs)
     for process in in_processes(partial(ends, runs, strategy="clients", devices=2), tmp_path):
         assert not process.error, process.trace
@@ -699,7 +699,7 @@ def test_two_processes_end_where_one_does(runs: Sequence[tuple[str, str, str]], 
     weighting=st.sampled_from([None, "uniform", "examples"]),
     engine=st.sampled_from(ENGINES),
 )
-def test_a_run_that_drops_failed_clients_equals_one_that_never_drew_them(
+def test_dropping_failed_clients_matches_never_sampling_them(
     bad: dict[int, str], cohort: list[int], method: str, weighting: str | None, engine: str
 ) -> None:
     good = [i for i in cohort if i not in bad]
@@ -731,7 +731,7 @@ class Misspelt(Net):
         return F.cross_entropy(self.forwards(batch[0]), batch[1])
 
 
-def test_the_command_line_shows_the_users_part_of_the_trace_and_one_line(capsys: Any) -> None:
+def test_command_line_shows_user_traceback_and_one_line_error(capsys: Any) -> None:
     words = ["fit", "--model", f"{__name__}.Misspelt", "--data", f"{__name__}.WithInvalid", "--data.causes", "{}"]
     words += ["--trainer.max_rounds", "1", "--trainer.local_epochs", "1", "--trainer.accelerator", "cpu"]
     words += [f"--trainer.{what}=false" for what in ("logger", "enable_checkpointing", "enable_progress_bar")]

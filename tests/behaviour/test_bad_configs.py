@@ -69,7 +69,7 @@ FEW_KEYS = [  # one that the trainer checks, one that is a class, Lightning's ow
 
 
 @pytest.mark.parametrize("path", few([pytest.param(key, id=".".join(key)) for key in keys()], FEW_KEYS))
-def test_a_key_refuses_a_mapping_of_nonsense(
+def test_config_key_rejects_unknown_mapping(
     path: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert path[-1] in refusal(changed(tmp_path, *path, value={"what": "is this"}), capsys=capsys)
@@ -96,7 +96,7 @@ FEW_VALUES = {file: path for file, path in VALUES if file in FEW_FILES}.items()
     [pytest.param(*v, marks=() if v in FEW_VALUES else pytest.mark.thorough) for v in VALUES],
     ids=lambda v: v.stem if isinstance(v, Path) else str(v[-1]),
 )
-def test_a_value_of_a_configuration_to_stack_refuses_a_mapping_of_nonsense(
+def test_stackable_config_value_rejects_unknown_mapping(
     file: Path, path: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = place = yaml.safe_load(file.read_text())
@@ -176,7 +176,7 @@ FEW_MESSAGES = {  # found by the parser, by a class, by the trainer, between two
     [pytest.param(*w, marks=() if w[-1] in FEW_MESSAGES else pytest.mark.thorough) for w in WRONG],
     ids=lambda v: str(v)[:40],
 )
-def test_a_wrong_value_is_refused_by_name(
+def test_invalid_value_is_rejected_with_clear_message(
     path: tuple[str, ...], value: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refusal(changed(tmp_path, *path, value=value), capsys=capsys)
@@ -193,7 +193,7 @@ def test_a_wrong_value_is_refused_by_name(
         pytest.param("\x00", "config", marks=pytest.mark.thorough),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused_and_runs_nothing(
+def test_invalid_config_file_is_rejected_and_runs_no_code(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "changed.yaml").write_text(text)
@@ -201,6 +201,6 @@ def test_a_file_that_is_no_configuration_is_refused_and_runs_nothing(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_configuration_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_error_names_the_missing_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "gone.yaml" in refusal(tmp_path / "gone.yaml", capsys=capsys)
     assert re.search("config|directory", refusal(tmp_path, capsys=capsys))

@@ -237,7 +237,7 @@ PACKAGES = {"split_figure": "matplotlib", "ClientTable": "pyarrow"}
 MISSING = {name for name, package in PACKAGES.items() if find_spec(package) is None}
 
 
-def test_required_arguments_are_enough() -> None:
+def test_required_arguments_are_sufficient() -> None:
     for name, make in PUBLIC.items():
         if name not in MISSING:
             make(**REQUIRED.get(name, {}))
@@ -248,7 +248,7 @@ LARGE = ("CifarCNN", "EmnistCNN", "MnistCNN")  # which ConvNet checks, after a n
 
 
 @pytest.mark.parametrize("name", few(NAMES, [name for name in NAMES if name not in LARGE]))
-def test_junk_is_refused_by_name(name: str) -> None:
+def test_error_for_junk_names_the_argument(name: str) -> None:
     if name in MISSING:
         pytest.skip(f"no {PACKAGES[name]}")
     for place, values in CASES.items():
@@ -257,7 +257,7 @@ def test_junk_is_refused_by_name(name: str) -> None:
                 assert attempt(*place, value) is not None, f"{place} takes {value!r}"
 
 
-def test_there_are_many_cases_and_every_argument_has_some() -> None:
+def test_every_argument_has_junk_cases() -> None:
     assert sum(map(len, CASES.values())) > 4000
     assert not [place for place, values in CASES.items() if not values]
 
@@ -272,7 +272,7 @@ anything = st.one_of(
 
 
 @given(place=st.sampled_from(list(CASES)), value=anything)
-def test_anything_is_taken_or_refused_by_name(place: tuple[str, str], value: Any) -> None:
+def test_arbitrary_values_are_accepted_or_rejected(place: tuple[str, str], value: Any) -> None:
     if attempt(*place, value) is None:
         assert not is_junk(*place, value)
 
@@ -324,7 +324,7 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
 }
 
 
-def test_values_out_of_range_are_refused_by_name() -> None:
+def test_out_of_range_values_are_rejected() -> None:
     for name, rows in OUT_OF_RANGE.items():
         if name in MISSING:
             continue
@@ -357,7 +357,7 @@ BEYOND = {
 }
 
 
-def test_lightnings_own_arguments_are_refused_before_lightning_sees_them() -> None:
+def test_invalid_lightning_arguments_are_rejected_up_front() -> None:
     for parameter, hint in OF_LIGHTNING.items():
         wrong = [v for v in JUNK if not fits(v, hint) and not (v is None and parameter in {"max_steps", "strategy"})]
         wrong += [v for v in (math.nan, HUGE) if fits(v, hint)]
@@ -367,7 +367,7 @@ def test_lightnings_own_arguments_are_refused_before_lightning_sees_them() -> No
             assert parameter in str(refused.value) or "Lightning's Trainer refuses" in str(refused.value), parameter
 
 
-def test_an_unknown_argument_is_refused_with_the_one_that_was_meant() -> None:
+def test_unknown_argument_error_suggests_the_closest_match() -> None:
     with pytest.raises(FederatedError, match="no argument 'max_round'. Did you mean max_rounds?"):
         FederatedTrainer(local_epochs=1, max_round=3)
     with pytest.raises(FederatedError, match="no argument 'qqq'"):
@@ -375,6 +375,6 @@ def test_an_unknown_argument_is_refused_with_the_one_that_was_meant() -> None:
 
 
 @pytest.mark.parametrize("path", [Path("gone"), "gone"])
-def test_a_path_may_be_a_string_or_a_path(path: Any) -> None:
+def test_paths_may_be_strings_or_path_objects(path: Any) -> None:
     for name, parameter in (("MNIST", "root"), ("ClientFolder", "root"), ("Shakespeare", "root")):
         assert attempt(name, parameter, path) is None

@@ -222,7 +222,7 @@ def observed(name: str, run: Run, folder: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(BEHAVIOURS), marks=pytest.mark.thorough)], ids=len)
-def test_the_differences_are_those_that_are_meant(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_only_intended_differences_from_lightning_exist(names: tuple[str, ...], tmp_path: Path) -> None:
     found = {}
     for i, name in enumerate(names):
         there, here = (observed(name, run, tmp_path / f"{i}-{run.__name__}") for run in (plain, federated))
@@ -256,7 +256,7 @@ class Longer:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_loader_that_goes_on_beyond_its_length_ends_there(engine: str) -> None:
+def test_loader_longer_than_its_length_is_cut_off(engine: str) -> None:
     loaders = Longer(), Longer()
     beside = pl.Trainer(**{**QUIET, "max_epochs": 2})
     beside.fit(seeded(Smooth), loaders[0])
@@ -279,7 +279,7 @@ def test_a_loader_that_goes_on_beyond_its_length_ends_there(engine: str) -> None
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_loader_stays_open_after_a_fit(engine: str, fails: bool) -> None:
+def test_all_loaders_are_closed_after_fit(engine: str, fails: bool) -> None:
     """Its workers, if any, would go on until the trainer is collected."""
     is_open: list[bool] = []
 

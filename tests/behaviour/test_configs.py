@@ -69,7 +69,7 @@ def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
 
 
-def test_a_stackable_config_changes_its_own_part_only() -> None:
+def test_stackable_config_changes_only_its_own_section() -> None:
     assert not [path for path in STACKED if set(read(path)) != SECTIONS[path.parent.name]]
 
 
@@ -96,7 +96,7 @@ def unknown(config: Any) -> Iterator[str]:
             yield from unknown(part)
 
 
-def test_every_config_names_what_there_is() -> None:
+def test_every_config_uses_only_existing_names() -> None:
     found = {}
     for path in (QUICKSTART, *STACKED):
         config = read(path)
@@ -107,7 +107,7 @@ def test_every_config_names_what_there_is() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", [QUICKSTART, *STACKED], ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_config_makes_the_parts_that_it_names(path: Path) -> None:
+def test_config_builds_the_parts_it_names(path: Path) -> None:
     config = read(path)
     cli = stacked(path)
     settings = cli.trainer.fit_loop.settings
@@ -141,7 +141,7 @@ ALGORITHMS = sorted((CONFIGS / "algorithm").glob("*.yaml"))
     ),
     ids=lambda p: p.stem,
 )
-def test_every_method_trains_on_the_quickstart_as_it_is(path: Path) -> None:
+def test_every_method_trains_on_unmodified_quickstart(path: Path) -> None:
     cli = stacked(path)
     cli.trainer.fit_loop.max_epochs = 1
     cli.trainer.fit(cli.model, cli.datamodule)
@@ -160,7 +160,7 @@ class Rates(pl.Callback):
 
 
 @pytest.mark.thorough
-def test_a_configured_schedule_steps_by_local_step_where_local_schedule_asks_for_it() -> None:
+def test_configured_schedule_with_local_schedule_is_per_step() -> None:
     words = [word for path in (QUICKSTART, CONFIGS / "schedule" / "warm_up.yaml") for word in ("--config", str(path))]
     work = ["--trainer.local_steps", "3", "--trainer.local_epochs", "null", "--trainer.max_rounds", "1"]
     cli, noted = built(*words, *work), Rates()
@@ -169,25 +169,25 @@ def test_a_configured_schedule_steps_by_local_step_where_local_schedule_asks_for
     assert noted.rates == pytest.approx([0.02 + 0.18 * 3 / 100])
 
 
-def test_fedbn_says_that_the_quickstart_has_no_batch_norm() -> None:
+def test_fedbn_rejects_quickstart_model_without_batch_norm() -> None:
     cli = stacked(CONFIGS / "algorithm" / "fedbn.yaml")
     with pytest.raises(FederatedError, match="BatchNorm layers .* MLPClassifier has none"):
         cli.trainer.fit(cli.model, cli.datamodule)
 
 
-def test_lora_says_that_the_quickstart_has_no_adapters() -> None:
+def test_lora_rejects_quickstart_model_without_adapters() -> None:
     cli = stacked(CONFIGS / "aggregation" / "lora.yaml")
     assert cli.trainer.fit_loop.settings.lora == "exact"
     with pytest.raises(FederatedError, match="LoRA layers of peft, and MLPClassifier has none"):
         cli.trainer.fit(cli.model, cli.datamodule)
 
 
-def test_a_logistic_regression_has_one_layer() -> None:
+def test_logistic_regression_has_one_layer() -> None:
     assert [p.shape for p in stacked(CONFIGS / "model" / "logistic.yaml").model.parameters()] == [(10, 64), (10,)]
 
 
 @pytest.mark.thorough
-def test_the_quickstart_model_and_data_train_without_federation() -> None:
+def test_quickstart_model_and_data_train_without_federation() -> None:
     data, model = Digits(num_clients=1), seeded_model()
     trainer = pl.Trainer(
         max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False

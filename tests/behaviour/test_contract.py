@@ -254,7 +254,7 @@ def public(kind: type) -> list[type]:
 
 
 @pytest.mark.parametrize("cls", public(Algorithm))
-def test_the_table_holds_every_method_and_option(cls: type[Algorithm]) -> None:
+def test_methods_table_covers_every_method_and_option(cls: type[Algorithm]) -> None:
     if cls.needs_everyone:
         pytest.skip("most tests here have cohorts, which it refuses: see tests/algorithms/test_scaffnew.py")
     if cls is FedBN:
@@ -303,7 +303,7 @@ def fedavg(**settings: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", few(NEUTRAL, NOT_IN_TEST_ROUNDS))
-def test_neutral_settings_are_fedavg(name: str) -> None:
+def test_neutral_settings_match_fedavg(name: str) -> None:
     method, changes, exact = NEUTRAL[name]
     settings = {"local_steps": K, "clients_per_round": 3, "weighting": "uniform", "precision": "32-true"}
     settings |= {} if exact else {"precision": "64-true"}
@@ -333,7 +333,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", few(PAIRS, ["MimeMVR(1) is Mime over SGD", "Mime of torch's Adam is Mime over Adam"]))
-def test_two_methods_are_one(name: str) -> None:
+def test_equivalent_methods_match(name: str) -> None:
     settings = {"clients_per_round": 3, "weighting": "uniform"} if "FedProx" in name else {"clients_per_round": 3}
     one, other = (fit(method, classifier(method), data(), **settings) for method in PAIRS[name])
     close(one, other)
@@ -355,7 +355,7 @@ ONE_CLIENT = [
 @pytest.mark.parametrize(
     "algorithm", few(ONE_CLIENT, [a for a in ONE_CLIENT if isinstance(a, FedDane | Scaffold | FedNova)]), ids=repr
 )
-def test_one_client_is_sgd(algorithm: Algorithm) -> None:
+def test_single_client_matches_sgd(algorithm: Algorithm) -> None:
     (client,) = least_squares.clients((10,))
     w = nn.Parameter(torch.zeros(least_squares.WIDTH, dtype=torch.float64))
     optimizer = sgd([w])
@@ -369,7 +369,7 @@ def test_one_client_is_sgd(algorithm: Algorithm) -> None:
 
 
 @where(lambda method: method.central is not None, [*USUAL, *(f"Mime {name}" for name in BASES if name != "Adam old")])
-def test_one_full_batch_step_of_all_clients_is_a_centralized_step(name: str) -> None:
+def test_full_batch_step_of_all_clients_matches_centralized_step(name: str) -> None:
     method, sizes, recorder = METHODS[name], (4, 7, 5), Trajectory()
     rule = method.algorithm.reduces.get("delta", "weighting")
     rule = method.algorithm.default_weighting if rule == "weighting" else rule
@@ -403,24 +403,24 @@ def distance(
 
 
 @where(lambda method: method.reaches == "partial", ["Scaffold ii"])
-def test_reaches_the_joint_optimum_under_partial_participation(name: str) -> None:
+def test_reaches_joint_optimum_with_partial_participation(name: str) -> None:
     assert distance(METHODS[name], clients_per_round=2, local_steps=4, max_rounds=90) < 1e-10
 
 
 @pytest.mark.thorough
 @where(lambda method: method.reaches == "full", ["Mime SGD"])
-def test_reaches_the_joint_optimum_under_full_participation(name: str) -> None:
+def test_reaches_joint_optimum_with_full_participation(name: str) -> None:
     assert distance(METHODS[name], SIZES[:3], 0.15, batch_size=12, local_steps=3, max_rounds=80) < 1e-10
 
 
 @pytest.mark.thorough
 @where(lambda method: method.reaches == "batches", ["FedDane own"])
-def test_reaches_the_joint_optimum_with_full_local_batches(name: str) -> None:
+def test_reaches_joint_optimum_with_full_local_batches(name: str) -> None:
     assert distance(METHODS[name], local_steps=4, max_rounds=30) < 1e-10
 
 
 @where(lambda method: method.reaches == "never", ["FedNova", "MimeLite SGD"])
-def test_ends_elsewhere_than_at_the_joint_optimum(name: str) -> None:
+def test_does_not_reach_joint_optimum(name: str) -> None:
     assert distance(METHODS[name], local_steps=4, max_rounds=15) > 1e-3
 
 
@@ -458,7 +458,7 @@ def scalar_path(method: Method, a: tuple[float, float], dissimilarity: float) ->
     ),
     ["FedDane own", "MimeMVR eq15"],
 )
-def test_dissimilar_gradients_do_not_touch_corrected_steps(name: str, a: tuple[float, float]) -> None:
+def test_dissimilar_gradients_do_not_affect_corrected_steps(name: str, a: tuple[float, float]) -> None:
     alike = scalar_path(METHODS[name], a, 1.0)
     assert abs(float(alike[-1])) < 0.9  # from 1 towards the optimum at 0
     for dissimilarity in (10.0, 100.0):
@@ -467,7 +467,7 @@ def test_dissimilar_gradients_do_not_touch_corrected_steps(name: str, a: tuple[f
 
 @pytest.mark.parametrize("a", few([(2.0, 0.0), (3.0, 1.0)], [(3.0, 1.0)]))
 @where(lambda method: method.reaches == "never", ["FedAvg", "FedCM paper", "FedNova"])
-def test_dissimilar_gradients_move_uncorrected_steps(name: str, a: tuple[float, float]) -> None:
+def test_dissimilar_gradients_affect_uncorrected_steps(name: str, a: tuple[float, float]) -> None:
     paths = [scalar_path(METHODS[name], a, dissimilarity) for dissimilarity in (1.0, 10.0, 100.0)]
     apart = [float((path - paths[0]).abs().max()) for path in paths[1:]]
     assert 0.01 < apart[0] < apart[1]
@@ -551,7 +551,7 @@ def combinations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "parts"), combinations())
-def test_composes(name: str, parts: dict[str, Any]) -> None:
+def test_method_composes_with_other_parts(name: str, parts: dict[str, Any]) -> None:
     method = METHODS[name]
     model, seen = classifier(method), Trajectory()
     before = parameters(model).clone()

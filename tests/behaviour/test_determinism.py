@@ -99,7 +99,7 @@ def elsewhere(folder: Path, hash_seed: str) -> dict[str, str]:
 
 
 @pytest.mark.thorough
-def test_other_processes_with_other_hash_seeds_end_with_the_same_bits(tmp_path: Path) -> None:
+def test_other_processes_and_hash_seeds_give_identical_bits(tmp_path: Path) -> None:
     folder = write_clients(tmp_path / "clients")
     here = checksums(str(folder))
     assert elsewhere(folder, "0") == elsewhere(folder, "1") == here
@@ -108,12 +108,12 @@ def test_other_processes_with_other_hash_seeds_end_with_the_same_bits(tmp_path: 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
-def test_workers_of_loaders_change_nothing(engine: str) -> None:
+def test_loader_workers_do_not_change_the_result(engine: str) -> None:
     options = {"engine": engine, "max_rounds": 1}
     assert checksum(listed(num_workers=2), **options) == checksum(listed(), **options)
 
 
-def test_another_seed_is_another_run() -> None:
+def test_different_seed_gives_different_result() -> None:
     assert checksum(listed(), seed=1) != checksum(listed())
 
 
@@ -140,7 +140,7 @@ class LossesAtX(FederatedCallback):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
-def test_losses_that_are_random_in_eval_mode_too_are_those_of_the_seed(engine: str, tmp_path: Path) -> None:
+def test_losses_random_in_eval_mode_depend_only_on_seed(engine: str, tmp_path: Path) -> None:
     def run(rounds: int, elsewhere: int, ckpt_path: Path | None = None) -> list[list[float]]:
         seen, method = LossesAtX(elsewhere), FedProx(0.1, adaptive={"step": 0.1, "patience": 1})
         trained = trainer(algorithm=method, engine=engine, max_rounds=rounds, callbacks=seen)
@@ -222,7 +222,7 @@ FOUND: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_the_order_in_which_folders_are_listed_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_directory_listing_order_does_not_change_the_result(name: str, tmp_path: Path) -> None:
     write, read = FOUND[name]
     path, found = write(tmp_path / "data"), []
     for backwards in (False, True):

@@ -43,7 +43,7 @@ class Checkpointed(Net):
 
 
 @pytest.mark.parametrize(("method", "reentrant"), covering([*METHODS], [False, True]))
-def test_results_equal_those_without_gradient_checkpointing(method: str, reentrant: bool) -> None:
+def test_results_equal_run_without_gradient_checkpointing(method: str, reentrant: bool) -> None:
     ends, models = [], []
     for made in (reentrant, None):
         models.append(seeded(Checkpointed, reentrant=made))
@@ -53,7 +53,7 @@ def test_results_equal_those_without_gradient_checkpointing(method: str, reentra
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_has_identical_bits(tmp_path: Path) -> None:
     straight = fit(seeded(Checkpointed), algorithm=Scaffold())
     half = trainer(algorithm=Scaffold(), max_rounds=1)
     half.fit(seeded(Checkpointed), data())
@@ -63,7 +63,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_cannot_run_for_several_clients_at_once(reentrant: bool) -> None:
+def test_vectorized_engine_rejects_gradient_checkpointing(reentrant: bool) -> None:
     class Stateless(Checkpointed):
         training_step = Net.training_step
 

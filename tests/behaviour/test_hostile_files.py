@@ -51,7 +51,7 @@ def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert not Path("ran").exists()
 
 
-def test_the_mark_is_left_where_a_file_is_run() -> None:
+def test_hostile_pickle_leaves_its_marker_when_loaded() -> None:
     pickle.loads(pickle.dumps(Hostile()))
     Path("ran").unlink()
 
@@ -103,33 +103,33 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", ["gone.ckpt", "."])
-def test_a_checkpoint_that_is_not_there_is_named(name: str, reader: str) -> None:
+def test_error_names_the_missing_checkpoint(name: str, reader: str) -> None:
     with pytest.raises(FederatedError, match=r"gone\.ckpt|\. is damaged|is not a file|It is a folder"):
         READERS[reader](name)
 
 
 @pytest.mark.parametrize(("reader", "write"), covering([*READERS], [checkpoint, bare_pickle, old_format]))
-def test_a_hostile_checkpoint_runs_nothing(reader: str, write: Callable[..., str]) -> None:
+def test_hostile_checkpoint_runs_no_code(reader: str, write: Callable[..., str]) -> None:
     with pytest.raises(FederatedError, match=r"hostile\.ckpt"):
         READERS[reader](write(callbacks=Hostile()))
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_file_of_tensors_that_is_no_checkpoint_is_named(reader: str) -> None:
+def test_tensor_file_that_is_not_a_checkpoint_is_rejected(reader: str) -> None:
     torch.save({"state_dict": Staged().state_dict()}, "hostile.ckpt")
     with pytest.raises(FederatedError, match=r"hostile\.ckpt is not a Lightning checkpoint"):
         READERS[reader]("hostile.ckpt")
 
 
 @pytest.mark.parametrize("write", [checkpoint, bare_pickle, old_format])
-def test_load_from_checkpoint_reads_no_pickled_code(write: Callable[..., str]) -> None:
+def test_load_from_checkpoint_rejects_pickled_code(write: Callable[..., str]) -> None:
     with pytest.raises(pickle.UnpicklingError):
         Net.load_from_checkpoint(write(hyper_parameters=Hostile()))
 
 
 @pytest.mark.parametrize("command", few(["fit", "validate", "test", "predict"], ["fit"]))
 @pytest.mark.parametrize("write", few([checkpoint, bare_pickle], [checkpoint]))
-def test_a_hostile_checkpoint_on_the_command_line_runs_nothing(write: Callable[..., str], command: str) -> None:
+def test_hostile_checkpoint_on_command_line_runs_no_code(write: Callable[..., str], command: str) -> None:
     args = ["--trainer.logger", "false", "--trainer.enable_model_summary", "false", "--trainer.accelerator", "cpu"]
     with one_stage(command), pytest.raises(SystemExit, match=r"hostile\.ckpt"):
         main([command, "--config", QUICKSTART, *args, "--ckpt_path", write(state_dict=Hostile())])
@@ -180,7 +180,7 @@ def told_of_another(place: tuple[Any, ...], junk: Any) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_a_part_of_a_checkpoint_that_is_missing_or_changed_is_told_of_the_checkpoint() -> None:
+def test_error_for_missing_or_changed_part_names_the_checkpoint() -> None:
     resume(2).save_checkpoint("whole.ckpt")
     faults = [told_of_another(place, JUNK[1 + n % (len(JUNK) - 1)]) for n, place in enumerate(PARTS)]
     faults += [told_of_another(place, LEAVE) for place in PARTS[::3]]
@@ -189,7 +189,7 @@ def test_a_part_of_a_checkpoint_that_is_missing_or_changed_is_told_of_the_checkp
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", PARTS, ids=lambda place: ".".join(map(str, place[-3:])))
-def test_a_part_of_a_checkpoint_that_was_changed_is_told_of_the_checkpoint(place: tuple[Any, ...]) -> None:
+def test_error_for_corrupt_part_names_the_checkpoint(place: tuple[Any, ...]) -> None:
     resume(2).save_checkpoint("whole.ckpt")
     for junk in JUNK:
         assert not told_of_another(place, junk)
@@ -205,7 +205,7 @@ def suppress_refusal() -> Iterator[list[str]]:
         told.append(str(error))
 
 
-def test_a_checkpoint_of_another_servers_state_is_refused() -> None:
+def test_checkpoint_with_different_server_state_is_rejected() -> None:
     resume(2).save_checkpoint("whole.ckpt")
     changed = torch.load("whole.ckpt", weights_only=True)
     changed["loops"]["fit_loop"]["state_dict"]["state"]["c"] = torch.zeros(3)
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_another_servers_state_is_refused() -> None:
         resume(3, "changed.ckpt")
 
 
-def test_a_checkpoint_with_more_rounds_than_wanted_is_told_of_max_rounds() -> None:
+def test_checkpoint_with_more_than_max_rounds_is_rejected() -> None:
     resume(3).save_checkpoint("whole.ckpt")
     with pytest.raises(FederatedError, match=r"whole\.ckpt holds 3 completed rounds, more than max_rounds=2"):
         resume(2, "whole.ckpt")
@@ -234,7 +234,7 @@ HYPER_PARAMETERS = [
     covering(HYPER_PARAMETERS, [*READERS]),
     ids=str,
 )
-def test_a_hostile_block_of_hyper_parameters_runs_nothing(hostile: dict[str, Any], reader: str) -> None:
+def test_hostile_hyperparameters_run_no_code(hostile: dict[str, Any], reader: str) -> None:
     path = checkpoint(hyper_parameters=hostile)
     READERS[reader](path)  # weights and state alone are taken
     if "_instantiator" in hostile:
@@ -244,7 +244,7 @@ def test_a_hostile_block_of_hyper_parameters_runs_nothing(hostile: dict[str, Any
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("hostile", HYPER_PARAMETERS, ids=str)
-def test_the_command_line_makes_the_model_of_the_configuration(hostile: dict[str, Any]) -> None:
+def test_command_line_builds_model_from_config_not_checkpoint(hostile: dict[str, Any]) -> None:
     content = {"state_dict": MLPClassifier().state_dict(), "pytorch-lightning_version": pl.__version__}
     torch.save({**content, "hyper_parameters": hostile}, "hostile.ckpt")
     args = ["--trainer.logger", "false", "--trainer.enable_model_summary", "false", "--trainer.accelerator", "cpu"]
@@ -252,7 +252,7 @@ def test_the_command_line_makes_the_model_of_the_configuration(hostile: dict[str
         main(["validate", "--config", QUICKSTART, *args, "--ckpt_path", "hostile.ckpt"])
 
 
-def test_a_network_named_by_hyper_parameters_is_none() -> None:
+def test_network_named_in_hyperparameters_is_rejected() -> None:
     hostile = {"net": {"class_path": "evil.Net"}, "num_classes": 2}
     content = {"state_dict": {}, "pytorch-lightning_version": pl.__version__}
     torch.save({**content, "hyper_parameters": hostile}, "hostile.ckpt")
@@ -260,7 +260,7 @@ def test_a_network_named_by_hyper_parameters_is_none() -> None:
         Classifier.load_from_checkpoint("hostile.ckpt")
 
 
-def test_what_a_run_saves_loads_without_running_anything() -> None:
+def test_saved_checkpoint_loads_with_weights_only() -> None:
     checkpoint()
     assert torch.load("whole.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["round"] == 2
 
@@ -277,13 +277,13 @@ def arrays(path: Path, x: Any = None) -> None:
     np.savez(path, x=np.zeros((2, 3)) if x is None else x, y=np.zeros(2, dtype=int))
 
 
-def test_arrays_of_objects_are_not_unpickled() -> None:
+def test_object_arrays_are_not_unpickled() -> None:
     arrays(folder() / "train.npz", x=np.array([Hostile(), None], dtype=object))
     with pytest.raises(FederatedError, match=r"train\.npz is damaged, or holds more than arrays of numbers"):
         ClientFolder("clients").client_dataset("ann")
 
 
-def test_a_hostile_file_of_tensors_is_not_unpickled() -> None:
+def test_hostile_tensor_file_is_not_unpickled() -> None:
     torch.save({"x": Hostile(), "y": torch.zeros(2)}, folder() / "train.pt")
     with pytest.raises(FederatedError, match=r"train\.pt is damaged, or holds more than arrays of numbers"):
         ClientFolder("clients").client_dataset("ann")
@@ -297,7 +297,7 @@ def test_hostile_word_vectors_are_not_unpickled(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("client_id", ["..", "../outside", "/etc", "ann/../../outside", "."])
-def test_a_client_id_is_a_name_and_not_a_path(client_id: str) -> None:
+def test_client_id_is_not_treated_as_a_path(client_id: str) -> None:
     arrays(folder() / "train.npz")
     Path("outside").mkdir()
     arrays(Path("outside") / "train.npz")
@@ -305,7 +305,7 @@ def test_a_client_id_is_a_name_and_not_a_path(client_id: str) -> None:
         ClientFolder("clients").client_dataset(client_id)
 
 
-def test_links_out_of_the_folder_are_refused() -> None:
+def test_links_outside_the_folder_are_rejected() -> None:
     Path("outside/cat").mkdir(parents=True)
     arrays(Path("outside") / "train.npz")
     (Path("outside") / "cat" / "0.png").touch()
@@ -321,7 +321,7 @@ def test_links_out_of_the_folder_are_refused() -> None:
         ClientFolder("clients").setup()
 
 
-def test_links_within_the_folder_are_followed() -> None:
+def test_links_inside_the_folder_are_followed() -> None:
     arrays(folder() / "all.npz")
     (Path("clients") / "ann" / "train.npz").symlink_to("all.npz")
     assert len(ClientFolder("clients").client_dataset("ann")) == 2
@@ -345,13 +345,13 @@ HOSTILE_JSON = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_JSON, ids=lambda t: t[:60])
-def test_hostile_json_is_refused_by_its_path(text: str) -> None:
+def test_error_for_hostile_json_names_its_path(text: str) -> None:
     Path("train.json").write_text(text)
     with pytest.raises(FederatedError, match=r"train\.json"):
         LeafDataModule("train.json").setup()
 
 
-def test_a_users_name_is_never_a_path() -> None:
+def test_user_name_is_not_treated_as_a_path() -> None:
     users = {name: {"x": [[0.0], [1.0]], "y": [0, 1]} for name in ("../../etc/passwd", "/etc/shadow", "..")}
     Path("train.json").write_text(json.dumps({"users": list(users), "num_samples": [2] * 3, "user_data": users}))
     (module := LeafDataModule("train.json")).setup()
@@ -364,14 +364,14 @@ def test_a_users_name_is_never_a_path() -> None:
     [b"", b"\x00\xff\xfe", b"who,a,b\n", b"who,a,b\nann\n", b'who,a,b\n"' + b"x" * 200_000, b"who,a,b\nann,nan,x\n"],
     ids=repr,
 )
-def test_hostile_tables_are_refused_by_their_path(content: bytes) -> None:
+def test_error_for_hostile_table_names_its_path(content: bytes) -> None:
     Path("table.csv").write_bytes(content)
     with pytest.raises(FederatedError, match=r"table\.csv"):
         ClientTable("table.csv", client="who", target="b", features=["a"]).setup()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{}", b"[[[", b'{"a": NaN}', b'{"a": 1e999}'])
-def test_hostile_weights_are_refused_by_their_path(content: bytes) -> None:
+def test_hostile_weights_file_is_rejected(content: bytes) -> None:
     Path("weights.json").write_bytes(content)
     with pytest.raises(FederatedError):
         WeightedSampler(1, weights="weights.json")(0, 0, ["a"])
@@ -379,7 +379,7 @@ def test_hostile_weights_are_refused_by_their_path(content: bytes) -> None:
 
 @pytest.mark.parametrize("module", [Shakespeare, Sentiment140])
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"no columns"])
-def test_hostile_texts_are_refused_by_their_path(module: Any, content: bytes) -> None:
+def test_error_for_hostile_text_names_its_path(module: Any, content: bytes) -> None:
     for name in ("shakespeare/plays/a.txt", "sentiment140/training.1600000.processed.noemoticon.csv"):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_bytes(content)
@@ -395,7 +395,7 @@ def test_hostile_texts_are_refused_by_their_path(module: Any, content: bytes) ->
     ("name", "with_a_hole", "without"),
     [("pytorch-lightning", "2.6.5", "2.6.6"), ("torch", "2.9.1", "2.12.0")],
 )
-def test_versions_with_known_holes_are_not_installed(name: str, with_a_hole: str, without: str) -> None:
+def test_dependencies_exclude_vulnerable_versions(name: str, with_a_hole: str, without: str) -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -148,7 +148,7 @@ RUNS = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_repeatedly_killed_run_ends_with_identical_bits(name: str, tmp_path: Path) -> None:
     options = RUNS[name]
     digits()  # before the processes part
     fallen = survive(lambda folder, places: work(folder, places, **options), tmp_path, list(RUNS).index(name), BLOWS)
@@ -156,7 +156,7 @@ def test_a_run_struck_again_and_again_ends_with_the_same_bits(name: str, tmp_pat
 
 
 @pytest.mark.thorough
-def test_a_run_killed_from_outside_at_any_time_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_externally_killed_run_ends_with_identical_bits(tmp_path: Path) -> None:
     digits()
     whole, hurt, stream, kills = tmp_path / "whole", tmp_path / "hurt", random.Random(0), 0
     options, started = {"client_states": "disk", "max_rounds": 16}, time.perf_counter()
@@ -197,7 +197,7 @@ LONG_AGO = [pytest.param(how, n, id=f"{how}, {n}") for how in (True, "link") for
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("save_last", "processes"), LONG_AGO)
-def test_a_run_killed_long_after_its_best_round_loses_nothing(save_last: Any, processes: int, tmp_path: Path) -> None:
+def test_run_killed_long_after_best_round_resumes_from_last(save_last: Any, processes: int, tmp_path: Path) -> None:
     digits()
     whole, hurt, nothing = tmp_path / "whole", tmp_path / "hurt", [None] * processes
     keep = {"monitor": "val_loss", "mode": "max", "save_last": save_last}  # the first round is the best
@@ -237,7 +237,7 @@ FEW_BLOWS = ("SIGTERM to one", "SIGKILL of one", "a full disk")
         pytest.param("ddp", tuple(BOTH), id="ddp, all blows"),
     ],
 )
-def test_two_processes_end_together_when_one_is_struck_and_resume_exactly(
+def test_both_processes_end_if_one_is_killed_and_resume_exactly(
     strategy: str, names: Sequence[str], tmp_path: Path
 ) -> None:
     digits()
@@ -284,7 +284,9 @@ PRECISIONS = ["32-true", "64-true", "bf16-mixed"]
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("method", range(len(METHODS)), ids=lambda i: repr(METHODS[i]))
-def test_whatever_is_combined_ends_with_the_same_bits(method: int, engine: str, processes: int, tmp_path: Path) -> None:
+def test_killed_runs_of_combined_options_have_identical_bits(
+    method: int, engine: str, processes: int, tmp_path: Path
+) -> None:
     digits()
     number = 4 * method + 2 * (engine == "vectorized") + processes
     options = {

@@ -101,7 +101,7 @@ FEW = [
 
 
 @pytest.mark.parametrize("name", few(CASES, FEW))
-def test_last_is_the_last_round_at_which_a_checkpoint_was_due(name: str, tmp_path: Path) -> None:
+def test_last_holds_the_latest_round_with_a_checkpoint_due(name: str, tmp_path: Path) -> None:
     given, options, expected = CASES[name]
     keep = saver(tmp_path, **given)
     assert held(tmp_path, keep, **options) == expected
@@ -109,7 +109,7 @@ def test_last_is_the_last_round_at_which_a_checkpoint_was_due(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
-def test_the_best_stays_what_it_is(save_last: Any, tmp_path: Path) -> None:
+def test_best_checkpoint_is_not_changed_by_last(save_last: Any, tmp_path: Path) -> None:
     keep = saver(tmp_path, save_last=save_last)
     run(tmp_path, keep)
     assert Path(keep.best_model_path).name == "epoch=5.ckpt"
@@ -119,7 +119,7 @@ def test_the_best_stays_what_it_is(save_last: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_several_callbacks_have_their_own_last(tmp_path: Path) -> None:
+def test_each_checkpoint_callback_keeps_its_own_last(tmp_path: Path) -> None:
     watch, rare = Watch(), saver(tmp_path / "rare", every_n_epochs=3, save_last="link")
     weights = saver(tmp_path / "weights", save_weights_only=True, mode="min")
     run(tmp_path, watch, saver(tmp_path / "all"), rare, weights)
@@ -129,7 +129,7 @@ def test_several_callbacks_have_their_own_last(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("save_last", "writes"), [(True, [2, 2, 1, 1, 1, 2, 1]), ("link", [1] * ROUNDS)])
-def test_a_round_is_written_no_more_often_than_needed(
+def test_rounds_are_written_no_more_often_than_needed(
     save_last: Any, writes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[int] = []
@@ -159,14 +159,14 @@ def resumed(folder: Path, save_last: Any) -> Sequence[float]:
 
 
 @pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
-def test_a_run_resumes_exactly_from_last(save_last: Any, tmp_path: Path) -> None:
+def test_run_resumes_exactly_from_last(save_last: Any, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", saver(tmp_path / "whole"))
     assert resumed(tmp_path / "parts", save_last) == parameters(whole.lightning_module).tolist()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("save_last", [True, "link"])
-def test_two_processes_keep_last_alike(save_last: Any, tmp_path: Path) -> None:
+def test_two_processes_keep_the_same_last(save_last: Any, tmp_path: Path) -> None:
     def work() -> list[int]:
         keep = saver(tmp_path / "kept", save_last=save_last)
         return held(tmp_path, keep, strategy="clients", devices=2)
@@ -177,7 +177,7 @@ def test_two_processes_keep_last_alike(save_last: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_callback_can_be_copied_after_a_run(tmp_path: Path) -> None:
+def test_checkpoint_callback_can_be_copied_after_a_run(tmp_path: Path) -> None:
     keep = saver(tmp_path / "first")
     run(tmp_path, keep, max_rounds=1)
     copied = pickle.loads(pickle.dumps(keep))
@@ -186,9 +186,7 @@ def test_a_checkpoint_callback_can_be_copied_after_a_run(tmp_path: Path) -> None
     assert rounds_in(tmp_path / "first" / "last.ckpt") == 1
 
 
-def test_the_summary_names_the_round_of_what_was_saved_and_not_of_an_old_last(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_summary_names_the_saved_round_not_a_stale_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, saver(tmp_path), max_rounds=1)
     run(tmp_path, RunSummary(), saver(tmp_path, save_last=None), ckpt_path="last")
     assert "epoch=5.ckpt (round 6)" in capsys.readouterr().out
@@ -196,7 +194,7 @@ def test_the_summary_names_the_round_of_what_was_saved_and_not_of_an_old_last(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("every", "last"), [(1, 7), (3, 6)])
-def test_the_summary_names_the_rounds_in_last(
+def test_summary_names_the_round_in_last(
     every: int, last: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, RunSummary(), saver(tmp_path, every_n_epochs=every))

@@ -84,12 +84,14 @@ class Reversal(Ordinary):
 @pytest.mark.parametrize(
     ("engine", "optimizer", "module"), covering(ENGINES, [DECAYED, PLAIN, ADAM], [BySize, ByRound, ByBatch])
 )
-def test_a_loss_that_depends_on_other_parameters_later(engine: dict[str, Any], optimizer: Any, module: Any) -> None:
+def test_engines_agree_when_loss_later_uses_other_parameters(
+    engine: dict[str, Any], optimizer: Any, module: Any
+) -> None:
     datamodule = partial(data, (8, 8, 8, 8, 8, 8), batch_size=3) if module is BySize else EVEN
     agree(engine, make=partial(module, optimizer), datamodule=datamodule)
 
 
-def test_clients_whose_losses_depend_on_different_parameters_are_refused() -> None:
+def test_client_losses_on_different_parameters_are_rejected() -> None:
     with pytest.raises(FederatedError, match=r"losses depend on 'head\.\w+' for some of them only"):
         run("vectorized", partial(BySize, ADAM), partial(data, (8, 7, 8, 7, 8, 7)))
 
@@ -103,7 +105,7 @@ def test_clients_whose_losses_depend_on_different_parameters_are_refused() -> No
         for i, engine in enumerate(ENGINES)
     ],
 )
-def test_what_a_module_reads_from_collections_and_objects_may_change(algorithm: Any, engine: dict[str, Any]) -> None:
+def test_collections_and_objects_read_by_a_module_may_change(algorithm: Any, engine: dict[str, Any]) -> None:
     agree(engine, 3, make=partial(Reversal, PLAIN), algorithm=algorithm, datamodule=EVEN)
 
 
@@ -121,7 +123,7 @@ IMPLEMENTATIONS = {
     ("name", "engine"),
     [pytest.param(name, engine, id=f"{name}-{i}") for name in IMPLEMENTATIONS for i, engine in enumerate(ENGINES)],
 )
-def test_implementations_of_an_optimizer_step_alike(name: str, engine: dict[str, Any]) -> None:
+def test_engines_agree_for_all_optimizer_implementations(name: str, engine: dict[str, Any]) -> None:
     agree(engine, 2, make=partial(Ordinary, IMPLEMENTATIONS[name]), datamodule=EVEN)
 
 
@@ -147,12 +149,12 @@ METHODS = [FedNova(), FedAvg(), Scaffold(), FedCM(alpha=0.3)]
         for i, engine in enumerate(ENGINES)
     ],
 )
-def test_momentum_may_be_switched_on(algorithm: Any, engine: dict[str, Any]) -> None:
+def test_momentum_can_be_enabled_mid_run(algorithm: Any, engine: dict[str, Any]) -> None:
     agree(engine, make=partial(Ordinary, PLAIN), algorithm=algorithm, callbacks=[Momentum(1)], datamodule=EVEN)
 
 
 @pytest.mark.parametrize("algorithm", few(METHODS, METHODS[:1]))
-def test_momentum_that_is_switched_on_at_the_start_is_the_optimizers_own(algorithm: Any) -> None:
+def test_momentum_enabled_at_start_equals_built_in_momentum(algorithm: Any) -> None:
     make = partial(Ordinary, PLAIN)
     from_the_start = run("sequential", make=make, algorithm=algorithm, callbacks=[Momentum(0)])
     built = run("sequential", make=partial(Ordinary, partial(PLAIN, momentum=0.9)), algorithm=algorithm)
@@ -169,7 +171,7 @@ class Warming(Ordinary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_normalized_mean_at_a_rate_of_zero_is_that_of_gradients(engine: dict[str, Any]) -> None:
+def test_normalized_mean_at_zero_rate_is_the_gradient_mean(engine: dict[str, Any]) -> None:
     first = run("sequential", Warming, algorithm=FedAvg("normalized"), max_rounds=1)
     assert not torch.equal(first.fit_loop.state.x, run("sequential", Warming, max_rounds=1).fit_loop.state.x)
     agree(engine, 2, make=Warming, algorithm=FedAvg("normalized"), datamodule=EVEN)
@@ -197,7 +199,7 @@ class SetsRate(FederatedCallback):
     ("callback", "what"),
     [(SetsPrior(), "the attribute 'prior' of Prior"), (SetsRate(), "the learning rate")],
 )
-def test_settings_of_a_client_are_refused(callback: Any, what: str, engine: dict[str, Any]) -> None:
+def test_per_client_settings_are_rejected(callback: Any, what: str, engine: dict[str, Any]) -> None:
     with pytest.raises(FederatedError, match=f"(a hook|on_client_start) changes {what}.*engine='sequential'"):
         run(**engine, make=Prior, callbacks=[callback])
 
@@ -210,7 +212,7 @@ class Notes(FederatedCallback):
 
 
 @pytest.mark.thorough
-def test_a_note_between_clients_is_for_the_next_client() -> None:
+def test_change_between_clients_requires_sequential_engine() -> None:
     with pytest.raises(FederatedError, match="on_client_end changes the attribute 'prior' of Prior after client"):
         run("vectorized", Prior, EVEN, callbacks=[Notes()])
     with pytest.warns(UserWarning, match="restarts round 0 with 'sequential'"):
@@ -230,7 +232,7 @@ class History(Ordinary):
 
 
 @pytest.mark.thorough
-def test_an_attribute_that_changes_every_round_is_told_of() -> None:
+def test_attribute_that_changes_every_round_warns_once() -> None:
     with pytest.warns(UserWarning, match="The attribute 'history' of History changes from round to round") as caught:
         run("vectorized", History, max_rounds=5)
     assert sum("from round to round" in str(w.message) for w in caught) == 1
@@ -309,14 +311,14 @@ class LaterNone(Later):
         (LaterStatistics, r"layer 'norm' \(BatchNorm1d\) moves running statistics"),
     ],
 )
-def test_what_begins_later_stops_by_name(module: Any, what: str, engine: dict[str, Any]) -> None:
+def test_unsupported_late_change_raises(module: Any, what: str, engine: dict[str, Any]) -> None:
     for algorithm in (FedAvg(), Mime(SGDm())):
         with pytest.raises(FederatedError, match=what):
             run(**engine, make=module, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("module", few([LaterDropout, LaterPython, LaterStatistics, LaterNone], [LaterNone]))
-def test_auto_takes_the_sequential_engine_when_a_step_begins_to_need_it(module: Any) -> None:
+def test_auto_switches_to_sequential_when_a_step_requires_it(module: Any) -> None:
     for algorithm in (FedAvg(), Mime(SGDm())):
         with pytest.warns(
             UserWarning, match=r"engine='auto' (continues|restarts round \d) with 'sequential'"
@@ -335,7 +337,7 @@ class LaterFrozen(Later):
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "auto"])
-def test_a_step_that_freezes_a_layer_later_is_refused_by_name(engine: str) -> None:
+def test_step_that_later_freezes_a_layer_is_rejected(engine: str) -> None:
     with pytest.raises(FederatedError, match=r"has frozen the parameter 'head\.weight'"):
         run(engine, LaterFrozen, EVEN, max_rounds=2)
 
@@ -344,7 +346,7 @@ def test_a_step_that_freezes_a_layer_later_is_refused_by_name(engine: str) -> No
     ("module", "what"),
     [(LaterSeed, "seeds torch's generator"), (LaterGenerator, "draws from a generator of its own")],
 )
-def test_a_step_that_draws_from_its_own_stream_later_stops_by_name(module: Any, what: str) -> None:
+def test_step_that_later_draws_from_its_own_stream_raises(module: Any, what: str) -> None:
     with pytest.raises(FederatedError, match=rf"{what}, and did not in its trial step.*engine='sequential'"):
         run("vectorized", module, EVEN, max_rounds=2)
 
@@ -358,7 +360,7 @@ class LaterData(Ordinary):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_step_that_assigns_to_data_later_stops_by_name() -> None:
+def test_step_that_later_assigns_to_data_raises() -> None:
     """With one client at a time, its optimizer would go on with the old numbers."""
     with pytest.raises(FederatedError, match=r"assigns to \.data of the parameter 'head\.weight', and did not"):
         run("vectorized", LaterData, partial(data, (16, 16, 16, 16)), chunk_size=1, max_rounds=1)
@@ -375,7 +377,7 @@ class WithMetric(Ordinary):
 
 
 @pytest.mark.thorough
-def test_metrics_of_evaluation_do_not_cost_the_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_metrics_keep_the_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     split = Traces._split
     monkeypatch.setattr(Traces, "_split", lambda self, *a, **k: made.append(1) or split(self, *a, **k))
@@ -400,7 +402,7 @@ class CountsLater(Ordinary):
         return super().training_step(batch, batch_idx) * (1 + self.count)
 
 
-def test_a_buffer_that_a_later_client_changes_is_refused_too() -> None:
+def test_buffer_changed_by_a_later_client_is_rejected() -> None:
     """With one client at a time, the next client's buffers would overwrite it."""
     with pytest.raises(FederatedError, match="cannot continue with CountsLater.training_step.*the buffer 'count'"):
         run("vectorized", CountsLater, partial(data, (8, 8, 24, 8)), chunk_size=1, max_rounds=1)
@@ -418,7 +420,7 @@ class SetsLater(Ordinary):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2])
-def test_an_attribute_that_a_later_client_changes_is_refused_too(chunk_size: int) -> None:
+def test_attribute_changed_by_a_later_client_is_rejected(chunk_size: int) -> None:
     """Next to it in its chunk, another client would train with the old value."""
     with pytest.raises(FederatedError, match="cannot continue with SetsLater.training_step.*the attribute 'extra'"):
         run("vectorized", SetsLater, partial(data, (8, 8, 24, 8)), chunk_size=chunk_size, max_rounds=1)
@@ -449,7 +451,7 @@ class WithTensor(KeepsLosses):
 
 
 @pytest.mark.filterwarnings("ignore:.*earlier steps have left")
-def test_auto_begins_a_round_again_whose_step_begins_to_set_attributes() -> None:
+def test_auto_restarts_round_when_step_starts_setting_attributes() -> None:
     expected = run("sequential", KeepsLosses)
     with pytest.warns(UserWarning, match="restarts round 1 with 'sequential'.*changes the attribute 'losses'"):
         found = run("auto", KeepsLosses)

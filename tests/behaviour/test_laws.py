@@ -89,7 +89,7 @@ CHUNKS = [("sequential", None), ("vectorized", 1), ("vectorized", 3), ("vectoriz
         ["dropout-vectorized-3"],
     ),
 )
-def test_every_step_draws_anew_from_the_stated_law(name: str, engine: str, chunk_size: int | None) -> None:
+def test_every_step_draws_independently_from_its_distribution(name: str, engine: str, chunk_size: int | None) -> None:
     draw, mean, std = LAWS[name]
     drawn = moves(draw, engine=engine, chunk_size=chunk_size).reshape(-1, N)
     z = (drawn - mean) / std
@@ -108,9 +108,7 @@ def test_every_step_draws_anew_from_the_stated_law(name: str, engine: str, chunk
         ["dropout-vectorized-3"],
     ),
 )
-def test_the_second_gradient_of_a_step_has_the_numbers_of_the_first(
-    name: str, engine: str, chunk_size: int | None
-) -> None:
+def test_second_gradient_of_a_step_reuses_the_random_numbers(name: str, engine: str, chunk_size: int | None) -> None:
     draw, chunk = LAWS[name][0], {"engine": engine, "chunk_size": chunk_size}
     found = moves(draw, Mime(SGD()), **chunk)  # g(y) - g(x) is zero for a loss that is linear, and c the same for all
     torch.testing.assert_close(found, found[::CLIENTS].repeat_interleave(CLIENTS, 0))
@@ -118,7 +116,7 @@ def test_the_second_gradient_of_a_step_has_the_numbers_of_the_first(
 
 
 @pytest.mark.thorough
-def test_clients_with_one_set_of_examples_and_neighbouring_seeds_draw_otherwise() -> None:
+def test_clients_and_adjacent_seeds_draw_independently() -> None:
     draw = LAWS["noise"][0]
     runs = [moves(draw, engine="sequential", seed=seed).reshape(-1, N) for seed in (0, 1)]
     correlation = torch.corrcoef(torch.cat(runs)).fill_diagonal_(0)

@@ -112,7 +112,7 @@ METHODS = {"Scaffold": Scaffold(), "Mime": Mime(SGDm())}
         ],
     ),
 )
-def test_networks_end_where_the_sequential_engine_ends(network: str, method: str) -> None:
+def test_vectorized_engine_matches_sequential_for_all_layers(network: str, method: str) -> None:
     make = partial(Layers, *NETWORKS[network])
     options: dict[str, Any] = {"make": make, "datamodule": full_batches, "algorithm": METHODS[method]}
     options["max_rounds"] = 2

@@ -50,7 +50,7 @@ def test_max_steps_counts_the_local_steps_of_all_clients(tmp_path: Path) -> None
     assert run(max_rounds=None, max_steps=25).max_steps == 25
 
 
-def test_a_resumed_run_goes_on_counting_local_steps(tmp_path: Path) -> None:
+def test_resumed_run_continues_counting_local_steps(tmp_path: Path) -> None:
     options = {"clients_per_round": 1.0, "local_steps": 2, "max_rounds": None}
     saver = ModelCheckpoint(tmp_path, filename="a")
     fit(max_steps=12, callbacks=saver, enable_checkpointing=True, **options)
@@ -65,7 +65,7 @@ class StopsAtOnce(pl.Callback):
 
 
 @pytest.mark.parametrize(("least", "rounds"), [({"min_steps": 0}, 1), ({"min_steps": 30}, 3), ({"min_epochs": 2}, 2)])
-def test_a_stop_waits_for_what_the_run_has_to_do_and_says_so(
+def test_stop_request_waits_for_minimum_work_and_logs_it(
     least: dict[str, int], rounds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = trainer(clients_per_round=1.0, local_steps=2, max_rounds=5, callbacks=StopsAtOnce(), **least)
@@ -75,7 +75,7 @@ def test_a_stop_waits_for_what_the_run_has_to_do_and_says_so(
     assert caplog.text.count("asked to stop after 1 rounds and 12 local steps, but continues") == int(rounds > 1)
 
 
-def test_the_estimated_number_of_steps_of_a_schedule_is_that_of_rounds() -> None:
+def test_estimated_stepping_batches_counts_rounds() -> None:
     found = {}
 
     class Asks(Net):
@@ -92,7 +92,7 @@ def test_the_estimated_number_of_steps_of_a_schedule_is_that_of_rounds() -> None
 # ------------------------------------------------------------------ when to validate and to save
 
 
-def test_a_whole_val_check_interval_without_epochs_counts_rounds() -> None:
+def test_integer_val_check_interval_without_epochs_counts_rounds() -> None:
     seen: list[int] = []
 
     class Validated(pl.Callback):
@@ -138,7 +138,7 @@ TEN_MINUTES = ("00:00:10:00", timedelta(minutes=10), {"minutes": 10})
     ("interval", "every", "validated"),
     [*((interval, 1, [1, 4]) for interval in TEN_MINUTES), (TEN_MINUTES[0], None, [1, 4]), (TEN_MINUTES[0], 3, [2, 5])],
 )
-def test_a_time_between_validations_is_looked_at_after_a_round(
+def test_time_between_validations_is_checked_after_each_round(
     interval: Any, every: int | None, validated: list[int]
 ) -> None:
     clock = Clock(1, 4)
@@ -158,7 +158,7 @@ def test_early_stopping_and_checkpoints_follow_timed_validations(tmp_path: Path)
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["epoch=1-step=2", "epoch=4-step=5"]
 
 
-def test_a_run_that_is_asked_to_stop_validates_at_any_time() -> None:
+def test_stopped_run_validates_before_the_interval_elapses() -> None:
     clock = Clock()
 
     class Asks(FederatedCallback):
@@ -169,7 +169,7 @@ def test_a_run_that_is_asked_to_stop_validates_at_any_time() -> None:
     assert clock.validated == [0]
 
 
-def test_a_resumed_run_with_timed_validations_has_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_with_timed_validations_has_identical_bits(tmp_path: Path) -> None:
     options: dict[str, Any] = {"val_check_interval": TEN_MINUTES[0], "max_rounds": 5}
     half = trainer(**{**options, "max_rounds": 3}, callbacks=Clock(1))
     half.fit(seeded(), data())
@@ -180,7 +180,7 @@ def test_a_resumed_run_with_timed_validations_has_the_same_bits(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_the_first_process_decides_when_the_time_has_passed(tmp_path: Path) -> None:
+def test_first_process_decides_when_validation_time_has_passed(tmp_path: Path) -> None:
     def validated() -> list[list[int]]:
         clocks = [Clock(1), Clock(1, rank=1)]
         for clock in clocks:
@@ -200,7 +200,7 @@ def test_the_first_process_decides_when_the_time_has_passed(tmp_path: Path) -> N
         (timedelta(seconds=-1), "a time that is not negative, found -1 seconds"),
     ],
 )
-def test_impossible_times_are_refused(interval: Any, said: str) -> None:
+def test_invalid_times_are_rejected(interval: Any, said: str) -> None:
     with pytest.raises(FederatedError, match=said):
         trainer(val_check_interval=interval)
 
@@ -239,7 +239,7 @@ class OwnLoaders(FederatedDataModule):
         return DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
 
 
-def test_overfit_batches_sees_one_batch_of_a_clients_own_shuffling_loader() -> None:
+def test_overfit_batches_disables_shuffling_of_custom_loader() -> None:
     seen = Batches()
     options: dict[str, Any] = {"clients_per_round": 1, "max_rounds": 3, "callbacks": seen}
     datamodule = OwnLoaders(clients=clients((13,)), val=classification(8, 1))
@@ -251,14 +251,14 @@ def test_overfit_batches_sees_one_batch_of_a_clients_own_shuffling_loader() -> N
     assert not torch.equal(seen.rounds[0][0], stored[:4])  # whose order is its own affair otherwise
 
 
-def test_overfit_batches_warns_of_a_loader_whose_order_is_hidden() -> None:
+def test_overfit_batches_warns_for_loader_with_unknown_order() -> None:
     datamodule = OwnLoaders(clients=clients((13,)), val=classification(8, 1))
     datamodule.sampler = WeightedRandomSampler([1.0] * 13, 13)
     with pytest.warns(UserWarning, match="overfit_batches may see other batches in every round"):
         fit(datamodule=datamodule, overfit_batches=1, clients_per_round=1, max_rounds=1)
 
 
-def test_a_loader_and_a_partition_make_clients() -> None:
+def test_from_loader_with_partition_matches_explicit_datamodule() -> None:
     dataset = classification(60, 0)
     loader = DataLoader(dataset, batch_size=7, shuffle=True, drop_last=True)
     val = DataLoader(classification(4, 1))
@@ -280,7 +280,7 @@ def test_a_loader_and_a_partition_make_clients() -> None:
     ],
     ids=["no loader", "weighted", "no batches"],
 )
-def test_a_loader_that_clients_could_not_follow_is_refused(loader: Any, found: str) -> None:
+def test_from_loader_rejects_unsupported_loaders(loader: Any, found: str) -> None:
     with pytest.raises(FederatedError, match=f"from_loader.*{found}"):
         FederatedDataModule.from_loader(loader, partition=Iid(num_clients=2))
 
@@ -297,7 +297,7 @@ def test_training_step_may_be_a_partial(engine: str) -> None:
     assert torch.equal(parameters(model), parameters(plain))
 
 
-def test_a_backward_that_makes_no_gradient_is_named() -> None:
+def test_backward_without_gradients_raises() -> None:
     class NoBackward(Net):
         def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             """Make no gradient."""
@@ -307,7 +307,7 @@ def test_a_backward_that_makes_no_gradient_is_named() -> None:
 
 
 @pytest.mark.parametrize("hook", [None, "on_after_backward"])
-def test_a_loss_of_none_is_warned_of(hook: str | None) -> None:
+def test_none_loss_warns(hook: str | None) -> None:
     class Skips(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx else super().training_step(batch, batch_idx)
@@ -347,7 +347,7 @@ class RateOfZero(Net):
 
 
 @pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["sequential"]))
-def test_a_backbone_with_the_rate_zero_is_frozen_until_a_hook_raises_it(engine: Any) -> None:
+def test_zero_rate_backbone_is_frozen_until_a_hook_raises_it(engine: Any) -> None:
     frozen, rested = (
         fit(seeded(Frozen), engine=engine, max_rounds=2),
         fit(seeded(RateOfZero), engine=engine, max_rounds=2),
@@ -394,7 +394,7 @@ class Average(pl.Callback):
 
 
 @pytest.mark.parametrize("engine", few(["sequential", "vectorized"], []))
-def test_an_average_of_the_servers_models_may_be_validated_in_their_place(engine: Any, tmp_path: Path) -> None:
+def test_average_of_server_models_can_be_validated_instead(engine: Any, tmp_path: Path) -> None:
     def averaged(ckpt_path: Any = None) -> tuple[Any, ...]:
         mean, saver = Average(), ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1, filename="{step}")
         run = trainer(engine=engine, callbacks=[mean, saver], enable_checkpointing=True, max_rounds=4)
@@ -408,7 +408,7 @@ def test_an_average_of_the_servers_models_may_be_validated_in_their_place(engine
 
 
 @pytest.mark.thorough
-def test_masks_of_pruning_may_grow_between_rounds(tmp_path: Path) -> None:
+def test_pruning_masks_may_grow_between_rounds(tmp_path: Path) -> None:
     def pruned(ckpt_path: Any = None) -> dict[str, torch.Tensor]:
         saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}")
         model = seeded(Pruned)
@@ -431,7 +431,7 @@ class Named(Net):
 
 
 @pytest.mark.parametrize("interval", [None, "epoch", "step"])
-def test_a_monitored_rate_is_written_once_under_the_schedulers_name(interval: Any, tmp_path: Path) -> None:
+def test_monitored_rate_is_logged_once_under_scheduler_name(interval: Any, tmp_path: Path) -> None:
     monitor, run = LearningRateMonitor(interval), partial(fit, seeded(Named), max_rounds=3, log_every_n_steps=1)
     run(logger=CSVLogger(tmp_path), callbacks=monitor)
     assert {name: [float(rate) for rate in rates] for name, rates in monitor.lrs.items()} == {

@@ -69,7 +69,7 @@ def vectors_held(method, engine, cohort):
     ("method", "engine"),
     [pytest.param(m, e, id=f"{m}-{e}") for m in METHODS for e in ("sequential", "vectorized")],
 )
-def test_a_round_holds_no_more_for_a_larger_cohort(method, engine):
+def test_round_memory_does_not_grow_with_cohort_size(method, engine):
     vectors_held(method, engine, cohort=4)  # what other tests have left behind goes with the first run
     assert vectors_held(method, engine, cohort=12) == pytest.approx(vectors_held(method, engine, cohort=4), abs=0.5)
 
@@ -105,7 +105,7 @@ RUNS = [("sequential", "disk"), ("vectorized", "memory")]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "states"), RUNS)
-def test_hundreds_of_rounds_leave_nothing_behind(soak, engine, states):
+def test_memory_stays_flat_over_hundreds_of_rounds(soak, engine, states):
     small = ("--rounds", "200", "--population", "20", "--cohort", "5", "--every", "4")
     found = soak(*small, "--engine", engine, "--client-states", states)
     assert found["engine"] == engine
@@ -113,14 +113,14 @@ def test_hundreds_of_rounds_leave_nothing_behind(soak, engine, states):
 
 
 @pytest.mark.parametrize("cohort", [100, pytest.param(1000, marks=pytest.mark.thorough)])
-def test_a_round_takes_a_thousand_clients_of_a_million(soak, cohort):
+def test_rounds_sample_large_cohorts_from_a_million_clients(soak, cohort):
     found = soak("--rounds", "3", "--population", "1000000", "--cohort", str(cohort), "--engine", "vectorized")
     assert 2.9 * cohort < found["clients_seen"] <= 3 * cohort
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "states"), RUNS)
-def test_twenty_thousand_rounds_leave_nothing_behind(engine, states):
+def test_memory_stays_flat_over_twenty_thousand_rounds(engine, states):
     command = [sys.executable, BENCHMARKS / "soak.py", "--rounds", "20000", "--json"]
     command += ["--engine", engine, "--client-states", states]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -154,7 +154,7 @@ FEW = [("restart", "warm-up", "FedAvg"), ("continue", "one cycle", "FedAvg"), ("
 @pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.thorough)], ids=["few", "all"])
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
-def test_every_mode_is_that_of_a_plain_loop(engine: Any, cases: list[tuple[str, str, str]]) -> None:
+def test_every_mode_matches_a_plain_loop(engine: Any, cases: list[tuple[str, str, str]]) -> None:
     for mode, schedule, method in cases:
         algorithm = Scaffold("ii") if method == "Scaffold" else FedAvg()
         found = run(mode, schedule, engine=engine, algorithm=algorithm).fit_loop.state.x
@@ -168,7 +168,7 @@ CHUNKED = [("adam", "Scaffold"), pytest.param("cosine", "FedAvg", marks=pytest.m
 @pytest.mark.parametrize(("schedule", "method"), CHUNKED)
 @pytest.mark.parametrize("chunk_size", [4, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
-def test_clients_at_one_step_of_their_schedules_train_at_once(
+def test_clients_at_the_same_schedule_step_train_together(
     schedule: str, method: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[tuple[int, int]] = []
@@ -187,7 +187,7 @@ def test_clients_at_one_step_of_their_schedules_train_at_once(
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before")
-def test_a_schedule_may_step_after_several_local_steps() -> None:
+def test_schedule_may_step_every_few_local_steps() -> None:
     found = run("total", "cosine", frequency=3).fit_loop.state.x
     expected = plain_loop("total", "cosine", frequency=3)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -229,7 +229,7 @@ def state_of(fitted: Any) -> Any:
         *(pytest.param(mode, "adam", "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
     ],
 )
-def test_a_run_goes_on_with_the_same_bits(mode: str, schedule: str, engine: Any, tmp_path: Path) -> None:
+def test_resumed_or_refitted_run_has_identical_bits(mode: str, schedule: str, engine: Any, tmp_path: Path) -> None:
     options = {"engine": engine, "algorithm": Scaffold("ii"), "chunk_size": 3 if engine == "vectorized" else None}
     whole = run(mode, schedule, **options)
     part = run(mode, schedule, max_rounds=2, callbacks=[Rates(tmp_path)], **options)
@@ -242,7 +242,7 @@ def test_a_run_goes_on_with_the_same_bits(mode: str, schedule: str, engine: Any,
 
 
 @pytest.mark.thorough
-def test_between_rounds_the_optimizer_has_the_rate_of_the_next_local_step() -> None:
+def test_optimizer_has_rate_of_next_local_step_between_rounds() -> None:
     scale = [warm_up(SGD([nn.Parameter(torch.ones(1))], 1.0)).lr_lambdas[0](t) for t in range(31)]
     rates = {mode: Rates() for mode in MODES}
     for mode in MODES:
@@ -259,7 +259,7 @@ def test_between_rounds_the_optimizer_has_the_rate_of_the_next_local_step() -> N
 
 
 @pytest.mark.thorough
-def test_a_client_counts_the_steps_of_its_own_work() -> None:
+def test_each_client_counts_its_own_steps() -> None:
     counts = {i: int(kept["schedule.steps"]) for i, kept in run("continue").fit_loop.state.clients.state_dict().items()}
     assert counts == {0: 24, 1: 12, 2: 4, 3: 18}
     ditto = run("continue", algorithm=Ditto(0.5)).fit_loop
@@ -267,7 +267,7 @@ def test_a_client_counts_the_steps_of_its_own_work() -> None:
     assert "schedule.steps" not in run("total").fit_loop.state.new_client()
 
 
-def test_asynchronous_clients_begin_at_the_step_of_their_model() -> None:
+def test_asynchronous_clients_start_at_the_step_of_their_model() -> None:
     rates = Rates()
     buffered = FedBuff(size=2, concurrency=3)
     run(
@@ -305,7 +305,7 @@ def test_asynchronous_clients_begin_at_the_step_of_their_model() -> None:
     "schedule",
     ["warm-up", "groups", "adam"],
 )
-def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule: str) -> None:
+def test_engines_agree_for_methods_that_read_rates(algorithm: Algorithm, schedule: str) -> None:
     for mode in ("continue", "total"):
         one, two = (
             run(mode, schedule, engine=engine, algorithm=algorithm).fit_loop.state
@@ -322,7 +322,7 @@ def test_engines_agree_where_a_method_reads_rates(algorithm: Algorithm, schedule
     [Scaffold("ii"), FedProxVR(1.0)],
     ids=lambda a: type(a).__name__,
 )
-def test_engines_agree_where_clients_of_a_chunk_begin_at_rates_of_zero(algorithm: Algorithm) -> None:
+def test_engines_agree_when_chunk_clients_start_at_zero_rate(algorithm: Algorithm) -> None:
     """In the last round all three clients have rates of zero, and begin at different steps."""
     SCHEDULES["pause"] = partial(SGD, lr=0.2), lambda optimizer: LambdaLR(optimizer, lambda t: float(not 8 <= t < 24))
     one, two = (
@@ -346,7 +346,7 @@ class FineTuned(FederatedCallback):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fine_tuning_follows_the_schedule_as_a_new_client_and_leaves_no_trace(mode: str) -> None:
+def test_fine_tuning_uses_new_client_schedule_and_keeps_the_run(mode: str) -> None:
     tuned, module, (rows, *_) = FineTuned(), Regression("warm-up").double(), clients()
     assert torch.equal(
         run(mode, callbacks=[tuned], max_rounds=2).fit_loop.state.x, run(mode, max_rounds=2).fit_loop.state.x
@@ -374,7 +374,7 @@ def work_of_two() -> dict[tuple[str, str], Tensor]:
 
 
 @pytest.mark.thorough
-def test_several_processes_have_the_result_of_one(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     first, second = in_processes(work_of_two, tmp_path)
     for part in (first, second):
         assert not part.error, part.trace
@@ -402,7 +402,7 @@ class Logs(Regression):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_module_reads_the_rate_of_its_step_from_its_schedule(engine: Any) -> None:
+def test_module_reads_current_rate_from_its_schedule(engine: Any) -> None:
     fitted = trainer(local_schedule="total", engine=engine, local_epochs=2, sampler=drawn, precision="64-true")
     fitted.fit(Logs("cosine"), data())
     told, used = (float(fitted.callback_metrics[name]) for name in ("told", "used"))
@@ -419,7 +419,7 @@ class Updates(Regression):
             group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](getattr(self, self.reads))
 
 
-def test_a_schedule_that_reads_the_number_of_steps_has_that_of_its_own(tmp_path: Path) -> None:
+def test_schedule_reading_global_step_gets_its_own_step_count(tmp_path: Path) -> None:
     def own(**options: Any) -> Tensor:
         options = {"max_rounds": ROUNDS, "local_epochs": 2, "sampler": drawn, "precision": "64-true"} | options
         path = options.pop("ckpt_path", None)
@@ -438,7 +438,7 @@ def test_a_schedule_that_reads_the_number_of_steps_has_that_of_its_own(tmp_path:
         Updates.reads = "global_step"
 
 
-def test_clients_that_stand_still_at_a_rate_of_zero_make_no_outliers_of_those_that_move() -> None:
+def test_zero_rate_clients_do_not_make_others_outliers() -> None:
     SCHEDULES["late"] = partial(SGD, lr=0.2), lambda optimizer: LambdaLR(optimizer, lambda t: float(t > 2))
     options = {"max_rounds": 1, "local_epochs": 1}  # only client 0 takes a fourth step
     found = run("restart", "late", max_update_ratio=10.0, **options).fit_loop.state.x
@@ -453,7 +453,7 @@ class Decays(Regression):
         scheduler.optimizer.param_groups[0]["weight_decay"] += 0.1
 
 
-def test_what_contradicts_the_choice_is_refused_by_name() -> None:
+def test_settings_conflicting_with_local_schedule_are_rejected() -> None:
     for mode in MODES:
         with pytest.raises(
             FederatedError, match=f"local_schedule='{mode}': a hook has set lr=0.7 in group 0.*LambdaLR"
@@ -471,7 +471,7 @@ def float_clients() -> list[TensorDataset]:
     return [TensorDataset(*(tensor.float() for tensor in own.tensors)) for own in clients()]
 
 
-def test_a_module_learns_how_long_its_schedule_is() -> None:
+def test_estimated_stepping_batches_gives_schedule_length() -> None:
     lengths = {
         mode: trainer(local_schedule=mode, local_steps=5, max_rounds=4).estimated_stepping_batches for mode in MODES
     }
@@ -490,7 +490,7 @@ class Multiplies(Regression):
         return found if self.trainer.fit_loop.settings.local_schedule else found["optimizer"]
 
 
-def test_a_module_may_compute_the_length_from_the_batches_of_an_epoch() -> None:
+def test_module_may_compute_schedule_length_from_batch_count() -> None:
     for options, length in (
         ({"local_schedule": "total", "local_steps": 2, "accumulate_grad_batches": 2}, 8),
         ({"local_epochs": 1}, 2),
@@ -502,7 +502,7 @@ def test_a_module_may_compute_the_length_from_the_batches_of_an_epoch() -> None:
         trainer(local_schedule="total", local_epochs=2).fit(Multiplies(), data())
 
 
-def test_a_checkpoint_without_the_count_of_steps_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_step_counts_is_rejected(tmp_path: Path) -> None:
     run("total", max_rounds=2, callbacks=[Rates(tmp_path)])
     saved = torch.load(tmp_path / "2.ckpt", weights_only=True)
     del saved["loops"]["fit_loop"]["state_dict"]["longest_steps"]
@@ -513,7 +513,7 @@ def test_a_checkpoint_without_the_count_of_steps_is_refused(tmp_path: Path) -> N
         run("restart", ckpt_path=tmp_path / "old.ckpt")
 
 
-def test_clients_that_have_not_counted_their_steps_do_not_continue_them(tmp_path: Path) -> None:
+def test_continue_mode_rejects_clients_without_step_counts(tmp_path: Path) -> None:
     run("total", max_rounds=2, callbacks=[Rates(tmp_path)])
     with pytest.raises(FederatedError, match="local_schedule='total', so its clients have not counted the steps"):
         run("continue", ckpt_path=tmp_path / "2.ckpt")

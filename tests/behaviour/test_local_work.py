@@ -42,7 +42,7 @@ def line(datamodule: FederatedDataModule, model: Line | None = None, **kwargs: A
     return float(model.x.detach())
 
 
-def test_momentum_starts_afresh_every_round_or_is_kept() -> None:
+def test_momentum_is_reset_every_round_or_kept() -> None:
     def run(**kwargs: Any) -> float:
         return line(points(1.0), Line(lr=0.1, momentum=0.5), local_steps=1, max_rounds=2, **kwargs)
 
@@ -67,12 +67,12 @@ def test_kept_optimizer_state_resumes_exactly(method: Any, tmp_path: Any) -> Non
     assert torch.equal(fit(Adam(), max_rounds=6, ckpt_path=tmp_path / "half.ckpt", **common), straight)
 
 
-def test_kept_state_and_mimicry_do_not_go_together() -> None:
+def test_mime_rejects_kept_local_optimizer_state() -> None:
     with pytest.raises(FederatedError, match="local_optimizer_state='keep' cannot be combined with Mime"):
         trainer(algorithm=Mime(), local_optimizer_state="keep")
 
 
-def test_clipping_the_gradient_or_the_corrected_one() -> None:
+def test_clipping_applies_to_raw_or_corrected_gradient() -> None:
     def two_steps(on: str) -> float:
         clip = {"gradient_clip_val": 1.0, "gradient_clip_on": on}
         return line(points(10.0), Line(lr=1.0), algorithm=FedProx(mu=1.0), local_steps=2, max_rounds=1, **clip)
@@ -82,14 +82,14 @@ def test_clipping_the_gradient_or_the_corrected_one() -> None:
     assert two_steps("corrected") == pytest.approx(2.0)
 
 
-def test_clipping_either_way_is_the_same_without_a_correction() -> None:
+def test_clipping_modes_match_without_a_correction() -> None:
     common = {"gradient_clip_val": 0.05, "algorithm": FedAvg()}
     reference = fit(**common)
     torch.testing.assert_close(fit(gradient_clip_on="corrected", **common), reference)
     assert not torch.equal(fit(algorithm=FedAvg()), reference)
 
 
-def test_the_rate_of_a_round_scales_scaffolds_control_variate() -> None:
+def test_scaffold_control_variates_account_for_the_round_rate() -> None:
     class Decaying(Line):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
@@ -105,7 +105,7 @@ def test_the_rate_of_a_round_scales_scaffolds_control_variate() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_scaffold_over_any_local_optimizer_uses_the_mean_corrected_gradient(optimizer: Any) -> None:
+def test_scaffold_averages_corrected_gradients_for_any_optimizer(optimizer: Any) -> None:
     seen: list[Tensor] = []
 
     class Look(Scaffold):
@@ -123,7 +123,7 @@ def test_scaffold_over_any_local_optimizer_uses_the_mean_corrected_gradient(opti
     assert float(run.fit_loop.server["c"]) == pytest.approx(float(torch.cat(seen).mean()))
 
 
-def test_a_rate_of_zero_moves_nothing_and_keeps_the_control_variates_finite() -> None:
+def test_zero_rate_keeps_model_and_finite_control_variates() -> None:
     run = trainer(algorithm=Scaffold(), clients_per_round=1.0, local_steps=2, max_rounds=2, precision="64-true")
     model = Line(lr=0.0)
     run.fit(model, points(1.0, 3.0))
@@ -131,7 +131,7 @@ def test_a_rate_of_zero_moves_nothing_and_keeps_the_control_variates_finite() ->
     assert float(run.fit_loop.server["c"]) == pytest.approx(-2.0)  # the mean gradient at x = 0
 
 
-def test_server_rate_follows_its_schedule_by_round() -> None:
+def test_server_rate_follows_its_schedule_per_round() -> None:
     def build(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.5)
 

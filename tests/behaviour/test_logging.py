@@ -47,7 +47,7 @@ class Noisy(Net):
         return loss
 
 
-def test_training_metrics_are_example_weighted_means_once_a_round(tmp_path: Path) -> None:
+def test_training_metrics_are_example_weighted_means_per_round(tmp_path: Path) -> None:
     logger, model = CSVLogger(tmp_path), seeded(Noisy)
     fit(model, logger=logger, max_rounds=3)
     logged = column(logger, "mine")
@@ -58,7 +58,7 @@ def test_training_metrics_are_example_weighted_means_once_a_round(tmp_path: Path
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_batch_size_given_by_position_weights_as_one_given_by_name(engine: str) -> None:
+def test_positional_batch_size_equals_keyword_batch_size(engine: str) -> None:
     class Weighted(Net):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             value, size = batch[0].square().mean(), 1 + batch_idx
@@ -98,7 +98,7 @@ class Steps(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
-def test_batch_hooks_come_once_per_local_batch(method: Any) -> None:
+def test_batch_hooks_run_once_per_local_batch(method: Any) -> None:
     count = Steps()
     fit(algorithm=method, callbacks=count)
     assert count.batches == count.steps > 0
@@ -127,7 +127,7 @@ class Reports(FederatedCallback):
         pl_module.log("at_end", float(len(round_report.cohort)))
 
 
-def test_reports_tell_what_happened(tmp_path: Path) -> None:
+def test_round_reports_match_the_run(tmp_path: Path) -> None:
     reports, logger = Reports(), CSVLogger(tmp_path)
     fit(callbacks=reports, max_rounds=2, logger=logger)
     assert [r.round for r in reports.rounds] == [0, 1]
@@ -182,7 +182,7 @@ def test_learning_rate_monitor_counts_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", [Scheduled, Net], ids=lambda module: module.__name__)
-def test_rates_of_rounds_are_logged_alike_by_both_engines(module: type[Net], tmp_path: Path) -> None:
+def test_both_engines_log_the_same_rates(module: type[Net], tmp_path: Path) -> None:
     logged = []
     for engine in ("sequential", "vectorized"):
         monitor, logger = LearningRateMonitor("epoch", log_momentum=True), CSVLogger(tmp_path, engine)
@@ -195,7 +195,7 @@ def test_rates_of_rounds_are_logged_alike_by_both_engines(module: type[Net], tmp
     )
 
 
-def test_validation_metrics_are_those_of_the_server_model(tmp_path: Path) -> None:
+def test_validation_metrics_belong_to_the_server_model(tmp_path: Path) -> None:
     model = seeded()
     run = trainer(max_rounds=2)
     run.fit(model, data())
@@ -220,7 +220,7 @@ def test_profiler_times_steps_and_rounds(profiler: str | None, tmp_path: Path) -
 @pytest.mark.parametrize(
     "hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "on_before_backward"]
 )
-def test_hooks_between_batch_and_step_are_called_and_change_nothing(hook: str) -> None:
+def test_hooks_between_batch_and_step_do_not_change_the_result(hook: str) -> None:
     calls = []
 
     class Listens(pl.Callback):
@@ -232,7 +232,7 @@ def test_hooks_between_batch_and_step_are_called_and_change_nothing(hook: str) -
     assert len(calls) == count.steps
 
 
-def test_barebones() -> None:
+def test_barebones_trainer_runs() -> None:
     run = trainer(barebones=True, max_rounds=2)
     model = seeded()
     run.fit(model, data())
@@ -252,7 +252,7 @@ class LogsTwice(pl.Callback):
             self.refused = True
 
 
-def test_a_refused_log_that_is_caught_leaves_other_metrics_alone() -> None:
+def test_caught_log_error_does_not_affect_other_metrics() -> None:
     plain, caught = trainer(max_rounds=1), trainer(max_rounds=1, callbacks=LogsTwice())
     for run in (plain, caught):
         run.fit(seeded(), data())
@@ -262,7 +262,7 @@ def test_a_refused_log_that_is_caught_leaves_other_metrics_alone() -> None:
 
 
 @pytest.mark.parametrize("step", ["training_step", "validation_step"])
-def test_a_name_that_the_run_itself_logs_is_told_once(step: str) -> None:
+def test_logging_a_reserved_name_warns_once(step: str) -> None:
     def logs(self: Net, batch: Any, batch_idx: int) -> Any:
         self.log("client/loss", 5.0)
         return getattr(Net, step)(self, batch, batch_idx)

@@ -111,9 +111,7 @@ def trained(module: pl.LightningModule, method: Algorithm, **kwargs: Any) -> Ten
     [FedAvg(), FedProx(0.1), Scaffold(), FedDyn(0.1), FedCM(0.5), FedNova(), ScaffoldM(0.1)],
     ids=lambda method: type(method).__name__,
 )
-def test_one_optimizer_that_the_module_steps_gives_the_bits_of_one_that_the_trainer_steps(
-    method: Algorithm, options: dict[str, float]
-) -> None:
+def test_manual_and_automatic_optimization_give_identical_bits(method: Algorithm, options: dict[str, float]) -> None:
     runs, logged = [], []
     for kind in (Net, OwnStep):
         module, run = seeded(kind, **options), trainer(algorithm=copy.deepcopy(method))
@@ -176,15 +174,13 @@ def by_hand(method: Algorithm, rounds: int, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"every": 2}, {"adam": True, "every": 2}], ids=["sgd", "every 2", "adam"])
 @pytest.mark.parametrize("method", [FedAvg(), FedProx(0.3), Scaffold()], ids=lambda method: type(method).__name__)
-def test_several_optimizers_take_the_corrected_steps_of_a_plain_loop(
-    method: Algorithm, options: dict[str, Any]
-) -> None:
+def test_multiple_optimizers_match_corrected_plain_loop(method: Algorithm, options: dict[str, Any]) -> None:
     found = trained(seeded(Gan, **options), copy.deepcopy(method))
     torch.testing.assert_close(found, by_hand(method, 3, **options), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
-def test_one_client_in_one_round_trains_like_lightning(adam: bool) -> None:
+def test_one_client_in_one_round_matches_lightning(adam: bool) -> None:
     plain, module = seeded(Gan, adam=adam, every=2), seeded(Gan, adam=adam, every=2)
     pl.Trainer(**QUIET, max_epochs=2, log_every_n_steps=1).fit(plain, DataLoader(points(40, 0), 8))
     run = FederatedTrainer(**QUIET, max_rounds=1, local_epochs=2, seed=0)
@@ -198,7 +194,7 @@ def test_one_client_in_one_round_trains_like_lightning(adam: bool) -> None:
 
 
 @pytest.mark.parametrize("state", ["reset", "keep"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Path, state: Any) -> None:
+def test_resumed_run_has_identical_bits(tmp_path: Path, state: Any) -> None:
     kwargs: dict[str, Any] = {"local_optimizer_state": state}
     whole = trained(seeded(Gan, adam=True), Scaffold(), max_rounds=4, **kwargs)
     first = trainer(algorithm=Scaffold(), clients_per_round=3, max_rounds=2, **kwargs)
@@ -212,7 +208,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path: Pa
         trained(seeded(Gan), Scaffold(), max_rounds=4, ckpt_path=path, **kwargs)
 
 
-def test_kept_states_of_optimizers_go_on_and_others_start_anew() -> None:
+def test_keeping_optimizer_states_changes_the_result() -> None:
     kept, new = (
         trained(seeded(Gan, momentum=0.9), FedAvg(), local_optimizer_state=state) for state in ("keep", "reset")
     )
@@ -240,7 +236,7 @@ class Rates(FederatedCallback):
             self.seen.append([group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups])
 
 
-def test_schedules_that_the_module_steps_go_by_round_and_resume(tmp_path: Path) -> None:
+def test_manually_stepped_schedules_advance_per_round_and_resume(tmp_path: Path) -> None:
     rates = Rates()
     whole = trained(seeded(Scheduled), FedAvg(), callbacks=[rates])
     assert rates.seen == [[0.1, 0.2], [0.05, 0.1], [0.025, 0.05]]
@@ -258,7 +254,7 @@ def test_schedules_that_the_module_steps_go_by_round_and_resume(tmp_path: Path) 
         trained(seeded(EachBatch), FedAvg())
 
 
-def test_a_client_without_a_step_is_refused_where_the_method_reads_the_mean_of_steps() -> None:
+def test_client_without_a_step_is_rejected_if_steps_are_needed() -> None:
     trained(seeded(Gan, every=9), FedAvg())
     with pytest.raises(FederatedError, match=r"took no step for this client \(SGD: 0, SGD: 5\), and Scaffold reads"):
         trained(seeded(Gan, every=9), Scaffold())
@@ -278,7 +274,7 @@ class OneLoss(OwnStep):
         super().training_step(batch, batch_idx)
 
 
-def test_a_step_may_return_no_loss_and_a_loss_that_is_not_finite_still_ends_the_run() -> None:
+def test_step_may_return_no_loss_but_non_finite_values_raise() -> None:
     assert torch.equal(fit(seeded(OneLoss)), fit(seeded(OwnStep)))
     with pytest.raises(FederatedError, match="returned (a loss|parameters) that (is|are) not finite"):
         fit(seeded(OneLoss, lr=1e30))
@@ -314,12 +310,12 @@ class Shared(Gan):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_needs_the_loss_or_steps_of_the_trainer_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_requiring_automatic_optimization_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         fit(seeded(OwnStep), **options)
 
 
-def test_privacy_of_records_and_shared_parameters_are_refused() -> None:
+def test_record_privacy_and_shared_parameters_are_rejected() -> None:
     pytest.importorskip("opacus")
     with pytest.raises(FederatedError, match="client_privacy=.... Leave it unset"):
         fit(seeded(OwnStep), client_privacy=ClientPrivacy(noise_multiplier=1.0, max_grad_norm=1.0))
@@ -328,7 +324,7 @@ def test_privacy_of_records_and_shared_parameters_are_refused() -> None:
 
 
 @pytest.mark.thorough
-def test_two_processes_agree_with_one(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     def work() -> Tensor:
         return trained(seeded(Gan, adam=True), Scaffold(), devices=2, strategy="clients")
 
@@ -340,7 +336,7 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
     torch.testing.assert_close(outcomes[0].value, wanted, rtol=0, atol=1e-12)
 
 
-def test_rates_and_checkpoints_show_every_optimizer(tmp_path: Path) -> None:
+def test_logged_rates_and_checkpoints_cover_every_optimizer(tmp_path: Path) -> None:
     monitor = pl.callbacks.LearningRateMonitor(logging_interval="epoch")
     options = {"logger": pl.loggers.CSVLogger(tmp_path), "enable_checkpointing": True, "log_every_n_steps": 1}
     run = trainer(clients_per_round=3, callbacks=[monitor], **options)
@@ -352,7 +348,7 @@ def test_rates_and_checkpoints_show_every_optimizer(tmp_path: Path) -> None:
     assert rates == [[0.1], [0.02]]
 
 
-def test_auto_takes_the_sequential_engine_and_scaffnew_trains(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_selects_sequential_engine_for_scaffnew(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         found = trained(seeded(Gan), Scaffnew(0.5), engine="auto", local_steps=3)
     assert "the only one that runs modules with manual optimization" in caplog.text

@@ -53,14 +53,14 @@ class BuffersOf(FederatedCallback):
         self.means.append(pl_module.body[1].running_mean.clone())
 
 
-def test_batchnorm_buffers_are_averaged_by_examples() -> None:
+def test_batch_norm_buffers_are_averaged_by_examples() -> None:
     model, seen = seeded(WithBatchNorm), BuffersOf()
     fit(model, data(sizes=(12, 4)), max_rounds=1, clients_per_round=2, callbacks=seen, weighting="uniform")
     torch.testing.assert_close(model.body[1].running_mean, 0.75 * seen.means[0] + 0.25 * seen.means[1])
     assert int(model.body[1].num_batches_tracked) == 3  # of the largest client
 
 
-def test_buffers_of_a_client_drawn_twice_count_twice_in_the_mean() -> None:
+def test_buffers_of_client_drawn_twice_count_twice_in_the_mean() -> None:
     model, seen = seeded(WithBatchNorm), BuffersOf()
     fit(model, data(sizes=(12, 8)), max_rounds=1, sampler=lambda seed, round: [1, 0, 1], callbacks=seen)
     of_eight, of_twelve = seen.means
@@ -68,7 +68,7 @@ def test_buffers_of_a_client_drawn_twice_count_twice_in_the_mean() -> None:
     assert int(model.body[1].num_batches_tracked) == 3  # of the largest client, which is not the one drawn twice
 
 
-def test_server_buffers_stay_where_they_were_when_told_so() -> None:
+def test_server_buffers_are_kept_with_buffers_server() -> None:
     model = seeded(WithBatchNorm)
     before = model.body[1].running_mean.clone()
     fit(model, data(sizes=(8, 12, 4)), buffers="server")
@@ -93,7 +93,7 @@ def test_local_buffers_stay_with_their_client() -> None:
     assert len(kept) == 3
 
 
-def test_the_servers_local_buffers_are_the_mean_of_the_last_round() -> None:
+def test_server_buffers_in_local_mode_are_the_last_round_mean() -> None:
     model, seen = seeded(WithBatchNorm), BuffersOf()
     cohorts = [[2], [0, 1]]
     fit(
@@ -109,7 +109,7 @@ def test_the_servers_local_buffers_are_the_mean_of_the_last_round() -> None:
 
 
 @pytest.mark.parametrize("method", [Mime(base=SGDm()), Scaffold(option="i")], ids=repr)
-def test_extra_gradients_move_no_buffer(method: Any) -> None:
+def test_extra_gradients_do_not_update_buffers(method: Any) -> None:
     class Count(FederatedCallback):
         def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
             start = int(self.start)
@@ -130,7 +130,7 @@ class FrozenBackbone(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_frozen_backbone_stays_frozen_and_does_not_travel() -> None:
+def test_frozen_backbone_is_unchanged_and_not_sent() -> None:
     model = seeded(FrozenBackbone)
     before = parameters(model.body).clone()
     run = trainer(algorithm=Scaffold())
@@ -178,7 +178,7 @@ class ManyParameters(pl.LightningModule):
 
 
 @pytest.mark.parametrize("method", [FedProx(mu=0.1), Mime(base=SGDm())], ids=repr)
-def test_parameter_list_dict_output_and_an_unused_parameter(method: Any) -> None:
+def test_parameter_list_dict_output_and_unused_weight_work(method: Any) -> None:
     model = ManyParameters()
     fit(model, algorithm=method)
     assert torch.equal(model.unused, torch.ones(2))
@@ -225,7 +225,7 @@ class SkipsSome(Net):
         return None if batch_idx % 2 else super().training_step(batch, batch_idx)
 
 
-def test_a_skipped_batch_is_no_local_step() -> None:
+def test_skipped_batch_is_not_counted_as_a_local_step() -> None:
     class Check(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             assert dict(round_report.steps) == {0: 2, 1: 1}
@@ -238,7 +238,7 @@ class SkipsAll(Net):
         return None
 
 
-def test_a_client_without_any_step_is_named() -> None:
+def test_error_names_the_client_without_any_step() -> None:
     with pytest.raises(
         ClientError, match=r"Client 0 failed in its local work in round 0.*returned None for every batch"
     ):
@@ -261,7 +261,7 @@ class Lists(Net):
 @pytest.mark.parametrize(
     ("algorithm", "engine"), covering([Mime(SGDm()), FedAvg()], ["sequential", "vectorized"]), ids=spelled
 )
-def test_a_loss_in_a_list_is_a_number(engine: str, algorithm: Any) -> None:
+def test_single_element_loss_matches_scalar_loss(engine: str, algorithm: Any) -> None:
     models = [seeded(Lists), seeded(Net, dropout=0.0)]
     for model in models:
         model.configure_optimizers = lambda model=model: torch.optim.SGD(model.parameters(), lr=0.1)
@@ -270,7 +270,7 @@ def test_a_loss_in_a_list_is_a_number(engine: str, algorithm: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "auto"])
-def test_a_loss_of_several_numbers_is_refused(engine: str) -> None:
+def test_loss_with_several_elements_is_rejected(engine: str) -> None:
     with pytest.raises(FederatedError, match=r"one number, found one of shape \[3\]. Return its mean"):
         fit(seeded(Lists, length=3), data(), engine=engine)
 
@@ -282,7 +282,7 @@ class Raises(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_users_exception_is_the_cause() -> None:
+def test_user_exception_is_the_cause_of_the_client_error() -> None:
     with pytest.raises(
         ClientError, match=r"Client 'bob' failed .* round 0, local step 2: RuntimeError: no such luck"
     ) as error:
@@ -290,7 +290,7 @@ def test_a_users_exception_is_the_cause() -> None:
     assert isinstance(error.value.__cause__, RuntimeError)
 
 
-def test_after_an_exception_the_module_holds_the_server_model() -> None:
+def test_module_holds_server_model_after_an_exception() -> None:
     class Later(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if self.current_epoch == 1 and batch_idx == 1:
@@ -304,7 +304,7 @@ def test_after_an_exception_the_module_holds_the_server_model() -> None:
     assert torch.equal(parameters(model), parameters(reference))
 
 
-def test_a_diverging_client_is_named() -> None:
+def test_diverging_client_raises() -> None:
     with pytest.raises(ClientError, match="not finite in round 0, after"):
         fit(seeded(lr=1e30), max_rounds=5)
 
@@ -328,7 +328,7 @@ def collate(items: list[str]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm())], ids=repr)
-def test_any_dataset_with_any_collate_function(method: Any) -> None:
+def test_supports_custom_dataset_and_collate_function(method: Any) -> None:
     datamodule = FederatedDataModule(clients={"x": Strings(7), "y": Strings(3)}, batch_size=2, collate_fn=collate)
     model = seeded()
     before = parameters(model).clone()
@@ -341,12 +341,12 @@ class Stream(IterableDataset):
         return iter([torch.zeros(2)])
 
 
-def test_a_stream_is_refused() -> None:
+def test_streaming_data_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"Client 0 has a Stream, whose examples cannot be counted.*map-style"):
         fit(datamodule=FederatedDataModule(clients=[Stream()]), clients_per_round=1)
 
 
-def test_an_empty_client_is_announced_and_never_sampled() -> None:
+def test_empty_client_warns_and_is_never_sampled() -> None:
     class Check(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             assert round_report.cohort == ("a", "c")
@@ -359,11 +359,11 @@ def test_an_empty_client_is_announced_and_never_sampled() -> None:
         fit(datamodule=datamodule, clients_per_round=3)
 
 
-def test_a_client_smaller_than_a_batch() -> None:
+def test_supports_client_smaller_than_a_batch() -> None:
     fit(datamodule=data(sizes=(2, 1), batch_size=16), clients_per_round=2, algorithm=Scaffold())
 
 
-def test_more_sampled_than_exist_is_refused() -> None:
+def test_sampling_more_clients_than_exist_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"clients_per_round=7 asks for more clients than the 6"):
         fit(clients_per_round=7)
 
@@ -377,7 +377,7 @@ class OnDemand(FederatedDataModule):
         return classification(5 + client_id % 3, seed=client_id)
 
 
-def test_a_population_built_on_demand() -> None:
+def test_supports_population_built_on_demand() -> None:
     run = trainer(algorithm=Scaffold(), clients_per_round=4)
     run.fit(seeded(), OnDemand(batch_size=4))
     assert len(run.fit_loop.state.clients) == 12
@@ -389,7 +389,7 @@ class OnlyBatch(Net):
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm())], ids=repr)
-def test_a_training_step_without_batch_index(method: Any) -> None:
+def test_supports_training_step_without_batch_index(method: Any) -> None:
     fit(seeded(OnlyBatch), algorithm=method)
 
 
@@ -403,7 +403,7 @@ class Adaptive(Net):
     covering([FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(), MimeLite()], ["32-true", "64-true", "bf16-mixed"]),
     ids=spelled,
 )
-def test_local_adam_in_every_precision(method: Any, precision: str) -> None:
+def test_local_adam_trains_in_every_precision(method: Any, precision: str) -> None:
     model = seeded(Adaptive)
     before = parameters(model).clone()
     assert torch.isfinite(fit(model, algorithm=method, precision=precision)).all()
@@ -419,7 +419,7 @@ class Augments(Net):
         return F.cross_entropy(self(x + noise), y)
 
 
-def test_the_anchor_sees_the_same_masks_and_augmentation() -> None:
+def test_anchor_gradient_uses_the_same_masks_and_augmentation() -> None:
     class Check(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             # at y = x both gradients of a batch are the same bits, so every client takes the very same first step
@@ -449,7 +449,7 @@ TWICE = [FedAvg(), Scaffold(option="i"), Mime(), Mime(base=SGDm()), FedSAM(rho=0
 
 
 @pytest.mark.parametrize("method", few(TWICE, [TWICE[2], TWICE[4]]), ids=repr)
-def test_a_step_may_write_into_its_batch(method: Any) -> None:
+def test_training_step_may_modify_its_batch(method: Any) -> None:
     found, expected = (
         fit(seeded(module), data(collate_fn=as_dict, val=None), algorithm=method, max_rounds=1, limit_val_batches=0)
         for module in (WritesIntoItsBatch, LeavesItsBatch)
@@ -479,7 +479,7 @@ class Losses(FederatedCallback):
         trainer.fit_loop.training_losses([0, 1])
 
 
-def test_the_number_of_batches_is_that_of_the_client_in_every_pass(tmp_path: Path) -> None:
+def test_num_training_batches_is_per_client_in_every_pass(tmp_path: Path) -> None:
     sizes, batches, rounds = (12, 4), (3, 1), 2
     module, saves = seeded(DividesByBatches), ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, every_n_epochs=1)
     options = {"algorithm": Mime(), "max_rounds": rounds, "clients_per_round": 2, "limit_val_batches": 0}
@@ -500,7 +500,7 @@ class Overflowing(MixedPrecision):
 
 
 @pytest.mark.parametrize("method", [Scaffold(option="i"), Mime(base=SGDm())], ids=repr)
-def test_half_precision_with_a_gradient_scaler(method: Any) -> None:
+def test_gradient_scaler_skips_overflowing_steps(method: Any) -> None:
     class Count(FederatedCallback):
         steps: int = 0
 
@@ -517,7 +517,7 @@ def test_half_precision_with_a_gradient_scaler(method: Any) -> None:
     assert 0 < large.steps < plain.steps  # steps that the scaler skipped are not counted
 
 
-def test_estimated_stepping_batches_are_rounds() -> None:
+def test_estimated_stepping_batches_counts_rounds() -> None:
     class OneCycle(Net):
         def configure_optimizers(self) -> Any:
             assert self.trainer.estimated_stepping_batches == 4
@@ -527,7 +527,7 @@ def test_estimated_stepping_batches_are_rounds() -> None:
     fit(seeded(OneCycle), max_rounds=4)
 
 
-def test_the_trainer_has_no_loader_of_all_clients() -> None:
+def test_trainer_has_no_loader_over_all_clients() -> None:
     class Asks(Net):
         def configure_optimizers(self) -> Any:
             if self.trainer.train_dataloader is None:  # as chemprop does, to have Lightning set its loaders up
@@ -551,7 +551,7 @@ def test_the_trainer_has_no_loader_of_all_clients() -> None:
         fit(SetsUp(), data())
 
 
-def test_hooks_given_to_an_instance_are_heard() -> None:
+def test_hooks_set_on_an_instance_are_called() -> None:
     heard: list[str] = []
     names = ("on_train_batch_end", "on_after_backward", "on_train_epoch_end")
     listen = LambdaCallback(**{name: (lambda *_, name=name: heard.append(name)) for name in names})
@@ -560,7 +560,7 @@ def test_hooks_given_to_an_instance_are_heard() -> None:
     assert heard.count("on_train_epoch_end") == 1
 
 
-def test_a_request_to_stop_waits_for_the_end_of_the_round() -> None:
+def test_stop_request_waits_for_the_end_of_the_round() -> None:
     class Stop(FederatedCallback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop = True
@@ -573,7 +573,7 @@ def test_a_request_to_stop_waits_for_the_end_of_the_round() -> None:
     assert run.fit_loop.round == 1
 
 
-def test_a_time_limit_ends_a_run_after_its_round_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_time_limit_ends_run_after_its_round_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for limit, rounds in (({"days": 1}, 2), ({"microseconds": 1}, 1)):
         run = trainer(max_time=limit, max_rounds=2)
         with caplog.at_level("INFO"):
@@ -586,7 +586,7 @@ def test_a_time_limit_ends_a_run_after_its_round_and_is_told_once(caplog: pytest
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("kind", ["script", "trace"])
-def test_a_network_may_be_a_script(kind: str, engine: str) -> None:
+def test_network_may_be_scripted_or_traced(kind: str, engine: str) -> None:
     class Scripted(Ordinary):
         def __init__(self) -> None:
             super().__init__()

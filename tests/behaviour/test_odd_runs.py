@@ -70,20 +70,20 @@ SMALL: dict[str, tuple[Callable[[], FederatedDataModule], type[pl.LightningModul
 @pytest.mark.parametrize(
     ("what", "algorithm"), covering([(name, e) for name in SMALL for e in ENGINES], METHODS), ids=spelled
 )
-def test_the_smallest_runs_work(what: tuple[str, str], algorithm: Any) -> None:
+def test_smallest_runs_work(what: tuple[str, str], algorithm: Any) -> None:
     (datamodule, module), engine = SMALL[what[0]], what[1]
     model = module(dropout=0.0) if module is Net else module()
     works(datamodule(), model, algorithm=algorithm, engine=engine)
 
 
 @pytest.mark.parametrize(("everyone", "engine"), covering([6, 1.0, None], ENGINES), ids=str)
-def test_a_cohort_of_everyone(everyone: Any, engine: str) -> None:
+def test_full_cohort(everyone: Any, engine: str) -> None:
     run = works(data(), engine=engine, clients_per_round=everyone)
     assert run.fit_loop.state.seen == 6
 
 
 @pytest.mark.thorough
-def test_a_class_that_validation_or_training_misses() -> None:
+def test_class_missing_from_validation_or_training() -> None:
     x, y = classification(40, 5).tensors
     for absent in range(3):
         rest = TensorDataset(x[y != absent], y[y != absent])
@@ -92,28 +92,28 @@ def test_a_class_that_validation_or_training_misses() -> None:
         works(FederatedDataModule(train=rest, partition=Iid(3), val=TensorDataset(x, y)), model)
 
 
-def test_a_validation_set_of_one_sample() -> None:
+def test_single_example_validation_set() -> None:
     run = works(data(val=classification(1, 5)))
     assert math.isfinite(run.callback_metrics["val_loss"])
 
 
-def test_clients_without_examples_beside_one_with_some() -> None:
+def test_empty_clients_beside_a_nonempty_one() -> None:
     run = works(data(sizes=(0, 5, 0)))
     assert run.fit_loop.state.seen == 1
 
 
-def test_a_batch_larger_than_all_data_and_steps_beyond_them() -> None:
+def test_batch_size_and_local_steps_exceeding_the_data() -> None:
     works(data(sizes=(3, 2), batch_size=10**9))
     works(data(sizes=(3, 2), batch_size=2), local_steps=7)
 
 
-def test_no_rounds_leave_the_model_as_it_is() -> None:
+def test_zero_rounds_leave_the_model_unchanged() -> None:
     before = parameters(model := Net()).clone()
     trainer(max_rounds=0).fit(model, data())
     assert torch.equal(parameters(model), before)
 
 
-def test_ids_of_any_kind_and_a_large_seed() -> None:
+def test_unusual_client_ids_and_large_seed() -> None:
     ids = ["", " ", "ä/ö", "../x", "0", 7, -1]
     works(FederatedDataModule(clients=dict(zip(ids, clients((3,) * 7), strict=True))), seed=2**100)
 
@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_before_anybody_trains(name: str) -> None:
+def test_impossible_runs_are_rejected_before_training(name: str) -> None:
     Path("empty.ckpt").touch()
     message, attempt = REFUSED[name]
     with pytest.raises(FederatedError, match=message):

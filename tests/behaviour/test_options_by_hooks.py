@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore:.*engine='auto' restarts")
 @pytest.mark.parametrize(("engine", "for_clients"), CASES)
-def test_fedprox_pulls_as_hooks_say(engine: Any, for_clients: bool) -> None:
+def test_fedprox_uses_mu_set_by_hooks(engine: Any, for_clients: bool) -> None:
     x = 1.0
     for number in range(3):
         ends = []
@@ -67,7 +67,7 @@ def test_fedprox_pulls_as_hooks_say(engine: Any, for_clients: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*engine='auto' restarts")
 @pytest.mark.parametrize(("engine", "for_clients"), CASES)
 @pytest.mark.parametrize("name", ["lam", "personal_rate"])
-def test_ditto_trains_personal_models_as_hooks_say(engine: Any, for_clients: bool, name: str) -> None:
+def test_ditto_uses_options_set_by_hooks(engine: Any, for_clients: bool, name: str) -> None:
     x, own = 1.0, [1.0, 1.0]
     for number in range(3):
         ends = []

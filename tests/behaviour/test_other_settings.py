@@ -134,7 +134,7 @@ def test_unchanged_settings_cause_no_warning(tmp_path: Path, settings: dict[str,
         ({}, {"sizes": (13, 8, 21, 5, 16, 8)}, "other numbers of examples per client. The run continues"),
     ],
 )
-def test_changed_settings_are_warned_of(tmp_path: Path, first: Any, then: Any, message: str) -> None:
+def test_changed_settings_warn(tmp_path: Path, first: Any, then: Any, message: str) -> None:
     (text,) = told(tmp_path, first, then)
     before, _, after = message.partition(".*")
     assert before in text
@@ -152,14 +152,12 @@ def test_changed_settings_are_warned_of(tmp_path: Path, first: Any, then: Any, m
         ({"algorithm": FedAvg()}, {"algorithm": Scaffold()}, "method is 'FedAvg', this run's is 'Scaffold'"),
     ],
 )
-def test_settings_that_a_run_cannot_resume_with_are_refused(
-    tmp_path: Path, first: Any, then: Any, message: str
-) -> None:
+def test_settings_incompatible_with_resuming_are_rejected(tmp_path: Path, first: Any, then: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         told(tmp_path, first, then)
 
 
-def test_another_seed_of_the_environment_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_environment_seed_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
     assert told(tmp_path, {"seed": 0}, {"seed": None}) == [
         "The run continues with the checkpoint's seed 0, not with 5."

@@ -74,7 +74,7 @@ METHODS: dict[str, Algorithm] = {
 @pytest.mark.parametrize("dropout", few([0.3, 0.0], [0.3]))
 @pytest.mark.parametrize("method", few(METHODS, ["states"]))
 @pytest.mark.parametrize("engine", few(["vectorized", "auto"], ["vectorized"]))
-def test_half_as_many_run_from_the_same_x_and_streams(engine: str, method: str, dropout: float) -> None:
+def test_round_restarts_with_half_the_chunk_and_identical_bits(engine: str, method: str, dropout: float) -> None:
     shrinks, options = Shrinks(1), {"algorithm": METHODS[method], "dropout": dropout}
     text = r"cpu has run out of memory with {} clients at once. Round 0 restarts with chunk_size={}, and the run stays"
     with (
@@ -93,14 +93,14 @@ def test_half_as_many_run_from_the_same_x_and_streams(engine: str, method: str, 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-def test_the_traces_of_fewer_clients_are_still_used() -> None:
+def test_traces_are_used_after_the_chunk_shrinks() -> None:
     found = start(dropout=0.0, callbacks=[Shrinks(1)])
     assert len(found.fit_loop.clients.engine.step.traces) > 0
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-def test_memory_that_runs_out_in_a_trace_is_no_reason_to_give_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_trace_keeps_traces_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Trace.__call__
 
     def of_one(self: Trace, parameter: Tensor, *rest: Any) -> Any:
@@ -118,7 +118,7 @@ def test_memory_that_runs_out_in_a_trace_is_no_reason_to_give_up_traces(monkeypa
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-def test_what_hooks_heard_and_what_is_logged_is_that_of_the_last_attempt() -> None:
+def test_hooks_and_logs_reflect_only_the_last_attempt() -> None:
     class FromRestart(Record):
         def on_round_restart(self, trainer: Any, pl_module: Any, round: int) -> None:
             self.order.clear()
@@ -133,7 +133,7 @@ def test_what_hooks_heard_and_what_is_logged_is_that_of_the_last_attempt() -> No
 
 
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-def test_a_cohort_smaller_than_a_chunk_is_halved() -> None:
+def test_chunk_larger_than_cohort_shrinks_to_half_the_cohort() -> None:
     shrinks = Shrinks(2)
     assert start(chunk_size=64, callbacks=[shrinks]).fit_loop.clients.chunk_size == 2
     assert shrinks.restarts == 1
@@ -141,7 +141,7 @@ def test_a_cohort_smaller_than_a_chunk_is_halved() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-def test_sums_of_fewer_clients_take_less_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_aggregation_shrinks_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = ServerRound.receive
 
     def of_one(self: ServerRound, reply: Any) -> Any:
@@ -153,7 +153,7 @@ def test_sums_of_fewer_clients_take_less_too(monkeypatch: pytest.MonkeyPatch) ->
     assert same(state_of(start(algorithm=Scaffold())), state_of(start(chunk_size=1, algorithm=Scaffold())))
 
 
-def test_auto_leaves_for_the_sequential_engine_if_one_client_is_too_many() -> None:
+def test_auto_falls_back_to_sequential_if_no_client_fits() -> None:
     text = r"restarts round 1 with 'sequential', and stays with it: cpu has run out of memory with one client at a time"
     with pytest.warns(UserWarning, match=text):
         found = start("auto", callbacks=[Shrinks(0, round=1)], max_rounds=3, algorithm=Scaffold())
@@ -167,7 +167,7 @@ def test_auto_leaves_for_the_sequential_engine_if_one_client_is_too_many() -> No
     few([pytest.param(*c, id=c[0]) for c in (("vectorized", 0), ("auto", NEVER), ("sequential", NEVER))], ["auto"]),
 )
 @pytest.mark.filterwarnings("ignore:engine='auto' restarts round 0")
-def test_a_client_that_does_not_fit_stops_the_run_by_name_though_clients_may_be_dropped(engine: str, fits: int) -> None:
+def test_client_that_does_not_fit_stops_the_run_even_with_drop(engine: str, fits: int) -> None:
     options: dict[str, Any] = {} if engine != "sequential" else {"chunk_size": None}
     with pytest.raises(ClientError, match=r"Client \d failed in its local work in round 0.*no memory for") as caught:
         start(engine, callbacks=[Shrinks(fits)], on_client_error="drop", max_failed_share=0.9, **options)
@@ -179,7 +179,7 @@ def test_a_client_that_does_not_fit_stops_the_run_by_name_though_clients_may_be_
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["vectorized", "auto"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_one_client_at_a_time_if_a_trial_step_of_two_does_not_fit(
+def test_chunk_size_is_one_if_a_trial_step_of_two_does_not_fit(
     engine: str, chunk_size: int | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     FITS["clients"] = 1
@@ -192,7 +192,7 @@ def test_one_client_at_a_time_if_a_trial_step_of_two_does_not_fit(
 
 
 @pytest.mark.thorough
-def test_a_trial_step_of_one_that_does_not_fit_stops_the_run_or_makes_auto_take_the_other_engine() -> None:
+def test_trial_step_that_does_not_fit_raises_or_auto_falls_back() -> None:
     FITS["clients"] = 0
     with pytest.raises(
         ClientError, match=r"failed in a trial step.*no memory for 1 clients here.*'auto' falls back on"
@@ -207,7 +207,7 @@ def test_a_trial_step_of_one_that_does_not_fit_stops_the_run_or_makes_auto_take_
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
 @pytest.mark.parametrize("asked", [4, None])
-def test_a_resumed_run_has_the_chunk_that_it_had(asked: int | None, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_reduced_chunk_size(asked: int | None, tmp_path: Path) -> None:
     shrinking: dict[str, Any] = {"chunk_size": asked, "algorithm": Scaffold()}
     whole = start(callbacks=[Shrinks(2, round=1)], max_rounds=4, **shrinking)
     FITS.clear()
@@ -220,13 +220,13 @@ def test_a_resumed_run_has_the_chunk_that_it_had(asked: int | None, tmp_path: Pa
     assert start(chunk_size=3, **options).fit_loop.clients.chunk_size == 3, "another wish of the user's"
 
 
-def test_a_run_resumed_without_the_argument_keeps_the_chunk(tmp_path: Path) -> None:
+def test_run_resumed_without_chunk_size_keeps_it(tmp_path: Path) -> None:
     start(chunk_size=3).save_checkpoint(tmp_path / "half.ckpt")
     assert start(chunk_size=None, max_rounds=3, ckpt_path=tmp_path / "half.ckpt").fit_loop.clients.chunk_size == 3
 
 
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-def test_another_fit_of_a_trainer_has_it_too() -> None:
+def test_second_fit_keeps_the_reduced_chunk_size() -> None:
     found = start(callbacks=[Shrinks(2)])
     FITS.clear()
     found.fit_loop.max_epochs = 3
@@ -234,7 +234,7 @@ def test_another_fit_of_a_trainer_has_it_too() -> None:
     assert found.fit_loop.clients.chunk_size == 2
 
 
-def test_checkpoints_without_it_are_read(tmp_path: Path) -> None:
+def test_checkpoint_without_chunk_size_loads(tmp_path: Path) -> None:
     path = tmp_path / "old.ckpt"
     start(chunk_size=None).save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=True)
@@ -248,7 +248,7 @@ def test_checkpoints_without_it_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:cpu has run out of memory")
-def test_processes_shrink_together(tmp_path: Path) -> None:
+def test_all_processes_shrink_their_chunks_together(tmp_path: Path) -> None:
     one, other = in_processes(shrunk_in_two, tmp_path)
     assert (one.error, other.error) == ("", "")
     assert same(one.value, other.value)
@@ -265,7 +265,7 @@ def shrunk_in_two() -> Any:
 
 
 @pytest.mark.thorough
-def test_an_error_of_one_process_ends_all(tmp_path: Path) -> None:
+def test_out_of_memory_in_one_process_ends_all(tmp_path: Path) -> None:
     outcomes = in_processes(out_of_memory_in_one, tmp_path)
     assert "Process 1 failed: Client" in outcomes[0].error
     assert all("no memory for" in outcome.error for outcome in outcomes)

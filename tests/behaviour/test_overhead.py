@@ -141,18 +141,18 @@ def per_step_and_client(engine: str, method: str) -> tuple[Cost, Cost]:
         ["sequential-FedAvg", "vectorized-FedAvg"],
     ),
 )
-def test_a_step_and_a_client_cost_no_more_than_they_did(engine: str, method: str) -> None:
+def test_step_and_client_overhead_does_not_increase(engine: str, method: str) -> None:
     for found, allowed in zip(per_step_and_client(engine, method), COUNTS[engine, method], strict=True):
         assert found.calls <= allowed.calls * SLACK
         assert found.operators <= allowed.operators * SLACK
 
 
-def test_the_vectorized_engine_takes_a_step_of_all_clients_for_the_price_of_a_few() -> None:
+def test_vectorized_step_costs_less_than_four_sequential_steps() -> None:
     (alone, _), (together, _) = (per_step_and_client(engine, "FedAvg") for engine in ("sequential", "vectorized"))
     assert together.operators < 4 * alone.operators
 
 
-def test_counts_are_exact() -> None:
+def test_counts_are_deterministic() -> None:
     before = counted("sequential", "FedAvg", 4, 5)
     counted.cache_clear()
     assert counted("sequential", "FedAvg", 4, 5) == before

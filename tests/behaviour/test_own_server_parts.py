@@ -33,7 +33,7 @@ class NoisyMethod(Algorithm):
 @pytest.mark.parametrize(
     "options", [{"server_optimizer": partial(Noisy, lr=1.0)}, {"algorithm": NoisyMethod()}], ids=len
 )
-def test_what_the_server_draws_is_the_same_in_every_engine(options: Any) -> None:
+def test_server_random_draws_match_in_every_engine(options: Any) -> None:
     one, other = (
         state_of(run(engine, Ordinary, full_batches, max_rounds=1, **options))
         for engine in ("sequential", "vectorized")
@@ -52,7 +52,7 @@ class Counting(torch.optim.SGD):
         return super().step()
 
 
-def test_a_server_optimizer_that_counts_in_an_attribute_is_refused() -> None:
+def test_server_optimizer_counting_in_an_attribute_is_rejected() -> None:
     with pytest.raises(FederatedError, match="server_optimizer Counting changes its attribute 't' as it steps"):
         fit(server_optimizer=Counting, max_rounds=1)
 
@@ -69,7 +69,7 @@ class Turns:
 @pytest.mark.parametrize(
     "sampler", [Turns(), lambda seed, round, population: random.sample(list(population), 4)], ids=["own", "global"]
 )
-def test_a_sampler_that_draws_from_more_than_seed_and_round_is_refused(sampler: Any) -> None:
+def test_sampler_not_determined_by_seed_and_round_is_rejected(sampler: Any) -> None:
     random.seed(0)
     with pytest.raises(FederatedError, match=r"The sampler drew \[.*\] in round 0, and \[.*\] when it was asked again"):
         fit(sampler=sampler, max_rounds=1)
@@ -89,7 +89,7 @@ class Half(Compressor):
         return sent, 2 * len(sent)
 
 
-def test_a_compressor_may_change_its_message() -> None:
+def test_compressor_may_modify_its_message_in_place() -> None:
     done = []
     for in_place in (True, False):
         t = trainer(compression=Half(in_place), callbacks=[record := Record()])
@@ -113,7 +113,7 @@ def returning(found: Any) -> Compressor:
     ],
     ids=["message", "none", "shape", "negative", "float"],
 )
-def test_a_compressor_returns_a_message_and_its_bytes(found: Any, text: str) -> None:
+def test_invalid_compressor_output_is_rejected(found: Any, text: str) -> None:
     with pytest.raises(FederatedError, match=f"Own must return the message .* and the bytes sent, an integer, {text}"):
         fit(compression=returning(found), max_rounds=1)
 
@@ -130,7 +130,7 @@ class Own(SystemsHeterogeneity):
 @pytest.mark.parametrize(
     "found", [lambda s: None, lambda s: s[:1], lambda s: [-1 for _ in s], lambda s: [1.5 for _ in s]]
 )
-def test_a_model_of_heterogeneity_returns_a_number_of_steps_for_each_client(found: Any) -> None:
+def test_invalid_heterogeneity_steps_are_rejected(found: Any) -> None:
     with pytest.raises(FederatedError, match="Own must return a list with the local steps of each of 3 clients"):
         fit(heterogeneity=Own(found), max_rounds=1)
 
@@ -145,18 +145,18 @@ class Weighs(FedBuff):
 
 
 @pytest.mark.parametrize("found", [-1.0, float("nan"), None])
-def test_an_asynchronous_server_gives_weights(found: Any) -> None:
+def test_invalid_asynchronous_server_weight_is_rejected(found: Any) -> None:
     with pytest.raises(FederatedError, match=r"Weighs.weight\(0\) must be a finite number of at least 0, found"):
         fit(asynchronous=Weighs(found), max_rounds=1, clients_per_round=None)
 
 
 @pytest.mark.parametrize("found", [None, "a", -1.0])
-def test_a_weighting_gives_weights(found: Any) -> None:
+def test_invalid_client_weight_is_rejected(found: Any) -> None:
     with pytest.raises(FederatedError, match=f"weighting must give finite weights >= 0, found {found!r} for client"):
         fit(weighting=lambda client_id, size, steps: found, max_rounds=1)
 
 
-def test_server_noise_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+def test_server_noise_continues_in_a_resumed_run(tmp_path: Path) -> None:
     options = {"server_optimizer": partial(Noisy, lr=1.0)}
     half = trainer(max_rounds=1, **options)
     half.fit(seeded(), data())

@@ -43,14 +43,14 @@ def test_engines_agree(way: str) -> None:
             close(value, theirs[i][name])
 
 
-def test_the_averaged_model_of_ditto_is_fedavgs() -> None:
+def test_averaged_ditto_model_equals_fedavg() -> None:
     averaged = run(FedAvg(), weighting="uniform").fit_loop.state.x
     for algorithm in (Ditto(0.0), Ditto(3.0, batches="own")):
         assert torch.equal(run(algorithm, weighting="uniform").fit_loop.state.x, averaged), algorithm
 
 
 @pytest.mark.thorough
-def test_what_an_own_solve_logs_is_forgotten_and_what_it_computes_is_counted() -> None:
+def test_personal_solve_discards_logs_but_counts_gradients() -> None:
     def fit(algorithm: Algorithm, **options: Any) -> tuple[float, list[int]]:
         record = Record()
         fitted = run(algorithm, callbacks=[record], clients_per_round=6, weighting="uniform", max_rounds=1, **options)

@@ -46,7 +46,7 @@ def run(num_clients, algorithm, **kwargs):
 
 
 @pytest.mark.parametrize("method", few(["FedAvg", "Scaffold", "Mime", "FedDyn"], ["Scaffold", "Mime"]))
-def test_only_the_cohort_is_visited_and_kept(method):
+def test_only_cohort_clients_are_visited_and_kept(method):
     options = {"alpha": 0.1} if method == "FedDyn" else {}
     algorithm = getattr(algorithms, method)(**options)
     data, path, federated, _ = run(10**6, algorithm, max_rounds=2)
@@ -57,7 +57,7 @@ def test_only_the_cohort_is_visited_and_kept(method):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_client_of_both_cohorts_is_built_once_a_round(engine):
+def test_client_in_both_cohorts_is_built_once_per_round(engine):
     def gradients(seed, round):
         return [4, 5, 6, 7]
 
@@ -68,7 +68,7 @@ def test_a_client_of_both_cohorts_is_built_once_a_round(engine):
     assert data.built == {3: 3, 4: 3, 5: 3, 6: 3, 7: 3, **tried}
 
 
-def test_data_of_a_round_is_gone_in_the_next():
+def test_client_data_is_released_after_each_round():
     class Held(OnDemand):
         def __init__(self):
             super().__init__(1000)
@@ -89,7 +89,7 @@ def test_data_of_a_round_is_gone_in_the_next():
     assert max(counts) <= 1, counts
 
 
-def test_empty_clients_leave_scaling_by_size_alone():
+def test_empty_clients_do_not_affect_inverse_size_scaling():
     """FedDyn's local work is the same whether clients are listed, where empty ones are known, or built on demand."""
 
     class Some(OnDemand):
@@ -120,7 +120,7 @@ def test_memory_does_not_grow_with_the_population():
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_does_not_grow_with_the_population(tmp_path):
+def test_checkpoint_does_not_grow_with_the_population(tmp_path):
     sizes = []
     for num_clients in (10**3, 10**6):
         federated = run(num_clients, algorithms.Scaffold(), max_rounds=1)[2]

@@ -331,58 +331,58 @@ def assert_one_result(alone: dict[str, Any], parts: Any, name: str, rtol: float 
 @pytest.mark.parametrize(
     ("name", "engine"), few([pytest.param(*run, id=" ".join(run)) for run in RUNS], [" ".join(run) for run in FEW_RUNS])
 )
-def test_every_method_ends_where_one_process_ends(name: str, engine: str, request: pytest.FixtureRequest) -> None:
+def test_two_processes_match_one_for_every_method(name: str, engine: str, request: pytest.FixtureRequest) -> None:
     parts = parts_of(request, (name, engine) in FEW_RUNS)
     assert_one_result(of_method(name, "sequential"), parts, f"{name} {engine}")
 
 
 @pytest.mark.parametrize("name", few(CASES, FEW_CASES))
-def test_it_ends_where_one_process_ends(name: str, request: pytest.FixtureRequest) -> None:
+def test_two_processes_match_one(name: str, request: pytest.FixtureRequest) -> None:
     assert_one_result(CASES[name](), parts_of(request, name in FEW_CASES), name)
 
 
 @pytest.mark.parametrize("name", few(SINGLES, FEW_SINGLES))
-def test_float32_agrees_up_to_rounding(name: str, request: pytest.FixtureRequest) -> None:
+def test_float32_matches_up_to_rounding(name: str, request: pytest.FixtureRequest) -> None:
     assert_one_result(SINGLES[name](), parts_of(request, name in FEW_SINGLES), name, rtol=1e-5)
 
 
-def test_both_processes_work(together: Any) -> None:
+def test_both_processes_train_clients(together: Any) -> None:
     counts = [len(part["FedAvg sequential"]["trained"]) for part in together]
     assert sum(counts) == 12
     assert min(counts) >= 5
 
 
-def test_states_on_disk_move_too(together: Any) -> None:
+def test_states_on_disk_move_between_processes(together: Any) -> None:
     for part in together:
         assert same(part["moved, on disk"]["state"], part["moved"]["state"])
 
 
-def test_clients_move_to_where_there_is_less_to_do(together: Any) -> None:
+def test_clients_move_to_the_less_loaded_process(together: Any) -> None:
     for name in ("moved", "moved, at once"):
         first, second = (part[name]["trained"] for part in together)
         assert any(client % 2 == 0 for client in second), "a large client that the first process keeps"
         assert first
 
 
-def test_clients_that_have_moved_are_trained_last(together: Any) -> None:
+def test_moved_clients_are_trained_last(together: Any) -> None:
     assert together[1]["moved"]["trained"] == [1, 3, 5, 1, 3, 5, 1, 3, 2, 3, 5, 2]  # in rounds of three clients
 
 
 @pytest.mark.parametrize("name", few(["dropout", "at once"], ["dropout"]))
-def test_the_same_processes_give_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+def test_repeated_run_has_identical_bits(name: str, request: pytest.FixtureRequest) -> None:
     for part in parts_of(request, name == "dropout"):
         assert same(part[name]["state"], part[f"{name} again"]["state"])
 
 
 @pytest.mark.parametrize("name", few(RESUMED, FEW_RESUMED))
-def test_a_resumed_run_has_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+def test_resumed_run_has_identical_bits(name: str, request: pytest.FixtureRequest) -> None:
     for part in parts_of(request, name in FEW_RESUMED):
         assert same(part[f"whole {name}"]["state"], part[f"resumed {name}"]["state"])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_may_change_the_number_of_processes(
+def test_resumed_run_may_change_the_number_of_processes(
     name: str, folder: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     engine, algorithm = RESUMED[name]
@@ -398,7 +398,7 @@ def value_of(outcome: Outcome) -> Any:
     return outcome.value
 
 
-def test_callbacks_that_watch_a_metric_decide_alike(together: Any, tmp_path: Path) -> None:
+def test_metric_callbacks_decide_the_same_in_all_processes(together: Any, tmp_path: Path) -> None:
     alone = decided(tmp_path)
     assert alone["rounds"] < 8
     assert [part["decided"] for part in together] == [alone, alone]
@@ -406,7 +406,7 @@ def test_callbacks_that_watch_a_metric_decide_alike(together: Any, tmp_path: Pat
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_time_limit_ends_all_processes_after_the_same_round(engine: str, tmp_path: Path) -> None:
+def test_time_limit_ends_all_processes_after_the_same_round(engine: str, tmp_path: Path) -> None:
     limited = partial(end, engine, max_time={"microseconds": 1}, clients_per_round=5)
     alone = limited()
     assert len(alone["rounds"]) == 1
@@ -418,7 +418,7 @@ def test_a_time_limit_ends_all_processes_after_the_same_round(engine: str, tmp_p
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=repr)
-def test_what_goes_wrong_in_one_process_ends_both_and_names_the_client(algorithm: Any, tmp_path: Path) -> None:
+def test_error_in_one_process_ends_both_and_names_the_client(algorithm: Any, tmp_path: Path) -> None:
     case = partial(end, make=Fails, datamodule=with_invalid, clients_per_round=6, algorithm=algorithm)
     texts = [outcome.error for outcome in in_processes(lambda: case(**TWO), tmp_path)]
     assert all(re.search(r"Client 3 failed in .* in round 0.*these examples are bad", text) for text in texts), texts
@@ -438,20 +438,20 @@ def unreadable(with_memory: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("with_memory", [True, False])
-def test_a_state_that_cannot_be_sent_ends_both_processes(with_memory: bool, tmp_path: Path) -> None:
+def test_unreadable_client_state_ends_both_processes(with_memory: bool, tmp_path: Path) -> None:
     first, second = (outcome.error for outcome in in_processes(partial(unreadable, with_memory), tmp_path))
     assert "FederatedError: What client 2 keeps cannot be read." in first
     assert "Process 0 failed: What client 2 keeps cannot be read." in second
 
 
 @pytest.mark.thorough
-def test_what_goes_wrong_in_a_full_gradient_ends_both_processes(tmp_path: Path) -> None:
+def test_error_in_a_full_gradient_ends_both_processes(tmp_path: Path) -> None:
     case = partial(end, make=Fails, datamodule=with_invalid, clients_per_round=6, algorithm=Mime(base=SGDm()))
     for outcome in in_processes(lambda: case(**TWO), tmp_path):
         assert re.search(r"Client 3 failed in its full-batch gradient in round 0", outcome.error)
 
 
-def test_metric_objects_in_local_steps_are_refused_by_name(tmp_path: Path) -> None:
+def test_metric_objects_in_local_steps_are_rejected(tmp_path: Path) -> None:
     for outcome in in_processes(lambda: end(make=WithMetric, **TWO), tmp_path):
         assert "self.log('metric', ...) of a metric object in training_step" in outcome.error
 
@@ -469,13 +469,13 @@ class KeepsUnannounced(FedAvg):
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
-def test_states_without_a_first_value_are_refused(engine: str, tmp_path: Path) -> None:
+def test_client_states_without_an_initial_value_are_rejected(engine: str, tmp_path: Path) -> None:
     run = partial(end, engine, algorithm=KeepsUnannounced(), clients_per_round=6, **TWO)
     for outcome in in_processes(run, tmp_path):
         assert "its init_client returns no state" in outcome.error
 
 
-def test_forked_processes_end_with_the_client_named() -> None:
+def test_error_in_forked_processes_names_the_client() -> None:
     with pytest.raises(ClientError, match=r"Client 3 failed in .* in round 0"):
         end(make=Fails, datamodule=with_invalid, clients_per_round=6, strategy="clients_fork", devices=2)
 
@@ -484,7 +484,7 @@ def test_forked_processes_end_with_the_client_named() -> None:
 
 
 @pytest.mark.thorough
-def test_forked_processes_leave_the_model_where_one_process_does() -> None:
+def test_forked_processes_match_one() -> None:
     models = []
     for options in ({}, {"strategy": "clients_fork", "devices": 2}):
         model = seeded(Ordinary)
@@ -518,7 +518,7 @@ if __name__ == "__main__":
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["clients", "clients_spawn", "ddp"])
-def test_a_script_starts_processes(strategy: str) -> None:
+def test_script_starts_processes(strategy: str) -> None:
     Path("script.py").write_text(SCRIPT.replace("STRATEGY", strategy))
     found = re.findall(r"sum of parameters: (.*)", started("script.py"))
     model = seeded(Ordinary)
@@ -528,7 +528,7 @@ def test_a_script_starts_processes(strategy: str) -> None:
 
 
 @pytest.mark.thorough
-def test_the_command_line_starts_processes() -> None:
+def test_command_line_starts_processes() -> None:
     command = ["-m", "lightning_fed", "fit", "--config", str(ROOT / "configs" / "quickstart.yaml")]
     common = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu"]
     started(*command, *common)
@@ -551,7 +551,7 @@ WRITES_THREADS = """
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("given", [None, 2])
-def test_threads_are_shared_unless_their_number_is_given(
+def test_threads_are_split_unless_their_number_is_given(
     given: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -564,5 +564,5 @@ def test_threads_are_shared_unless_their_number_is_given(
     assert [Path(f"threads-{rank}").read_text() for rank in "01"] == [str(share)] * 2
 
 
-def test_the_strategy_may_be_given_as_an_object() -> None:
+def test_strategy_may_be_an_object() -> None:
     assert isinstance(trainer(strategy=ClientsStrategy(), devices=2).strategy, ClientsStrategy)

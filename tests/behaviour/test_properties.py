@@ -106,7 +106,7 @@ with_client_state = st.sampled_from([Scaffold("i"), Scaffold("ii"), FedDyn(0.5),
 @pytest.mark.thorough
 @few(20)
 @given(plan=plans(losses=True), algorithm=with_client_state)
-def test_a_kept_state_changes_in_the_rounds_of_its_client_alone(plan: Plan, algorithm: Algorithm) -> None:
+def test_kept_state_changes_only_when_its_client_takes_part(plan: Plan, algorithm: Algorithm) -> None:
     _, seen = run(plan, Method(algorithm))
     before: dict[int, Any] = {}
     for r, after in enumerate(seen.states):
@@ -120,7 +120,7 @@ def test_a_kept_state_changes_in_the_rounds_of_its_client_alone(plan: Plan, algo
 
 @few(10)
 @given(plan=plans())
-def test_a_kept_local_optimizer_changes_in_the_rounds_of_its_client_alone(plan: Plan) -> None:
+def test_kept_local_optimizer_steps_only_with_its_client(plan: Plan) -> None:
     adam = Method(FedAvg(), optimizer=torch.optim.Adam)
     _, seen = run(plan, adam, local_optimizer_state="keep")
     counts = dict.fromkeys(range(len(plan.sizes)), 0)
@@ -136,7 +136,7 @@ def test_a_kept_local_optimizer_changes_in_the_rounds_of_its_client_alone(plan: 
     algorithm=st.sampled_from([FedAvg(), FedProx(0.5), FedNova(), FedDyn(0.5)]),
     client=st.integers(0, 1),
 )
-def test_a_client_trains_alike_whoever_else_takes_part(plan: Plan, algorithm: Algorithm, client: int) -> None:
+def test_client_training_is_independent_of_other_clients(plan: Plan, algorithm: Algorithm, client: int) -> None:
     def ends(cohorts: Any) -> list[Tensor]:
         # the server stands still, so that a client could hear of the others through nothing but a leak
         still, seen = partial(torch.optim.SGD, lr=0.0), Trajectory()
@@ -163,7 +163,7 @@ class Watched(LeastSquares):
         return super().training_step(batch, batch_idx)
 
 
-def test_every_client_and_round_has_random_streams_of_its_own() -> None:
+def test_every_client_and_round_has_its_own_random_streams() -> None:
     (twin,) = least_squares.clients((20,))
     model, datamodule = Watched(), FederatedDataModule(clients=[twin, twin, twin], batch_size=20)
     trainer(Method(FedAvg()), local_epochs=2, max_rounds=3, precision="64-true").fit(model, datamodule)
@@ -173,7 +173,7 @@ def test_every_client_and_round_has_random_streams_of_its_own() -> None:
 
 @few(24)
 @given(plan=plans(), method=methods, data=st.data())
-def test_the_order_of_a_cohort_does_not_matter(plan: Plan, method: Method, data: st.DataObject) -> None:
+def test_result_is_independent_of_cohort_order(plan: Plan, method: Method, data: st.DataObject) -> None:
     shuffled = tuple(tuple(data.draw(st.permutations(cohort))) for cohort in plan.cohorts)
     one, other = (run(p, method)[1] for p in (plan, replace(plan, cohorts=shuffled)))
     close(torch.stack(one.models), torch.stack(other.models))
@@ -190,7 +190,7 @@ def test_the_order_of_a_cohort_does_not_matter(plan: Plan, method: Method, data:
 @pytest.mark.parametrize("weighting", ["examples", "uniform", "steps", "own"])
 @few(8)
 @given(plan=plans(repeats=True), weights=st.lists(st.floats(0.1, 10), min_size=5, max_size=5))
-def test_the_server_lands_on_the_weighted_mean_of_its_clients(weighting: str, plan: Plan, weights: list[float]) -> None:
+def test_server_model_is_the_weighted_mean_of_its_clients(weighting: str, plan: Plan, weights: list[float]) -> None:
     def weight(client_id: int, size: int, steps: int) -> float:
         return {"examples": size, "uniform": 1, "steps": steps, "own": weights[client_id]}[weighting]
 
@@ -203,7 +203,7 @@ def test_the_server_lands_on_the_weighted_mean_of_its_clients(weighting: str, pl
 
 @few(12)
 @given(plan=plans())
-def test_normalized_changes_are_divided_by_the_rates_of_a_clients_own_steps(plan: Plan) -> None:
+def test_normalized_changes_are_divided_by_per_client_step_rates(plan: Plan) -> None:
     seen = {name: run(plan, METHODS[name])[1] for name in ("FedAvg normalized", "FedNova")}
     for name, trajectory in seen.items():
         x = torch.zeros(least_squares.WIDTH, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_normalized_changes_are_divided_by_the_rates_of_a_clients_own_steps(plan
 
 @few(15)
 @given(plan=plans(losses=True), algorithm=with_client_state)
-def test_the_servers_variate_is_the_mean_over_the_population(plan: Plan, algorithm: Algorithm) -> None:
+def test_server_variate_is_the_mean_over_the_population(plan: Plan, algorithm: Algorithm) -> None:
     made, seen = run(plan, Method(algorithm))
     server, client = ("c", "c_i") if isinstance(algorithm, Scaffold) else ("d", "d_i")
     total = sum((state[client] for state in seen.states[-1].values()), torch.zeros(least_squares.WIDTH).double())
@@ -236,7 +236,7 @@ def test_the_servers_variate_is_the_mean_over_the_population(plan: Plan, algorit
     server=st.sampled_from([None, partial(FedAvgM, lr=0.5), partial(FedAdam, lr=0.05)]),
     data=st.data(),
 )
-def test_a_resumed_run_is_the_uninterrupted_one(plan: Plan, method: Method, server: Any, data: st.DataObject) -> None:
+def test_resumed_run_equals_the_uninterrupted_one(plan: Plan, method: Method, server: Any, data: st.DataObject) -> None:
     whole, seen = run(plan, method, server_optimizer=server)
     done = data.draw(st.integers(1, len(plan.cohorts) - 1), label="rounds before the checkpoint")
     half, _ = run(plan, method, server_optimizer=server, max_rounds=done)

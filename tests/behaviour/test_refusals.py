@@ -68,7 +68,7 @@ def mixed(module: Net) -> Any:
         (lambda m: None, "returned None"),
     ],
 )
-def test_optimizers(make: Any, message: str) -> None:
+def test_unsupported_optimizers_are_rejected(make: Any, message: str) -> None:
     with pytest.raises((FederatedError, pl.utilities.exceptions.MisconfigurationException), match=message) as error:
         fit(optimizing(make), num_sanity_val_steps=0)
     assert not isinstance(error.value, RuntimeError)
@@ -85,7 +85,7 @@ def test_optimizers(make: Any, message: str) -> None:
     ],
     ids=lambda c: type(c).__name__,
 )
-def test_callbacks_that_edit_training_per_batch(callback: pl.Callback) -> None:
+def test_callbacks_that_edit_training_per_batch_are_rejected(callback: pl.Callback) -> None:
     with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} is not supported: it .*Instead"):
         fit(callbacks=callback)
 
@@ -157,7 +157,7 @@ NO_WORK: dict[str, Any] = {"algorithm": ServerOnly(), "local_epochs": None}
     ],
     ids=spelled,
 )
-def test_settings(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         FederatedTrainer(**{**QUIET, "local_epochs": 1, **settings})
 
@@ -175,7 +175,7 @@ def test_settings(settings: dict[str, Any], message: str) -> None:
     ],
     ids=spelled,
 )
-def test_options_that_ask_for_nothing_or_have_an_effect_pass(settings: dict[str, Any]) -> None:
+def test_neutral_or_supported_options_are_accepted(settings: dict[str, Any]) -> None:
     FederatedTrainer(**{**QUIET, "local_epochs": 1, **settings})
 
 
@@ -192,17 +192,17 @@ def test_options_that_ask_for_nothing_or_have_an_effect_pass(settings: dict[str,
     ],
     ids=spelled,
 )
-def test_settings_seen_at_fit(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected_at_fit(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         fit(**settings)
 
 
-def test_mime_over_an_optimizer_that_preconditions_too() -> None:
+def test_mime_base_rejects_a_preconditioning_local_optimizer() -> None:
     with pytest.raises(FederatedError, match=r"Mime\(base=SGDm\) preconditions .* returned SGD.*drop `base`"):
         fit(seeded(momentum=0.9), algorithm=Mime(base=SGDm()))
 
 
-def test_data_that_is_no_federation() -> None:
+def test_non_federated_data_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"found a DataLoader.*from_loader\(loader, partition="):
         trainer().fit(seeded(), DataLoader(classification(8, 0)))
     with pytest.raises(FederatedError, match="needs a FederatedDataModule, found a LightningDataModule"):
@@ -211,7 +211,7 @@ def test_data_that_is_no_federation() -> None:
         trainer().fit(seeded(), data(), DataLoader(classification(8, 0)))
 
 
-def test_a_loader_for_all_clients() -> None:
+def test_overriding_train_dataloader_is_rejected() -> None:
     class Central(FederatedDataModule):
         def train_dataloader(self) -> Any:
             return DataLoader(classification(8, 0))
@@ -220,7 +220,7 @@ def test_a_loader_for_all_clients() -> None:
         fit(datamodule=Central(clients=[classification(8, 0)]), clients_per_round=1)
 
 
-def test_layers_without_sizes_yet() -> None:
+def test_uninitialized_lazy_layers_are_rejected() -> None:
     class Lazy(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -234,7 +234,7 @@ def test_layers_without_sizes_yet() -> None:
 
 
 @pytest.mark.parametrize("interval", [timedelta(0), timedelta(minutes=1)])
-def test_checkpoints_by_the_clock_in_several_processes(interval: timedelta) -> None:
+def test_timed_checkpoints_are_rejected_with_several_processes(interval: timedelta) -> None:
     saver = ModelCheckpoint(train_time_interval=interval)
     several = trainer(callbacks=saver, enable_checkpointing=True, accelerator="cpu", devices=2, strategy="clients_fork")
     with pytest.raises(
@@ -243,13 +243,13 @@ def test_checkpoints_by_the_clock_in_several_processes(interval: timedelta) -> N
         several.fit(seeded(), data())
 
 
-def test_checkpoints_by_the_clock_in_one_process(tmp_path: Any) -> None:
+def test_timed_checkpoints_are_saved_in_one_process(tmp_path: Any) -> None:
     saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(0), save_top_k=-1)
     fit(callbacks=saver, enable_checkpointing=True, max_rounds=3)
     assert sorted(file.stem for file in tmp_path.glob("*.ckpt")) == ["epoch=1-step=1", "epoch=2-step=2"]
 
 
-def test_a_checkpoint_of_another_model(tmp_path: Any) -> None:
+def test_checkpoint_of_another_model_is_rejected(tmp_path: Any) -> None:
     class Wider(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -263,6 +263,6 @@ def test_a_checkpoint_of_another_model(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_round", "rounds"])
-def test_a_misspelt_argument_is_the_first_thing_refused(name: str) -> None:
+def test_misspelled_argument_is_rejected_first(name: str) -> None:
     with pytest.raises(FederatedError, match=f"no argument '{name}'. Did you mean max_rounds?"):
         FederatedTrainer(**{name: 3})

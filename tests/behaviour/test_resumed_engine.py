@@ -69,7 +69,7 @@ FIT: dict[str, Any] = {"make": Fitting, "datamodule": EVEN, "limit_val_batches":
 @pytest.mark.thorough
 @pytest.mark.parametrize("at", [2, 5, 20, 120])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_trial_decides_alike_in_half_precision(precision: str, at: int, tmp_path: Path) -> None:
+def test_trial_decision_is_stable_in_half_precision(precision: str, at: int, tmp_path: Path) -> None:
     options = {**FIT, "engine": "auto"}
     whole = run(**options, **PRECISIONS[precision](), max_rounds=at + 2)
     first, second = ({**options, **PRECISIONS[precision]()} for _ in range(2))
@@ -118,7 +118,7 @@ class Mistaken(Fitting):
 
 
 @pytest.mark.parametrize("precision", few(PRECISIONS, ["bf16-mixed"]))
-def test_a_trial_in_half_precision_sees_what_is_wrong(precision: str) -> None:
+def test_trial_in_half_precision_detects_wrong_results(precision: str) -> None:
     with pytest.raises(FederatedError, match="of several clients at once differs from that of one"):
         run(**{**FIT, "make": Mistaken}, **PRECISIONS[precision](), engine="vectorized", max_rounds=1)
 
@@ -134,13 +134,13 @@ class HalfOnly(Fitting):
 
 
 @pytest.mark.parametrize("precision", few(["bf16-mixed", "bf16-true"], ["bf16-mixed"]))
-def test_a_module_of_half_precision_is_tried_in_it(precision: str) -> None:
+def test_half_precision_module_is_tried_in_half_precision(precision: str) -> None:
     found = run(**{**FIT, "make": HalfOnly}, precision=precision, engine="auto", max_rounds=2)
     assert engines_of(found) == ["vectorized"]
 
 
 @pytest.mark.parametrize("precision", few(PRECISIONS, ["bf16-true"]))
-def test_a_trial_leaves_all_as_it_was(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_does_not_modify_module_or_random_state(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     trial = TrialStep.run
 
@@ -178,14 +178,14 @@ class PerBatch(pl.Callback):
 OPTIONS: dict[str, Any] = {"engine": "auto", "make": Ordinary, "datamodule": EVEN}
 
 
-def test_a_resumed_auto_run_keeps_its_engine(tmp_path: Path) -> None:
+def test_resumed_auto_run_keeps_its_engine(tmp_path: Path) -> None:
     with_hook = {**OPTIONS, "callbacks": [PerBatch()]}
     found = resumed(tmp_path, 1, 3, with_hook, OPTIONS)  # without the reason for the choice
     assert engines_of(found) == ["sequential"]
     assert same(state_of(found), state_of(run(**with_hook, max_rounds=3)))
 
 
-def test_a_resumed_auto_run_that_must_change_its_engine_warns(tmp_path: Path) -> None:
+def test_resumed_auto_run_warns_when_it_must_change_engine(tmp_path: Path) -> None:
     text = r"continues with 'sequential', though this run was trained with 'vectorized'.*PerBatch.on_train_batch_end"
     with pytest.warns(UserWarning, match=text):
         found = resumed(tmp_path, 1, 3, OPTIONS, {**OPTIONS, "callbacks": [PerBatch()]})
@@ -205,15 +205,13 @@ def test_a_resumed_auto_run_that_must_change_its_engine_warns(tmp_path: Path) ->
         ]
     ],
 )
-def test_an_engine_given_by_name_is_not_taken_for_autos_choice(
-    first: str, second: str, taken: str, tmp_path: Path
-) -> None:
+def test_explicit_engine_is_not_kept_as_the_auto_choice(first: str, second: str, taken: str, tmp_path: Path) -> None:
     found = resumed(tmp_path, 1, 2, {**OPTIONS, "engine": first}, {**OPTIONS, "engine": second})
     assert engines_of(found) == [taken]
 
 
 @pytest.mark.parametrize(("gave_up", "taken"), [(None, "vectorized"), (True, "sequential")])
-def test_checkpoints_without_the_choice_are_read(gave_up: bool | None, taken: str, tmp_path: Path) -> None:
+def test_checkpoint_without_engine_choice_loads(gave_up: bool | None, taken: str, tmp_path: Path) -> None:
     path = tmp_path / "old.ckpt"
     run(**OPTIONS, max_rounds=1).save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=True)
@@ -233,7 +231,7 @@ class DrawsLater(Ordinary):
 
 
 @pytest.mark.filterwarnings("ignore:engine='auto'")
-def test_a_step_that_draws_later_has_the_bits_of_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_resumed_run_with_late_random_step_has_identical_bits(tmp_path: Path) -> None:
     options = {**OPTIONS, "make": DrawsLater}
     whole, found = run(**options, max_rounds=2), resumed(tmp_path, 1, 2, options)
     assert engines_of(whole) == engines_of(found) == ["sequential"]
@@ -252,14 +250,14 @@ class FailsTogether(Ordinary):
 @pytest.mark.parametrize(
     "algorithm", few([FedAvg(), Scaffold(), Ditto(0.1)], []), ids=lambda algorithm: type(algorithm).__name__
 )
-def test_both_engines_of_a_method_leave_together(algorithm: Any, tmp_path: Path) -> None:
+def test_both_engines_of_a_method_fall_back_together(algorithm: Any, tmp_path: Path) -> None:
     options = {**OPTIONS, "make": FailsTogether, "datamodule": partial(data, (5, 5, 5, 5)), "algorithm": algorithm}
     whole, found = run(**options, max_rounds=4), resumed(tmp_path, 2, 4, options)
     assert set(engines_of(whole)) == set(engines_of(found)) == {"sequential"}
     assert same(state_of(found), state_of(whole))
 
 
-def test_another_fit_of_a_trainer_goes_on_with_the_engine(tmp_path: Path) -> None:
+def test_second_fit_keeps_the_engine(tmp_path: Path) -> None:
     hook, module = PerBatch(), None
     found = run(**{**OPTIONS, "callbacks": [hook]}, max_rounds=1)
     module = found.lightning_module

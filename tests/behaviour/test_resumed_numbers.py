@@ -16,7 +16,7 @@ ENGINES = ("sequential", "vectorized")
 
 
 @pytest.mark.parametrize("precision", ["64-true", "32-true"])
-def test_metrics_keep_their_types(precision: str, tmp_path: Path) -> None:
+def test_metrics_keep_their_dtypes_after_resume(precision: str, tmp_path: Path) -> None:
     half = run("sequential", precision=precision, max_rounds=2)
     half.save_checkpoint(tmp_path / "half.ckpt")
     seen: dict[str, Any] = {}
@@ -31,7 +31,7 @@ def test_metrics_keep_their_types(precision: str, tmp_path: Path) -> None:
     assert same({k: (v, v.dtype) for k, v in seen.items()}, {k: (v, v.dtype) for k, v in half.callback_metrics.items()})
 
 
-def test_checkpoints_with_metrics_as_plain_numbers_are_read(tmp_path: Path) -> None:
+def test_checkpoint_with_plain_number_metrics_loads(tmp_path: Path) -> None:
     whole, half = run("sequential"), run("sequential", max_rounds=2)
     half.save_checkpoint(tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
@@ -58,7 +58,7 @@ class Taught(Ordinary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
-def test_frozen_parameters_that_move_keep_all_their_digits(engine: str, tmp_path: Path) -> None:
+def test_changing_frozen_parameters_resume_exactly(engine: str, tmp_path: Path) -> None:
     go = partial(run, engine, Taught)
     whole, half = go(max_rounds=4), go(max_rounds=2)
     half.save_checkpoint(tmp_path / "half.ckpt")

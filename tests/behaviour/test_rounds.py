@@ -51,7 +51,7 @@ def fedavg(decay: float) -> torch.Tensor:
     [FedProx(mu=0.0), FedCM(alpha=1.0), MimeLite(base=SGD()), MimeLite()],
     ids=["FedProx(0)", "FedCM(1)", "MimeLite(SGD)", "MimeLite"],
 )
-def test_neutral_settings_equal_fedavg_bit_for_bit(method: Algorithm, decay: float) -> None:
+def test_neutral_settings_and_fedavg_have_identical_bits(method: Algorithm, decay: float) -> None:
     assert torch.equal(fit(seeded(weight_decay=decay), algorithm=method, weighting="uniform"), fedavg(decay))
 
 
@@ -64,9 +64,7 @@ def test_neutral_settings_equal_fedavg_bit_for_bit(method: Algorithm, decay: flo
     ),
     ids=str,
 )
-def test_one_client_and_one_round_equal_plain_lightning_bit_for_bit(
-    momentum: float, extra: dict[str, Any], precision: str
-) -> None:
+def test_one_client_and_lightning_have_identical_bits(momentum: float, extra: dict[str, Any], precision: str) -> None:
     examples = classification(18, seed=3)
     ours, plain = (seeded(dropout=0.0, momentum=momentum, weight_decay=0.01) for _ in range(2))
     fit(
@@ -92,7 +90,7 @@ class SaveInside(pl.Callback):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", [Scaffold(), Mime(base=SGDm())], ids=repr)
-def test_checkpoint_inside_a_client_holds_the_last_completed_round(method: Algorithm, tmp_path: Path) -> None:
+def test_mid_client_checkpoint_holds_the_last_completed_round(method: Algorithm, tmp_path: Path) -> None:
     rounds, path = RoundsOf(), tmp_path / "inside.ckpt"
     straight = fit(algorithm=method, max_rounds=4, callbacks=[rounds, SaveInside(path, round=2)])
     loaded = Net.load_from_checkpoint(path)
@@ -138,7 +136,7 @@ class SaveIn(FederatedCallback):
 
 
 @pytest.mark.parametrize("hook", few(["on_round_end", "on_validation_end"], ["on_validation_end"]))
-def test_a_checkpoint_before_a_plateau_schedule_has_stepped_is_refused(hook: str, tmp_path: Path) -> None:
+def test_checkpoint_before_plateau_schedule_steps_is_rejected(hook: str, tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match=r"before ReduceLROnPlateau has stepped.* Save in on_train_epoch_end"):
         fit(seeded(Scheduled), callbacks=SaveIn(hook, tmp_path), num_sanity_val_steps=0)
     assert not list(tmp_path.iterdir())
@@ -149,12 +147,12 @@ def test_a_checkpoint_before_a_plateau_schedule_has_stepped_is_refused(hook: str
 @pytest.mark.parametrize(
     ("module", "hook"), [(Scheduled, "on_train_epoch_end"), (Scheduled, "on_round_start"), (Net, "on_round_end")]
 )
-def test_checkpoints_of_callbacks_are_resumed_from_exactly(module: Any, hook: str, tmp_path: Path) -> None:
+def test_run_resumes_exactly_from_callback_checkpoints(module: Any, hook: str, tmp_path: Path) -> None:
     straight = fit(seeded(module), max_rounds=5, callbacks=SaveIn(hook, tmp_path))
     assert torch.equal(fit(seeded(module), max_rounds=5, ckpt_path=tmp_path / "2.ckpt"), straight)
 
 
-def test_a_finished_trainer_goes_on_when_max_rounds_grows() -> None:
+def test_finished_trainer_continues_when_max_rounds_grows() -> None:
     straight = fit(seeded(Scheduled), algorithm=Scaffold(), max_rounds=6)
     model, run = seeded(Scheduled), trainer(algorithm=Scaffold(), max_rounds=3)
     run.fit(model, data())
@@ -168,7 +166,7 @@ def test_a_finished_trainer_goes_on_when_max_rounds_grows() -> None:
         run.fit(seeded(Scheduled), data())
 
 
-def test_x0_from_an_ordinary_lightning_checkpoint(tmp_path: Path) -> None:
+def test_plain_lightning_checkpoint_sets_the_initial_model(tmp_path: Path) -> None:
     plain = seeded(lr=0.3, momentum=0.9)
     ordinary = pl.Trainer(**QUIET, max_epochs=7)
     ordinary.fit(plain, DataLoader(classification(20, 5), batch_size=4))
@@ -186,7 +184,7 @@ def test_x0_from_an_ordinary_lightning_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_best_checkpoint_loads_with_plain_lightning(tmp_path: Path) -> None:
+def test_best_checkpoint_loads_with_plain_lightning(tmp_path: Path) -> None:
     rounds = RoundsOf()
     keep = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
     run = trainer(max_rounds=4, callbacks=[rounds, keep], enable_checkpointing=True, algorithm=Scaffold())
@@ -199,7 +197,7 @@ def test_a_best_checkpoint_loads_with_plain_lightning(tmp_path: Path) -> None:
     assert metrics["val_loss"] == pytest.approx(float(keep.best_model_score))
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_run_is_rejected(tmp_path: Path) -> None:
     run = trainer(algorithm=Scaffold(), max_rounds=1)
     run.fit(seeded(), data())
     run.save_checkpoint(tmp_path / "a.ckpt")
@@ -215,7 +213,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         fit(seeded(), data(sizes=(4,) * 5), algorithm=Scaffold(), max_rounds=6, ckpt_path=tmp_path / "a.ckpt")
 
 
-def test_the_seed_decides_everything() -> None:
+def test_seed_determines_the_run() -> None:
     torch.manual_seed(1)
     first = fit()
     torch.manual_seed(2)
@@ -235,7 +233,7 @@ def test_early_stopping_counts_rounds() -> None:
     assert run.current_epoch == 2
 
 
-def test_fast_dev_run_is_one_round_of_n_batches_a_client() -> None:
+def test_fast_dev_run_is_one_round_of_n_batches_per_client() -> None:
     class Count(FederatedCallback):
         steps: dict[Any, int]
 
@@ -261,7 +259,7 @@ def test_fast_dev_run_is_one_round_of_n_batches_a_client() -> None:
     ],
     ids=str,
 )
-def test_local_work_is_counted_in_optimizer_steps(settings: dict[str, Any], steps: dict[int, int]) -> None:
+def test_local_work_is_measured_in_optimizer_steps(settings: dict[str, Any], steps: dict[int, int]) -> None:
     class Count(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             assert dict(round_report.steps) == steps
@@ -297,7 +295,7 @@ class Accumulated(RoundsOf):
     ],
     ids=["steps", "epochs"],
 )
-def test_scheduled_accumulation_holds_for_whole_rounds_and_after_a_resume(
+def test_scheduled_accumulation_applies_per_round_and_resumes(
     local: dict[str, int], steps: list[dict[int, int]], batches: list[int], tmp_path: Path
 ) -> None:
     def run(rounds: int, **options: Any) -> Accumulated:
@@ -318,7 +316,7 @@ def test_scheduled_accumulation_holds_for_whole_rounds_and_after_a_resume(
     assert torch.equal(torch.stack(resumed.models), torch.stack(straight.models[2:]))
 
 
-def test_a_checkpoint_that_needs_no_more_rounds_is_not_lost(tmp_path: Path) -> None:
+def test_state_of_a_finished_checkpoint_is_kept(tmp_path: Path) -> None:
     run = trainer(algorithm=Scaffold(), max_rounds=3)
     run.fit(seeded(), data())
     run.save_checkpoint(tmp_path / "a.ckpt")
@@ -331,7 +329,7 @@ def test_a_checkpoint_that_needs_no_more_rounds_is_not_lost(tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_after_an_exception() -> None:
+def test_run_continues_after_an_exception() -> None:
     class Breaks(pl.Callback):
         broken = False
 
@@ -348,7 +346,7 @@ def test_a_run_goes_on_after_an_exception() -> None:
     assert torch.equal(parameters(model), straight)
 
 
-def test_numpy_client_ids_are_saved_as_plain_ones(tmp_path: Path) -> None:
+def test_numpy_client_ids_are_saved_as_plain_strings(tmp_path: Path) -> None:
     names = np.array(["ann", "ben", "cas"])
     run = trainer(algorithm=Scaffold())
     run.fit(seeded(), FederatedDataModule(clients=dict(zip(names, clients()[:3], strict=True)), batch_size=4))
@@ -357,7 +355,7 @@ def test_numpy_client_ids_are_saved_as_plain_ones(tmp_path: Path) -> None:
     assert saved["loops"]["fit_loop"]["state_dict"]["clients"] == ["ann", "ben", "cas"]
 
 
-def test_a_round_without_a_gradient_cohort_changes_nothing_and_the_run_goes_on() -> None:
+def test_round_with_empty_gradient_cohort_is_skipped() -> None:
     def gradients(seed: int, round: int) -> list[int]:
         return [] if round == 1 else [0, 4]
 

@@ -143,7 +143,7 @@ def straight_to_the_end(first: Callable[[], FederatedDataModule], algorithm: Cal
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_second_fit_and_a_resume_refuse_another_run_and_continue_their_own(name: str, tmp_path: Path) -> None:
+def test_second_fit_and_resume_reject_a_changed_run(name: str, tmp_path: Path) -> None:
     change = CHANGES[name]
     model = seeded(Changing)
     run = trainer(**options_of(change), max_rounds=2)
@@ -174,7 +174,7 @@ def test_a_second_fit_and_a_resume_refuse_another_run_and_continue_their_own(nam
             again.fit(model, change.then(), ckpt_path=tmp_path / "run.ckpt")
 
 
-def test_another_model_is_refused_and_stays_as_it_is() -> None:
+def test_another_model_is_rejected_and_not_modified() -> None:
     run, model, other = trainer(max_rounds=2), seeded(), Net()
     run.fit(model, data())
     before = parameters(other).clone()
@@ -214,7 +214,7 @@ WARNINGS: dict[str, tuple[str, Callable[[Any], None], Callable[[], FederatedData
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-def test_a_second_fit_warns_of_changes_that_it_accepts(name: str) -> None:
+def test_second_fit_warns_about_accepted_changes(name: str) -> None:
     message, edit, then = WARNINGS[name]
     run, model = trainer(algorithm=FedAvg(), max_rounds=2), seeded(Changing)
     run.fit(model, data())
@@ -234,7 +234,7 @@ def test_a_second_fit_warns_of_changes_that_it_accepts(name: str) -> None:
     ],
     ids=["FedDyn", "personal", "FedBuff", "FedAdam"],
 )
-def test_a_second_fit_with_more_rounds_has_the_bits_of_one(options: Any, recwarn: pytest.WarningsRecorder) -> None:
+def test_second_fit_with_more_rounds_has_identical_bits(options: Any, recwarn: pytest.WarningsRecorder) -> None:
     straight, model = seeded(), seeded()
     trainer(**options, max_rounds=4).fit(straight, data())
     run = trainer(**options, max_rounds=2)
@@ -245,7 +245,7 @@ def test_a_second_fit_with_more_rounds_has_the_bits_of_one(options: Any, recwarn
     assert not [w for w in recwarn if "earlier fit" in str(w.message)]
 
 
-def test_ids_that_change_in_place_are_found() -> None:
+def test_client_ids_changed_in_place_are_rejected() -> None:
     names = list(NAMES[:6])
     source = FederatedDataModule(clients=dict(zip(names, clients(SIZES), strict=True)), batch_size=4)
     source.client_ids = names
@@ -258,7 +258,7 @@ def test_ids_that_change_in_place_are_found() -> None:
 
 
 @pytest.mark.thorough
-def test_processes_refuse_together_where_one_of_them_keeps_no_state(tmp_path: Path) -> None:
+def test_all_processes_reject_when_one_keeps_no_state(tmp_path: Path) -> None:
     def work() -> str:
         two = {"strategy": "clients", "devices": 2}
         run, model = trainer(algorithm=Scaffold(), max_rounds=1, sampler=lambda seed, round: [0], **two), seeded()

@@ -112,7 +112,7 @@ ENGINES = ("sequential", "vectorized")
         ["Scaffold-vectorized", "Mime-sequential"],
     ),
 )
-def test_every_method_comes_to_the_numbers_of_dense_gradients(name: str, engine: str) -> None:
+def test_every_method_matches_dense_gradients(name: str, engine: str) -> None:
     algorithm, options = METHODS[name]
     agree(algorithm, engine=engine, **options)
 
@@ -135,25 +135,25 @@ def test_every_method_comes_to_the_numbers_of_dense_gradients(name: str, engine:
     ],
     ids=str,
 )
-def test_every_reader_of_gradients_gets_them(options: dict[str, Any]) -> None:
+def test_options_that_read_gradients_match_dense_gradients(options: dict[str, Any]) -> None:
     agree(**options)
 
 
-def test_the_user_is_told_once_and_the_layer_is_sparse_again_after_the_fit() -> None:
+def test_sparse_layer_warns_and_is_restored_after_fit() -> None:
     module = Watched(sparse=True)
     with pytest.warns(UserWarning, match=r"^'words': sparse=True has no effect in this run\. Gradients are dense"):
         run(module, algorithms.Scaffold())
     assert (module.is_sparse, module.words.sparse) == (False, True)
 
 
-def test_a_refused_run_leaves_the_module_as_it_was() -> None:
+def test_rejected_run_restores_the_module() -> None:
     module = Words(sparse=True, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     with pytest.raises(FederatedError, match="SGD"):
         run(module, algorithms.Mime(base=algorithms.SGDm()))
     assert module.words.sparse
 
 
-def test_plain_sgd_keeps_sparse_gradients_without_a_word() -> None:
+def test_plain_sgd_keeps_sparse_gradients_without_warning() -> None:
     module = Watched(sparse=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -162,7 +162,7 @@ def test_plain_sgd_keeps_sparse_gradients_without_a_word() -> None:
     assert not [w for w in told if "sparse" in str(w.message)]
 
 
-def test_a_function_with_sparse_gradients_is_named() -> None:
+def test_functional_sparse_embedding_is_rejected() -> None:
     run(Functional(sparse=False))
     with pytest.raises(ClientError, match=r"local step 1: .*leave out sparse=True in torch\.nn\.functional\.embedding"):
         run(Functional(sparse=False), algorithms.Scaffold())

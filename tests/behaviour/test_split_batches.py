@@ -335,40 +335,40 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("name", few(RUNS, FEW))
-def test_two_processes_come_to_what_one_does(name: str, request: pytest.FixtureRequest) -> None:
+def test_two_processes_match_one(name: str, request: pytest.FixtureRequest) -> None:
     alone = RUNS[name]()
     assert len(alone) == 3
     assert_close(results_of(name, request)[0], alone)
 
 
 @pytest.mark.parametrize("name", few([*RUNS, *UNLIKE], [*FEW, *UNLIKE]))
-def test_all_processes_hold_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+def test_all_processes_have_identical_bits(name: str, request: pytest.FixtureRequest) -> None:
     first, second = results_of(name, request)
     assert same(first, second)
 
 
-def test_a_second_run_gives_the_same_bits(together: Together) -> None:
+def test_second_run_has_identical_bits(together: Together) -> None:
     assert same(together.results[0]["again"], together.results[0]["Scaffold"])
 
 
-def test_a_run_resumes_on_another_number_of_processes(together: Together) -> None:
+def test_run_resumes_with_a_different_number_of_processes(together: Together) -> None:
     alone = RUNS["Scaffold"]()
     assert_close(together.results[0]["from one"], alone[2:])
     assert_close(run(algorithm=Scaffold(), load=together.folder / "two.ckpt"), alone[2:])
 
 
-def test_random_layers_draw_other_masks_in_every_process(together: Together) -> None:
+def test_random_layers_draw_different_masks_in_each_process(together: Together) -> None:
     assert all(r["metrics"]["most"] == r["metrics"]["least"] for r in UNLIKE["dropping"]())
     assert all(r["metrics"]["most"] > r["metrics"]["least"] for r in together.results[0]["dropping"])
 
 
-def test_a_gradient_scaler_skips_the_same_steps_in_all_processes(together: Together) -> None:
+def test_gradient_scaler_skips_the_same_steps_in_all_processes(together: Together) -> None:
     alone, found = UNLIKE["scaled"](), together.results[0]["scaled"]
     assert [report[1] for report in found[0]["reports"].values()] == [r[1] for r in alone[0]["reports"].values()]
     assert_close(found[-1]["model"], alone[-1]["model"], tolerance=0.05)
 
 
-def test_buffers_that_parts_of_a_batch_change_are_averaged(together: Together) -> None:
+def test_buffers_updated_by_batch_parts_are_averaged(together: Together) -> None:
     alone, found = UNLIKE["gated"](), together.results[0]["gated"]
     for one, two in zip(alone, found, strict=True):
         assert torch.equal(one["buffers"]["batches"], two["buffers"]["batches"])
@@ -389,6 +389,6 @@ def test_buffers_that_parts_of_a_batch_change_are_averaged(together: Together) -
         ("BatchNorm", r"norm \(BatchNorm1d\) normalises by the statistics of a batch.*Use GroupNorm"),
     ],
 )
-def test_what_goes_wrong_in_one_process_ends_all(name: str, message: str, together: Together) -> None:
+def test_error_in_one_process_ends_all(name: str, message: str, together: Together) -> None:
     for errors in together.errors:
         assert re.search(message, errors[name], flags=re.S)

@@ -67,13 +67,13 @@ class Shifted(Elsewhere):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_the_path_begins_where_the_work_does(engine: str) -> None:
+def test_path_starts_at_the_start_of_local_work(engine: str) -> None:
     options = {"algorithm": Shifted(), "local_epochs": None, "local_steps": 3, "max_rounds": 1}
     state = run(engine, partial(Ordinary, SGD), **options).fit_loop.state.state
     torch.testing.assert_close(state["delta"], 1 - 3 * LR * state["path"], rtol=1e-12, atol=1e-14)
 
 
-def test_a_start_at_x_changes_nothing() -> None:
+def test_start_at_x_equals_fedavg() -> None:
     class AtX(FedAvg):
         def start(self, x: Tensor, step: Any) -> Tensor:
             return x
@@ -82,7 +82,7 @@ def test_a_start_at_x_changes_nothing() -> None:
     assert torch.equal(one.fit_loop.state.x, other.fit_loop.state.x)
 
 
-def test_a_start_of_another_shape_is_refused() -> None:
+def test_start_with_wrong_shape_is_rejected() -> None:
     class Short(FedAvg):
         def start(self, x: Tensor, step: Any) -> Tensor:
             return x.mean()

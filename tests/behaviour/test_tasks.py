@@ -47,7 +47,7 @@ def root_in(path: Path) -> str | None:
 
 
 @pytest.mark.parametrize("path", few(TASKS, TASKS[::3]), ids=lambda p: p.stem)
-def test_a_task_is_complete_and_reads_nothing_until_it_runs(path: Path) -> None:
+def test_task_config_is_complete_and_reads_no_files_until_run(path: Path) -> None:
     config: dict[str, Any] = yaml.safe_load(path.read_text())
     assert set(config) == {"seed_everything", "model", "data", "trainer"}
     assert root_in(path) in ("data", None)
@@ -59,7 +59,7 @@ def test_a_task_is_complete_and_reads_nothing_until_it_runs(path: Path) -> None:
 
 @needs_matplotlib
 @pytest.mark.parametrize("path", few(TASKS, [path for path in TASKS if path.stem in SMALL]), ids=lambda p: p.stem)
-def test_a_task_trains_and_shows_its_clients_where_its_files_are(path: Path) -> None:
+def test_task_trains_and_plots_its_clients_if_data_is_available(path: Path) -> None:
     folder = os.environ.get("LIGHTNING_FED_DATA")
     words = [
         *("--trainer.max_rounds", "2", "--trainer.clients_per_round", "2"),

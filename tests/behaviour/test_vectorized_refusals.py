@@ -183,20 +183,20 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_training_step_that_clients_cannot_share_is_refused(name: str) -> None:
+def test_training_step_that_cannot_be_vectorized_is_rejected(name: str) -> None:
     step, reason = STEPS[name]
     refused(partial(Step, step), reason)
 
 
-def test_a_metric_object_is_named() -> None:
+def test_metric_object_in_training_step_is_rejected() -> None:
     refused(partial(Step, update_metric), "updates the metric 'metric'")
 
 
-def test_batchnorm_in_train_mode_is_refused() -> None:
+def test_batch_norm_in_train_mode_is_rejected() -> None:
     refused(WithBatchNorm, r"layer .body\.1. \(BatchNorm1d\) moves running statistics.*GroupNorm")
 
 
-def test_python_and_numpy_draw_on_as_if_nothing_had_happened() -> None:
+def test_rejection_restores_python_and_numpy_random_state() -> None:
     random.seed(1)
     np.random.seed(1)
     expected = random.Random(1).random(), np.random.RandomState(1).rand()
@@ -221,7 +221,7 @@ class WithHook(Ordinary):
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_are_refused(register: str) -> None:
+def test_parameter_hooks_are_rejected(register: str) -> None:
     refused(partial(WithHook, register), "parameter 'head.weight' has a hook")
     t = trainer(engine="vectorized", max_rounds=3)
     with pytest.raises(FederatedError, match=r"parameter 'head.weight' has a hook"):
@@ -237,7 +237,7 @@ class FromRound(Ordinary):
         return loss / self.trainer.num_training_batches if self.current_epoch else loss
 
 
-def test_what_differs_from_client_to_client_is_refused_in_later_rounds_too() -> None:
+def test_per_client_trainer_values_are_rejected_in_later_rounds() -> None:
     t = trainer(engine="vectorized", max_rounds=3)
     with pytest.raises(FederatedError, match=r"no value for trainer.num_training_batches in training_step"):
         t.fit(FromRound(), data())
@@ -254,7 +254,7 @@ class WithMaxNorm(Ordinary):
         return F.cross_entropy(self(batch[0]) + self.table(batch[1]), batch[1])
 
 
-def test_what_is_refused_runs_in_sequence_where_the_engine_may_be_chosen() -> None:
+def test_auto_runs_rejected_modules_with_sequential_engine() -> None:
     for make in (WithMaxNorm, partial(Step, by_length), partial(Step, log_twice), partial(WithHook, "register_hook")):
         ends = []
         for engine in ("sequential", "auto"):
@@ -267,7 +267,7 @@ def test_what_is_refused_runs_in_sequence_where_the_engine_may_be_chosen() -> No
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (13, 8, 5)])
-def test_methods_without_local_work_try_the_module_out_too(sizes: tuple[int, ...]) -> None:
+def test_methods_without_local_work_also_run_a_trial(sizes: tuple[int, ...]) -> None:
     class Recurrent(Ordinary):
         def __init__(self) -> None:
             super().__init__()
@@ -306,7 +306,7 @@ class Remembers(Ordinary):
 
 @pytest.mark.parametrize("is_frozen", few([False, True], [True]), ids=["free", "frozen"])
 @pytest.mark.parametrize("kind", few(["GRU", "LSTM", "RNN"], ["GRU"]))
-def test_recurrent_layers_are_refused_by_name_and_with_what_to_change(kind: str, is_frozen: bool) -> None:
+def test_error_for_recurrent_layers_suggests_a_fix(kind: str, is_frozen: bool) -> None:
     reason = rf"runs its layer 'memory' \({kind}\) for one client at a time only; a loop of nn.{kind}Cell can"
     if is_frozen:
         reason = rf"its frozen layer 'memory' \({kind}\) starts from a state that all clients share; pass it a first"
@@ -318,13 +318,13 @@ def test_recurrent_layers_are_refused_by_name_and_with_what_to_change(kind: str,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["GRUCell", "LSTMCell", "RNNCell"])
-def test_the_first_state_of_a_frozen_cell_is_named(kind: str) -> None:
+def test_implicit_initial_state_of_frozen_cell_is_rejected(kind: str) -> None:
     refused(partial(Remembers, kind, True, False), "the first state of a recurrent cell: make it from the input")
     changed = partial(Remembers, kind, True, True)
     assert_agree(*(run(engine, changed, full_batches) for engine in ("vectorized", "sequential")))
 
 
-def test_accumulation_that_is_scheduled_for_later_rounds_is_refused() -> None:
+def test_accumulation_scheduled_for_later_rounds_is_rejected() -> None:
     refused(Ordinary, "GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 1, 2: 2})])
     chosen = trainer(engine="auto", max_rounds=3, callbacks=[GradientAccumulationScheduler({0: 1, 2: 2})])
     chosen.fit(Ordinary(), data())
@@ -333,7 +333,7 @@ def test_accumulation_that_is_scheduled_for_later_rounds_is_refused() -> None:
     trainer(engine="vectorized", max_rounds=1, callbacks=[never]).fit(Ordinary(), data())
 
 
-def test_kept_states_of_the_local_optimizer_are_refused() -> None:
+def test_kept_local_optimizer_state_is_rejected() -> None:
     refused(Ordinary, "local_optimizer_state='keep'", local_optimizer_state="keep")
 
 
@@ -343,12 +343,12 @@ class WithBuffer(Ordinary):
         self.register_buffer("scale", torch.ones(()))
 
 
-def test_local_buffers_are_refused_where_there_are_buffers() -> None:
+def test_local_buffers_are_rejected_for_module_with_buffers() -> None:
     refused(WithBuffer, "clients keep their own buffers, such as 'scale'", buffers="local")
 
 
 @pytest.mark.thorough
-def test_local_buffers_are_allowed_where_there_are_none() -> None:
+def test_local_buffers_are_allowed_for_module_without_buffers() -> None:
     trainer(engine="vectorized", buffers="local", max_rounds=1).fit(Ordinary(), data())
 
 
@@ -359,7 +359,7 @@ class Scaled(MixedPrecision):
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
 
 
-def test_a_gradient_scaler_is_refused() -> None:
+def test_gradient_scaler_is_rejected() -> None:
     refused(Ordinary, "precision='16-mixed' scales the loss", plugins=Scaled())
 
 
@@ -376,7 +376,7 @@ class Named(Dataset[Any]):
         return *self.inner[index], f"example {index}"
 
 
-def test_strings_in_a_batch_are_refused() -> None:
+def test_strings_in_a_batch_are_rejected() -> None:
     refused(Ordinary, "tensors only, found a str", FederatedDataModule([Named(9), Named(6), Named(7)], batch_size=4))
 
 
@@ -391,7 +391,7 @@ class Surprise(Ordinary):
 
 
 @pytest.mark.parametrize("algorithm", [None, Mime()], ids=repr)
-def test_what_only_a_later_batch_does_is_refused_with_a_way_out(algorithm: Any) -> None:
+def test_error_for_later_batch_suggests_a_workaround(algorithm: Any) -> None:
     model = Surprise()
     before = parameters(model).clone()
     run = trainer(engine="vectorized", clients_per_round=2, algorithm=algorithm)
@@ -414,7 +414,7 @@ class Counts(Ordinary):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_refused_module_keeps_its_attributes() -> None:
+def test_rejected_module_keeps_its_attributes() -> None:
     model = Counts()
     seen, names = model.seen, model.names
     refused(lambda: model, "changes the attribute")

@@ -55,7 +55,7 @@ def line(system, seconds, workload="W1", algorithm="FedAvg", loss=1.0):
 
 
 @pytest.mark.thorough
-def test_lightning_fed_and_the_plain_loop_end_with_one_loss(run):
+def test_lightning_fed_and_plain_loop_reach_the_same_loss(run):
     found = {}
     for system in ("torch", "lightning_fed"):
         status, (found[system],), _ = run("--system", system, "--devices", "1")
@@ -69,13 +69,13 @@ def test_lightning_fed_and_the_plain_loop_end_with_one_loss(run):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_the_engine_is_the_one_asked_for(run, engine):
+def test_requested_engine_is_used(run, engine):
     _, (found,), _ = run("--system", "lightning_fed", "--devices", "1", "--engine", engine, "--algorithm", "Scaffold")
     assert found["config"]["engine"] == engine
     assert found["algorithm"] == "Scaffold"
 
 
-def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, monkeypatch):
+def test_missing_peer_is_skipped_with_a_message(run, scripts, monkeypatch):
     monkeypatch.setitem(scripts("workloads").PACKAGES, "fluke", "a_package_that_nobody_has")
     status, (found,), said = run("--system", "fluke")
     assert status == 0
@@ -83,7 +83,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(run, scripts, mo
     assert "fluke is skipped" in said
 
 
-def test_a_command_line_that_makes_no_sense_is_refused(run, capsys):
+def test_invalid_command_line_is_rejected(run, capsys):
     for arguments, message in [
         ([], "--system is required"),
         (["--system", "pfl", "--algorithm", "Mime"], "for lightning_fed alone"),
@@ -101,7 +101,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(run, capsys):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("apart", [False, True])
-def test_several_runs_are_compared_and_written_to_a_page(run, scripts, monkeypatch, tmp_path, apart):
+def test_runs_are_compared_and_written_to_a_page(run, scripts, monkeypatch, tmp_path, apart):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- workloads:start -->\nold\n<!-- workloads:end -->\nafter\n")
     if not apart:
@@ -143,7 +143,7 @@ def test_systems_take_turns(tmp_path):
 
 
 @pytest.mark.thorough
-def test_what_fails_ends_no_other_turns(scripts, monkeypatch, tmp_path):
+def test_failing_system_does_not_stop_other_turns(scripts, monkeypatch, tmp_path):
     workloads = scripts("workloads")
     args = workloads._parser().parse_args(
         ["--system", "torch", "--in-turns", "1", "--rounds", "2", "--data", str(tmp_path)]
@@ -154,7 +154,7 @@ def test_what_fails_ends_no_other_turns(scripts, monkeypatch, tmp_path):
     assert bad["failed"] == "exit code 1"
 
 
-def test_rounds_do_not_count_the_time_in_which_others_have_theirs(scripts, monkeypatch):
+def test_round_times_exclude_the_turns_of_other_systems(scripts, monkeypatch):
     measure = scripts("systems.measure")
     now, stops = [0.0], []
 
@@ -173,7 +173,7 @@ def test_rounds_do_not_count_the_time_in_which_others_have_theirs(scripts, monke
     assert (figures["setup_s"], figures["min"], figures["s_per_round"], figures["max"]) == (12.0, 1.0, 2.0, 3.0)
 
 
-def test_ratios_are_taken_within_a_repeat(scripts):
+def test_ratios_are_computed_within_a_repeat(scripts):
     repeats = [[line("torch", s), line("pfl", 2 * s), line("fluke", 2 * s, loss=2.0)] for s in (1.0, 5.0, 2.0)]
     plain, pfl, fluke = scripts("systems.summary").combine(repeats)
     assert (plain["s_per_round"], plain["min"], plain["max"]) == (2.0, 0.5, 10.0)
@@ -182,7 +182,7 @@ def test_ratios_are_taken_within_a_repeat(scripts):
     assert not fluke["loss_agrees"]
 
 
-def test_goals_are_judged(scripts):
+def test_tables_show_whether_goals_are_met(scripts):
     summary = scripts("systems.summary")
     seconds = {"torch": 1.0, "torch-2": 0.1, "lightning_fed": 0.5, "fedjax": 0.6, "pfl": 1.4}
     methods = [line("lightning_fed", 0.5 * ratio, algorithm=name) for name, ratio in (("Mime", 2.0), ("Scaffold", 1.5))]
@@ -193,7 +193,7 @@ def test_goals_are_judged(scripts):
     assert "A CPU, 2 cores" in text
 
 
-def test_what_medians_are_of_is_said_for_each_workload(scripts):
+def test_tables_describe_the_medians_of_each_workload(scripts):
     summary = scripts("systems.summary")
     first, second = line("torch", 1.0), line("torch", 1.0) | {"workload": "W2"}
     what = f"{first['rounds']} rounds after {first['warmup']} to warm up"
@@ -204,13 +204,13 @@ def test_what_medians_are_of_is_said_for_each_workload(scripts):
     assert f"Medians, for W1 and W2 of 1 repeat of {what}; for W4 of {other}. " in found
 
 
-def test_the_last_line_of_a_run_counts(scripts, tmp_path):
+def test_last_result_line_of_a_run_is_used(scripts, tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text("".join(f"{json.dumps(line('torch', s))}\n" for s in (1.0, 3.0)))
     assert [row["s_per_round"] for row in scripts("systems.summary").read(path)] == [3.0]
 
 
-def test_rounds_to_warm_up_are_set_up_and_not_timed(scripts, monkeypatch):
+def test_warmup_rounds_count_as_setup_and_are_not_timed(scripts, monkeypatch):
     measure = scripts("systems.measure")
     times = iter([0.0, 10.0, 10.0, 20.0, 20.0, 21.0, 21.0, 24.0, 24.0])
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(times))
@@ -221,7 +221,7 @@ def test_rounds_to_warm_up_are_set_up_and_not_timed(scripts, monkeypatch):
     assert (figures["setup_s"], figures["min"], figures["s_per_round"], figures["max"]) == (20.0, 1.0, 2.0, 3.0)
 
 
-def test_a_system_that_runs_too_few_rounds_is_found_out(scripts):
+def test_system_that_runs_too_few_rounds_raises(scripts):
     measure = scripts("systems.measure")
     stopwatch = measure.Stopwatch(measure.Settings(rounds=2, warmup=1))
     stopwatch.tick()
@@ -229,13 +229,13 @@ def test_a_system_that_runs_too_few_rounds_is_found_out(scripts):
         stopwatch.figures()
 
 
-def test_every_workload_has_its_goal(scripts):
+def test_every_workload_has_a_goal(scripts):
     problem, summary = scripts("systems.problem"), scripts("systems.summary")
     assert set(summary.GOALS) == set(problem.WORKLOADS) - {"tiny"}
 
 
 @pytest.mark.thorough
-def test_networks_of_all_workloads_take_the_initial_parameters(scripts, tmp_path):
+def test_all_workload_networks_use_the_initial_parameters(scripts, tmp_path):
     problem, networks = scripts("systems.problem"), scripts("systems.networks")
     problem.prepare("tiny", tmp_path)
     made = problem.Problem("tiny", tmp_path)
@@ -246,7 +246,7 @@ def test_networks_of_all_workloads_take_the_initial_parameters(scripts, tmp_path
     assert made.cohort(3) == sorted(set(made.cohort(3)))
 
 
-def test_data_is_the_same_when_made_again(scripts, tmp_path):
+def test_data_preparation_is_deterministic(scripts, tmp_path):
     problem = scripts("systems.problem")
     for folder in (tmp_path / "a", tmp_path / "b"):
         problem.prepare("tiny", folder)
@@ -256,7 +256,7 @@ def test_data_is_the_same_when_made_again(scripts, tmp_path):
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["tiny.npz"]
 
 
-def test_every_workload_says_how_often_it_is_run(run, scripts, monkeypatch, tmp_path):
+def test_workload_defines_its_warmup_and_repeats(run, scripts, monkeypatch, tmp_path):
     workloads, problem = scripts("workloads"), scripts("systems.problem")
     own = dataclasses.replace(problem.WORKLOADS["tiny"], warmup=4, repeats=2)
     monkeypatch.setitem(problem.WORKLOADS, "tiny", own)
@@ -272,7 +272,7 @@ def test_every_workload_says_how_often_it_is_run(run, scripts, monkeypatch, tmp_
 
 
 @pytest.mark.thorough
-def test_figures_of_a_point_of_scale(scripts):
+def test_scale_point_figures_in_process(scripts):
     scale = scripts("scale")
     found = scale.measure(scale.Point("Scaffold", cohort=4, population=4, parameters=200_000, chunk=2), 1, 1)
     assert found["parameters"] == pytest.approx(200_000, rel=0.01)
@@ -283,7 +283,7 @@ def test_figures_of_a_point_of_scale(scripts):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["FedAvg", "Scaffold"])
-def test_a_point_of_scale_is_measured(scripts, method):
+def test_scale_point_is_measured_in_a_separate_process(scripts, method):
     scale = scripts("scale")
     point = scale.Point(method, cohort=4, population=4, parameters=2_000_000, chunk=2)
     found = scale._run_apart("cohort", point, rounds=1, warmup=1)  # the memory that other tests freed is used again
@@ -295,7 +295,7 @@ def test_a_point_of_scale_is_measured(scripts, method):
 
 
 @pytest.mark.thorough
-def test_scale_writes_tables_and_a_figure(scripts, monkeypatch, tmp_path):
+def test_scale_script_writes_tables_and_a_figure(scripts, monkeypatch, tmp_path):
     scale = scripts("scale")
     page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
     page.write_text(
@@ -332,7 +332,7 @@ def test_scale_writes_tables_and_a_figure(scripts, monkeypatch, tmp_path):
     assert 0 < (tmp_path / "images" / "scale.png").stat().st_size < 100_000
 
 
-def test_a_point_that_fails_is_told(scripts, monkeypatch, tmp_path, capsys):
+def test_failing_scale_point_is_reported(scripts, monkeypatch, tmp_path, capsys):
     scale = scripts("scale")
     monkeypatch.setattr(scale, "AXES", {"cohort": [scale.Point()]})
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
@@ -342,7 +342,7 @@ def test_a_point_that_fails_is_told(scripts, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_soaks_are_written_to_a_page(scripts, tmp_path):
+def test_soak_results_are_written_to_a_page(scripts, tmp_path):
     soak = scripts("soak")
     page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
     page.write_text("<!-- soak:start -->\n<!-- soak:end -->\n")
@@ -351,7 +351,7 @@ def test_soaks_are_written_to_a_page(scripts, tmp_path):
     assert "| Scaffold, sequential, states in memory | 10 | 2 | 1,000 |" in page.read_text()
 
 
-def test_the_page_has_a_place_for_all_figures(scripts):
+def test_page_has_markers_for_all_figures(scripts):
     page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
     for name in ("workloads", "scale", "soak", *(f"scale-{axis}" for axis in scripts("scale").AXES)):
         assert page.index(f"<!-- {name}:start -->") < page.index(f"<!-- {name}:end -->")
@@ -360,7 +360,7 @@ def test_the_page_has_a_place_for_all_figures(scripts):
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names before Python 3.11")
 @pytest.mark.parametrize("watched", [[], ["--fit"]])
-def test_reach_counts_what_is_entered(scripts, capsys, watched):
+def test_reach_counts_entered_functions(scripts, capsys, watched):
     script = scripts("reach")
     assert script.main(["--engine", "sequential", "--algorithm", "FedAvg", "--json", "--list", *watched]) == 0
     assert sys.getprofile() is None
@@ -375,7 +375,7 @@ def test_reach_counts_what_is_entered(scripts, capsys, watched):
     assert (steps, starts) == ((0, 1) if watched else (script.CLIENTS * script.STEPS, 0))
 
 
-def test_reach_names_the_targets_that_are_missed(scripts):
+def test_reach_names_missed_targets(scripts):
     script = scripts("reach")
     enters = {"what": "round", "engine": "vectorized", "algorithm": "FedAvg", "functions": 301, "defined": 171}
     assert script._missed([enters]) == ["vectorized round: 301 functions, at most 300"]
@@ -386,7 +386,7 @@ def test_reach_names_the_targets_that_are_missed(scripts):
 
 
 @pytest.mark.thorough
-def test_engines_differ_by_rounding_alone(scripts, capsys):
+def test_engines_differ_only_by_rounding(scripts, capsys):
     script = scripts("rounding")
     assert script.main(["--runs", "1", "--seed", "17", "--json"]) == 0
     small, large = map(json.loads, capsys.readouterr().out.splitlines())
@@ -395,7 +395,7 @@ def test_engines_differ_by_rounding_alone(scripts, capsys):
     assert max(large["engines"]) < 1e-13
 
 
-def test_what_rounding_does_not_explain_is_found(scripts):
+def test_differences_beyond_rounding_are_reported(scripts):
     script, found = scripts("rounding"), {"engines": (1e-12, 1e-4), "start": (1e-15, 1e-4), "gradients": (1e-16, 0.0)}
     assert not script._is_explained(found)
     assert script._is_explained(found | {"engines": (1e-14, 0.1)})
@@ -410,7 +410,7 @@ def with_rounds(name, times, loss=1.0):
     return own
 
 
-def test_checkouts_are_compared_round_by_round(scripts):
+def test_checkouts_are_compared_per_round(scripts):
     variants = scripts("systems.variants")
     base, other = with_rounds("this checkout", [1.0, 2.0, 4.0]), with_rounds("the other checkout", [2.0, 4.0, 40.0])
     slower = with_rounds("the other checkout", [3.0, 6.0, 12.0], loss=2.0)
@@ -427,12 +427,12 @@ def test_checkouts_are_compared_round_by_round(scripts):
     assert "W1 FedAvg, the other checkout: did not finish." in variants.table([failed], is_against=True)
 
 
-def test_every_mechanism_is_where_it_is_patched_away(scripts):
+def test_every_ablation_patches_existing_code(scripts):
     ablations = scripts("systems.ablations")
     assert all(len(list(ablations.places_of(name))) == len(its.places) for name, its in ablations.ABLATIONS.items())
 
 
-def test_a_mechanism_is_patched_away(scripts, monkeypatch):
+def test_mechanism_is_patched_out_or_missing_target_raises(scripts, monkeypatch):
     ablations = scripts("systems.ablations")
     for module, what in (
         ("engines.optimizer:FederatedOptimizer.step", "there"),
@@ -447,7 +447,7 @@ def test_a_mechanism_is_patched_away(scripts, monkeypatch):
         ablations.switch_off("elsewhere")
 
 
-def test_an_attribute_that_switches_a_mechanism_off_must_be_there(scripts):
+def test_disabling_a_mechanism_requires_its_attribute(scripts):
     class Engine:
         def __init__(self):
             self.is_fast = True
@@ -459,7 +459,7 @@ def test_an_attribute_that_switches_a_mechanism_off_must_be_there(scripts):
         type("Renamed", (Engine,), {"__init__": then("was_fast", False)(Engine.__init__)})()
 
 
-def test_mechanisms_are_looked_up_before_anything_runs(run):
+def test_unknown_mechanisms_are_rejected_before_running(run):
     for arguments, message in [
         (["--without", "stagger"], "no such mechanism(.|\n)*  interleaved "),
         (["--without", "interleaved+lean"], "lean: that is a mechanism of the sequential engine"),
@@ -473,24 +473,24 @@ def test_mechanisms_are_looked_up_before_anything_runs(run):
 
 
 @pytest.mark.thorough
-def test_a_run_without_mechanisms_is_compared_with_one_that_has_them(run):
+def test_run_without_mechanisms_is_compared_with_the_full_run(run):
     status, found, _ = run("--without", "interleaved", "tracing+lookups")
     assert status == 0
     assert [line["variant"] for line in found] == ["without interleaved", "without tracing+lookups"]
     assert all(line["loss_differs"] < 1e-5 and line["cpu_ratio"] > 0 for line in found)
 
 
-def test_every_workload_has_a_length_for_comparisons(scripts):
+def test_every_workload_has_a_comparison_length(scripts):
     assert set(scripts("systems.variants").LENGTHS) == set(scripts("systems.problem").WORKLOADS)
 
 
-def test_a_folder_without_the_package_is_no_checkout(run, tmp_path):
+def test_folder_without_the_package_is_not_a_checkout(run, tmp_path):
     with pytest.raises(SystemExit, match="no package lightning_fed"):
         run("--against", str(tmp_path))
 
 
 @pytest.mark.thorough
-def test_a_checkout_is_compared_with_another(run, tmp_path):
+def test_checkout_is_compared_with_another(run, tmp_path):
     status, (found,), _ = run("--against", str(BENCHMARKS.parent), "--algorithm", "Scaffold")
     assert status == 0
     assert found["loss_differs"] == 0
@@ -502,7 +502,7 @@ def test_a_checkout_is_compared_with_another(run, tmp_path):
     assert found["failed"] == "exit code 1"
 
 
-def test_attacks_are_tried_under_every_rule_and_rules_are_timed(scripts, capsys):
+def test_attacks_run_under_every_rule_and_rules_are_timed(scripts, capsys):
     attacks = scripts("attacks")
     assert attacks.main(["--cost", "--clients", "19", "--entries", "50"]) == 0
     rows = capsys.readouterr().out.splitlines()
@@ -512,13 +512,13 @@ def test_attacks_are_tried_under_every_rule_and_rules_are_timed(scripts, capsys)
 
 @pytest.mark.thorough
 @needs_opacus
-def test_the_cost_of_private_records_is_measured(scripts):
+def test_cost_of_record_privacy_is_measured(scripts):
     costs = scripts("record_privacy")
     for name in ("ordinary", "private, one by one"):
         assert costs.seconds(costs.MODELS["MLP"](), costs.HOW[name], rounds=1) > 0
 
 
-def test_the_exponent_of_growth_is_the_slope_of_the_logarithms(scripts):
+def test_growth_exponent_is_the_log_log_slope(scripts):
     slope = scripts("scale_page")._slope
     assert slope([(10, 3.0), (100, 30.0), (1000, 300.0)]) == pytest.approx(1.0)
     assert slope([(10, 5.0), (1000, 5.0)]) == pytest.approx(0.0)
@@ -526,7 +526,7 @@ def test_the_exponent_of_growth_is_the_slope_of_the_logarithms(scripts):
 
 
 @pytest.mark.thorough
-def test_an_option_is_timed_in_turns_with_its_absence(scripts, monkeypatch, capsys):
+def test_options_are_timed_alternating_with_the_baseline(scripts, monkeypatch, capsys):
     options = scripts("options")
     monkeypatch.setattr(options, "STEPS", 1)
     chosen = ["`on_client_start` sets each client's rate", "`UpdateNormSampler`"]
@@ -540,7 +540,7 @@ def test_an_option_is_timed_in_turns_with_its_absence(scripts, monkeypatch, caps
 
 @needs_pyarrow
 @pytest.mark.thorough
-def test_the_rules_of_tables_are_timed(scripts, capsys):
+def test_table_rules_are_timed(scripts, capsys):
     tables = scripts("client_tables")
     assert tables.main(["--rows", "400"]) == 0
     rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("|")]

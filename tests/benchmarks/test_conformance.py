@@ -38,14 +38,14 @@ def ran(modules, case, **more):
     return {**line, "way": "", "how": "as ever", "rounds": rounds, "resumed": rounds[case.restart :], **more}
 
 
-def test_the_file_has_what_the_reference_computes(modules, cases):
+def test_stored_cases_match_the_reference(modules, cases):
     flat, rounds_of = modules("cases").flat, modules("reference").rounds_of
     for case in cases.values():
         for stored, x in zip(case.expected, rounds_of(case), strict=True):
             np.testing.assert_allclose(flat(stored, case.problem.trained), x, rtol=1e-12, atol=1e-13)
 
 
-def test_gradients_are_those_of_the_loss(modules, cases):
+def test_reference_gradients_match_autograd(modules, cases):
     gradient, flat = modules("reference").gradient, modules("cases").flat
     torch = pytest.importorskip("torch")
     network = modules("adapters.torch_client").network
@@ -101,7 +101,7 @@ def test_lightning_fed_resumes_exactly(modules, cases, name):
         ("fednova", {"weights": "uniform"}, "x averaged uniformly"),
     ],
 )
-def test_a_deviation_is_named_by_its_rule(modules, cases, name, way, words):
+def test_verdict_names_the_rule_of_a_deviation(modules, cases, name, way, words):
     case, reference = cases[name], modules("reference")
     questions = reference.METHODS[case.method].questions
     answers = {key: next(iter(question.answers)) for key, question in questions.items()} | way
@@ -113,7 +113,7 @@ def test_a_deviation_is_named_by_its_rule(modules, cases, name, way, words):
     assert verdict.restart == "not measured"
 
 
-def test_what_the_paper_leaves_open_is_a_choice(modules, cases):
+def test_detail_left_open_by_the_paper_counts_as_a_choice(modules, cases):
     case, reference = cases["fedavg, client momentum"], modules("reference")
     kept = reference.rounds_of(case, {"weights": "examples", "momentum": "kept"})
     verdict = modules("verdicts").judge(case, ran(modules, case, rounds=[x.tolist() for x in kept]))
@@ -121,7 +121,7 @@ def test_what_the_paper_leaves_open_is_a_choice(modules, cases):
     assert verdict.choices == ("momentum kept between rounds",)
 
 
-def test_numbers_of_no_known_rule_are_off(modules, cases):
+def test_numbers_matching_no_known_rule_are_off(modules, cases):
     case = cases["fedavg"]
     line = ran(modules, case)
     start = modules("cases").flat(case.problem.start, case.problem.trained)
@@ -141,7 +141,7 @@ def test_numbers_of_no_known_rule_are_off(modules, cases):
         ("feddyn", "h", "h"),
     ],
 )
-def test_what_a_restart_loses_is_named(modules, cases, name, lost, words):
+def test_verdict_names_the_state_lost_on_restart(modules, cases, name, lost, words):
     case = cases[name]
     after = modules("reference").rounds_of(case, lost=lost)[case.restart :]
     verdict = modules("verdicts").judge(case, ran(modules, case, resumed=[x.tolist() for x in after]))
@@ -153,7 +153,7 @@ def test_what_a_restart_loses_is_named(modules, cases, name, lost, words):
     ("rule", "words"),
     [("largest", "from the client with the most steps"), ("mean", "averaged to 24.4"), ("client cut", "24.1, which")],
 )
-def test_what_becomes_of_buffers_is_told(modules, cases, rule, words):
+def test_verdict_describes_the_buffer_rule(modules, cases, rule, words):
     case = cases["batchnorm"]
     buffers = modules("reference").buffers_of(case, "examples", rule)
     line = ran(modules, case, buffers={name: value.tolist() for name, value in buffers.items()})
@@ -184,7 +184,7 @@ ADAPTER = """
 """
 
 
-def test_an_adapter_of_a_file_is_run_and_rendered(modules, tmp_path, monkeypatch, capsys):
+def test_adapter_from_a_file_runs_and_is_rendered(modules, tmp_path, monkeypatch, capsys):
     file, page, results = tmp_path / "mine.py", tmp_path / "page.md", tmp_path / "runs.jsonl"
     file.write_text(textwrap.dedent(ADAPTER))
     page.write_text("before\n<!-- exactness:start -->\nold\n<!-- exactness:end -->\nafter\n")
@@ -210,7 +210,7 @@ def test_an_adapter_of_a_file_is_run_and_rendered(modules, tmp_path, monkeypatch
         main(["--results", str(results), "--render", str(page)])
 
 
-def test_a_framework_that_is_not_installed_is_named(modules, tmp_path, capsys):
+def test_error_names_the_missing_framework(modules, tmp_path, capsys):
     missing = tmp_path / "missing.py"
     assert modules("__main__").main(["--framework", str(missing), "--case", "fedavg"]) == 1
     assert f"{missing} did not run" in capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_a_framework_that_is_not_installed_is_named(modules, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_the_page_shows_the_runs_that_are_kept(modules, cases):
+def test_page_shows_the_stored_runs(modules, cases):
     tables = modules("tables")
     text = tables.page(list(cases.values()), tables.read(BENCHMARKS / "conformance" / "runs.jsonl"))
     assert text in (ROOT / "docs" / "exactness.md").read_text()

@@ -59,16 +59,14 @@ def started(deploy: Any, folder: Path, roots: Callable[[], dict[int, str]] = dic
         ("--transport carrier-pigeon", "invalid choice"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    words: str, why: str, deploy: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_incomparable_runs_are_rejected(words: str, why: str, deploy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         deploy.main(words.split())
     assert why in capsys.readouterr().err
 
 
 @needs_linux
-def test_transports_take_turns_and_the_first_round_is_not_timed(
+def test_transports_alternate_and_first_round_is_not_timed(
     deploy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = []
@@ -95,7 +93,7 @@ def test_transports_take_turns_and_the_first_round_is_not_timed(
 
 
 @needs_linux
-def test_cpu_time_of_processes_that_have_ended_counts(deploy: Any, tmp_path: Path) -> None:
+def test_cpu_time_includes_ended_processes(deploy: Any, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()
@@ -126,12 +124,12 @@ def test_cpu_time_of_processes_that_have_ended_counts(deploy: Any, tmp_path: Pat
         ("python -m lightning_fed.deploy.site_process", "site process"),
     ],
 )
-def test_kinds_of_processes_are_told_apart(command: str, kind: str, deploy: Any) -> None:
+def test_process_kinds_are_distinguished(command: str, kind: str, deploy: Any) -> None:
     assert deploy._kind_of(command.split()) == kind
 
 
 @needs_linux
-def test_a_site_process_that_is_a_child_of_another_counts_once(deploy: Any, tmp_path: Path) -> None:
+def test_site_process_with_a_watched_parent_counts_once(deploy: Any, tmp_path: Path) -> None:
     """FLARE's process stays, and with it the parent of the site's process, which its log names as well."""
     with subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -19,14 +19,14 @@ class Logs(FederatedCallback):
         pl_module.log("ended", float(round_report.round))
 
 
-def test_a_hook_counts_if_it_is_overridden_in_the_class_or_on_the_instance() -> None:
+def test_hook_is_used_if_overridden_in_class_or_on_instance() -> None:
     assert uses_hook(LambdaCallback(on_fit_start=print), "on_fit_start")
     assert not uses_hook(LambdaCallback(on_fit_end=print), "on_fit_start")
     assert uses_hook(Logs(), "on_round_end", FederatedCallback)
     assert not uses_hook(Logs(), "on_client_end", FederatedCallback)
 
 
-def test_lightnings_own_callbacks_hear_nothing_of_rounds() -> None:
+def test_plain_lightning_callbacks_get_no_round_hooks() -> None:
     class Named(Callback):
         def on_round_end(self, *_: Any) -> None:
             raise AssertionError
@@ -37,7 +37,7 @@ def test_lightnings_own_callbacks_hear_nothing_of_rounds() -> None:
     run.fit(seeded(), data())
 
 
-def test_values_may_be_logged_when_a_round_starts_and_when_it_ends() -> None:
+def test_values_can_be_logged_at_round_start_and_end() -> None:
     run = trainer(callbacks=Logs(), max_rounds=2)
     run.fit(seeded(), data())
     assert {name: float(run.callback_metrics[name]) for name in ("started", "ended")} == {"started": 1.0, "ended": 1.0}

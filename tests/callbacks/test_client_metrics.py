@@ -48,7 +48,7 @@ def accuracies(model: nn.Module, datasets: dict[Any, TensorDataset] | None = Non
     }
 
 
-def test_every_client_is_measured_on_all_of_its_own_examples(tmp_path: Path) -> None:
+def test_every_client_is_measured_on_all_its_examples(tmp_path: Path) -> None:
     model, callback, logger = seeded(), ClientAccuracy(), CSVLogger(tmp_path)
     found = run(callback, model, logger=logger)
     expected = accuracies(model)
@@ -65,7 +65,7 @@ def test_every_client_is_measured_on_all_of_its_own_examples(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_tensorboard_shows_how_the_clients_differ(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_histogram_over_clients(tmp_path: Path) -> None:
     logger, callback = TensorBoardLogger(tmp_path), ClientAccuracy(every_n_rounds=2, on="train")
     fit(callbacks=callback, logger=logger, max_rounds=5)
     events = EventAccumulator(logger.log_dir, size_guidance={"histograms": 0})
@@ -85,7 +85,7 @@ def test_training_sets_are_measured_on_request() -> None:
     assert found["clients_train/val_acc/mean"] == pytest.approx(sum(expected.values()) / 6)
 
 
-def test_a_loss_is_worst_where_it_is_largest() -> None:
+def test_worst_loss_is_the_largest_with_mode_min() -> None:
     callback = ClientAccuracy("val_loss", mode="min")
     assert run(callback)["clients/val_loss/worst_10"] == max(row["val_loss"] for row in callback.table.values())
 
@@ -121,7 +121,7 @@ class Measured(Net):
         assert "val_acc" in self.trainer.callback_metrics
 
 
-def test_metric_objects_start_afresh_for_every_client() -> None:
+def test_metric_objects_are_reset_for_every_client() -> None:
     model, callback = seeded(Measured), ClientAccuracy()
     run(callback, model)
     for i, dataset in VAL.items():
@@ -136,7 +136,7 @@ def test_metric_objects_start_afresh_for_every_client() -> None:
 
 
 @pytest.mark.thorough
-def test_the_trainers_own_metrics_are_the_same_with_and_without_the_measure(tmp_path: Path) -> None:
+def test_measuring_clients_does_not_change_trainer_metrics(tmp_path: Path) -> None:
     logged = []
     for callbacks in ([], [ClientAccuracy(), PersonalizedAccuracy(local_steps=2)]):
         logger = CSVLogger(tmp_path, version=len(logged))
@@ -149,7 +149,7 @@ def test_the_trainers_own_metrics_are_the_same_with_and_without_the_measure(tmp_
     assert logged[0] == logged[1]
 
 
-def test_a_sample_has_only_clients_with_a_validation_set() -> None:
+def test_sample_contains_only_clients_with_a_validation_set() -> None:
     some = {1: VAL[1], 4: VAL[4], 5: TensorDataset(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))}
     callback = ClientAccuracy(clients=2)
     run(callback, datamodule=data(client_val=some))
@@ -160,7 +160,7 @@ def test_a_sample_has_only_clients_with_a_validation_set() -> None:
     assert list(everyone.table) == [1, 4]
 
 
-def test_a_validation_step_may_name_its_arguments_as_it_likes() -> None:
+def test_validation_step_may_use_any_argument_names() -> None:
     class Indexed(Net):
         def validation_step(self, batch: Any, number: int) -> None:
             self.log("number", float(number), reduce_fx="max")
@@ -175,7 +175,7 @@ def test_a_validation_step_may_name_its_arguments_as_it_likes() -> None:
         assert callback.table[4]["number"] == expected
 
 
-def test_the_model_shown_is_the_one_measured() -> None:
+def test_measured_model_is_the_evaluated_one() -> None:
     model, callback = seeded(), ClientAccuracy()
     run(callback, model, algorithm=FedDyn(alpha=0.1, evaluate="mean"))
     assert {i: row["val_acc"] for i, row in callback.table.items()} == pytest.approx(accuracies(model))
@@ -205,7 +205,7 @@ def by_hand(make: Any, steps: int) -> list[float]:
     ids=["sgd", "momentum", "adam"],
 )
 @pytest.mark.parametrize("steps", [1, 5])
-def test_personalised_models_take_plain_steps_of_the_users_optimizer(make: Any, steps: int) -> None:
+def test_personalized_models_take_plain_user_optimizer_steps(make: Any, steps: int) -> None:
     class Mine(Quadratic):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make(self.parameters())
@@ -222,7 +222,7 @@ def test_personalised_models_take_plain_steps_of_the_users_optimizer(make: Any, 
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_personalisation_clips_as_the_run_does(corrected: bool) -> None:
+def test_personalization_clips_gradients_like_the_run(corrected: bool) -> None:
     callback = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=3)
     run(
         callback, Quadratic(x0=2.0, lr=0.1), Quadratics(a=(3.0, 1.0), G=10.0), gradient_clip_val=1.0,
@@ -234,14 +234,14 @@ def test_personalisation_clips_as_the_run_does(corrected: bool) -> None:
 
 
 @pytest.mark.thorough
-def test_more_steps_than_batches_go_on_with_another_epoch() -> None:
+def test_steps_beyond_one_epoch_continue_with_another_epoch() -> None:
     tuned = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=60)
     plain = ClientAccuracy("val_loss", mode="min", on="train")
     run([tuned, plain], seeded(dropout=0.0), data((8, 5)), clients_per_round=2)
     assert all(tuned.table[i]["val_loss"] < 0.5 * plain.table[i]["val_loss"] for i in tuned.table)
 
 
-def test_clients_start_from_the_servers_buffers_and_have_their_own_when_measured() -> None:
+def test_personalization_updates_per_client_buffers() -> None:
     class Normed(Net):
         def __init__(self) -> None:
             super().__init__(dropout=0.0)
@@ -265,12 +265,12 @@ def test_clients_start_from_the_servers_buffers_and_have_their_own_when_measured
         (ClientAccuracy("val_f1", on="train"), Net, r"logs \['val_acc', 'val_loss'\]"),
     ],
 )
-def test_modules_that_cannot_be_measured_are_refused_by_name(callback: Any, model: Any, words: str) -> None:
+def test_modules_that_cannot_be_measured_are_rejected(callback: Any, model: Any, words: str) -> None:
     with pytest.raises(FederatedError, match=words):
         run(callback, seeded(model), data())
 
 
-def test_a_module_without_validation_step_or_log_is_refused_by_name() -> None:
+def test_module_without_validation_step_or_log_is_rejected() -> None:
     class Silent(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             """Log nothing."""
@@ -292,12 +292,12 @@ def test_a_module_without_validation_step_or_log_is_refused_by_name() -> None:
         (partial(PersonalizedAccuracy, local_steps=0), "local_steps"),
     ],
 )
-def test_arguments_out_of_range_are_refused_by_name(make: Any, words: str) -> None:
+def test_out_of_range_arguments_are_rejected(make: Any, words: str) -> None:
     with pytest.raises(FederatedError, match=words):
         make()
 
 
-def test_without_a_logger_nothing_is_written(tmp_path: Path) -> None:
+def test_no_files_are_written_without_a_logger(tmp_path: Path) -> None:
     fit(seeded(), data(client_val=VAL), callbacks=ClientAccuracy())
     assert not list(tmp_path.rglob("*.csv"))
 
@@ -324,7 +324,7 @@ class Built(FederatedDataModule):
         partial(PersonalizedAccuracy, on="train"),
     ],
 )
-def test_clients_that_turn_out_to_be_empty_are_not_measured(make: Any) -> None:
+def test_clients_found_to_be_empty_are_not_measured(make: Any) -> None:
     tags = ("gradient/", "hessian/", "population/", "clients_train/", "personalized_train/")
 
     def found(num_empty: int) -> dict[str, float]:
@@ -337,12 +337,12 @@ def test_clients_that_turn_out_to_be_empty_are_not_measured(make: Any) -> None:
         assert found(2) == alone
 
 
-def test_nobody_to_measure_is_refused() -> None:
+def test_population_without_examples_is_rejected() -> None:
     with pytest.raises(FederatedError, match="TrainingLoss has no client to measure: none has training examples"):
         run(TrainingLoss(), datamodule=Built(2, sizes=()), clients_per_round=1.0)
 
 
-def test_a_client_whose_loader_has_no_batch_is_measured_as_it_is() -> None:
+def test_client_with_empty_loader_is_measured_without_tuning() -> None:
     class Dropping(Built):
         def client_dataloader(self, client_id: Any, generator: torch.Generator) -> Any:
             return DataLoader(self.client_dataset(client_id), batch_size=6, drop_last=True, generator=generator)

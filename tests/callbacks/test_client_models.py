@@ -37,7 +37,7 @@ def run(folder: Path, models: Any = "local", datamodule: Any = None, **options: 
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_local_models_are_those_that_clients_arrive_at(engine: Any, tmp_path: Path) -> None:
+def test_saved_local_models_match_the_end_of_local_training(engine: Any, tmp_path: Path) -> None:
     seen = Trajectory()
     run(tmp_path, callbacks=[seen], engine=engine, saver={"every_n_rounds": 2}, max_rounds=4)
     cohorts = {2: seen.cohorts[1], 4: seen.cohorts[3]}
@@ -82,7 +82,7 @@ PERSONAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PERSONAL)
-def test_personal_models_are_those_that_are_evaluated(name: str, tmp_path: Path) -> None:
+def test_saved_personal_models_match_the_evaluated_ones(name: str, tmp_path: Path) -> None:
     options = {"max_rounds": 2, **PERSONAL[name], "datamodule": data((12, 8, 20, 4, 16, 8))}
     shown, others, seen = Shown(), tmp_path / "others", Trajectory()
     chosen = ClientModels("personal", folder=others, clients=[0, 5])  # whether or not they are in the round
@@ -99,7 +99,7 @@ def test_personal_models_are_those_that_are_evaluated(name: str, tmp_path: Path)
     assert not same(shown.found[2, first], shown.found[2, second])
 
 
-def test_a_resumed_run_writes_the_same_files(tmp_path: Path) -> None:
+def test_resumed_run_writes_the_same_files(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", max_rounds=3)
     part = run(tmp_path / "part", max_rounds=1)
     part.save_checkpoint(tmp_path / "1.ckpt")
@@ -111,7 +111,7 @@ def test_a_resumed_run_writes_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "saver", "saved"), [(77, {}, (0, 1, 2, 4, 5)), (3, {"clients": [3]}, ())])
-def test_a_round_has_no_files_of_clients_that_did_not_complete_it(
+def test_round_has_no_files_of_clients_that_did_not_complete_it(
     other: int, saver: dict[str, Any], saved: tuple[int, ...], tmp_path: Path
 ) -> None:
     left = ClientModels.path(tmp_path, 1, other)
@@ -124,7 +124,7 @@ def test_a_round_has_no_files_of_clients_that_did_not_complete_it(
     assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in saved]
 
 
-def test_files_of_an_earlier_run_and_of_a_killed_one_are_removed(tmp_path: Path) -> None:
+def test_files_of_earlier_and_killed_runs_are_removed(tmp_path: Path) -> None:
     for name in ("client_77.safetensors", ".client_3.safetensors.123.part"):
         left = ClientModels.path(tmp_path, 1, 0).with_name(name)
         left.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def test_files_of_an_earlier_run_and_of_a_killed_one_are_removed(tmp_path: Path)
     assert files(tmp_path) == [f"round_000001/client_{i}.safetensors" for i in (0, 3)]
 
 
-def test_two_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_two_callbacks_sharing_a_folder_are_rejected(tmp_path: Path) -> None:
     pair = [ClientModels(), ClientModels("personal")]
     options: dict[str, Any] = {"personal": ["head.*"], "default_root_dir": tmp_path, "max_rounds": 1}
     with pytest.raises(FederatedError, match=r"Two ClientModels write into .*client_models, and would replace"):
@@ -152,7 +152,9 @@ def test_each_trainer_has_its_own_folder(tmp_path: Path) -> None:
         assert len(files(tmp_path / name / "client_models")) == 1
 
 
-def test_a_file_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_files_and_truncated_file_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, own = tmp_path / "local", tmp_path / "own"
     run(folder, max_rounds=1, clients_per_round=1)
     (file,) = files(folder)
@@ -186,7 +188,7 @@ def work_of_two(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_several_processes_write_the_files_of_one(tmp_path: Path) -> None:
+def test_two_processes_write_the_same_files_as_one(tmp_path: Path) -> None:
     for part in in_processes(partial(work_of_two, tmp_path / "two"), tmp_path):
         assert not part.error, part.trace
     run(tmp_path / "one" / "local")
@@ -227,7 +229,7 @@ class Complex(Plain):
     ],
     ids=["personal", "unknown", "extra state", "type"],
 )
-def test_what_cannot_be_saved_is_refused_by_name(
+def test_models_that_cannot_be_saved_are_rejected(
     algorithm: Algorithm, make: Any, saver: ClientModels, message: str, tmp_path: Path
 ) -> None:
     run_of = trainer(algorithm=algorithm, callbacks=[saver], default_root_dir=tmp_path)
@@ -237,7 +239,7 @@ def test_what_cannot_be_saved_is_refused_by_name(
     assert not files(tmp_path)
 
 
-def test_arguments_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_error_names_the_invalid_argument_or_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match="ClientModels.models='all'"):
         ClientModels("all")  # type: ignore[arg-type]
     with pytest.raises(FederatedError, match="clients must be a list of ids, which are .* found a str"):

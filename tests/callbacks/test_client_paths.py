@@ -16,7 +16,7 @@ from lightning_fed.models import LinearRegression, Quadratic
 from tests.helpers.training import Trajectory, data, fit, parameters, seeded, trainer
 
 
-def test_drift_of_two_quadratics_by_hand(tmp_path: Path) -> None:
+def test_drift_of_two_quadratics_matches_hand_computed_values(tmp_path: Path) -> None:
     # from x = 1 at rate 0.1: client 0 has gradients 2 y + 10, so y = -0.2 and -1.16; client 1 has -10, so y = 2 and 3
     callback, logger = LocalDrift(), CSVLogger(tmp_path)
     run = trainer(callbacks=callback, max_rounds=1, clients_per_round=2, local_steps=2, logger=logger)
@@ -34,7 +34,7 @@ def test_drift_of_two_quadratics_by_hand(tmp_path: Path) -> None:
     ]
 
 
-def test_a_path_has_a_distance_for_each_optimizer_step() -> None:
+def test_path_has_one_distance_per_optimizer_step() -> None:
     callback, ends = LocalDrift(), Trajectory()
     start = parameters(seeded())
     fit(callbacks=[callback, ends], max_rounds=1, clients_per_round=1.0, local_epochs=2, accumulate_grad_batches=3)
@@ -64,13 +64,13 @@ def test_only_every_nth_round_is_measured(callback: Any, tmp_path: Path) -> None
         assert [int(row["step"]) for row in rows if row[tag]] == [2, 4]
 
 
-def test_clients_that_undo_each_others_work_have_cosine_minus_one() -> None:
+def test_opposing_client_updates_have_cosine_minus_one() -> None:
     run = trainer(callbacks=UpdateCosine(), max_rounds=1, clients_per_round=2, local_steps=2)
     run.fit(Quadratic(x0=1.0, lr=0.1), Quadratics(a=(2.0, 0.0), G=10.0))
     assert float(run.callback_metrics["update/cosine"]) == pytest.approx(-1)
 
 
-def test_the_cosine_is_that_of_the_clients_own_updates() -> None:
+def test_cosine_is_the_mean_over_pairs_of_client_updates() -> None:
     ends, run = Trajectory(), trainer(callbacks=[UpdateCosine()], max_rounds=2)
     run.callbacks.append(ends)
     run.fit(seeded(), data())
@@ -81,7 +81,7 @@ def test_the_cosine_is_that_of_the_clients_own_updates() -> None:
     assert float(run.callback_metrics["update/cosine"]) == pytest.approx(float(pairs.mean()), abs=1e-5)
 
 
-def test_one_client_alone_has_no_cosine() -> None:
+def test_single_client_has_no_cosine() -> None:
     run = trainer(callbacks=UpdateCosine(), max_rounds=1, clients_per_round=1)
     run.fit(seeded(), data())
     assert "update/cosine" not in run.callback_metrics
@@ -104,7 +104,7 @@ def measured(with_outlier: bool) -> tuple[dict[str, float], list[Any]]:
     return {tag: float(run.callback_metrics[tag]) for tag in tags}, callbacks
 
 
-def test_a_round_that_is_run_again_is_measured_as_if_those_who_failed_had_not_been_drawn() -> None:
+def test_restarted_round_is_measured_without_the_failed_clients() -> None:
     (alone, _), (found, (_, drift, inexactness, iterates)) = measured(False), measured(True)
     assert found == alone
     for of_clients in (drift.paths, inexactness.gamma, iterates.paths):

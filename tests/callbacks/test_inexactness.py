@@ -24,7 +24,7 @@ class Listen(FederatedCallback):
 
 
 @pytest.mark.parametrize(("mu", "steps", "gamma"), [(0.0, 1, 0.5), (0.0, 2, 0.25), (1.0, 1, 0.0)])
-def test_gamma_is_the_share_of_the_gradient_that_is_left(mu: float, steps: int, gamma: float) -> None:
+def test_gamma_equals_the_remaining_gradient_fraction(mu: float, steps: int, gamma: float) -> None:
     # F(x) = x^2 / 2 - 2 x from 0: steps of rate 1/2 halve the gradient -2, and with mu = 1 the first one solves
     rows = TensorDataset(*torch.tensor([[1.0], [-2.0]], dtype=torch.float64))
     measure, listen = Inexactness(), Listen()
@@ -35,5 +35,5 @@ def test_gamma_is_the_share_of_the_gradient_that_is_left(mu: float, steps: int, 
     assert listen.heard == {"client/gamma": pytest.approx(gamma), "client/gamma_max": pytest.approx(gamma)}
 
 
-def test_measuring_changes_no_bit() -> None:
+def test_measuring_keeps_identical_bits() -> None:
     assert torch.equal(fit(algorithm=FedProx(mu=0.1), callbacks=Inexactness()), fit(algorithm=FedProx(mu=0.1)))

@@ -126,7 +126,7 @@ TOGETHER = [
         *(pytest.param(kind, (name,), id=f"{kind}-{name}", marks=pytest.mark.thorough) for kind, name in PAIRS),
     ],
 )
-def test_the_run_is_the_same_bit_for_bit(kind: str, names: tuple[str, ...]) -> None:
+def test_run_with_measures_has_identical_bits(kind: str, names: tuple[str, ...]) -> None:
     method, options = RUNS[kind]
     measures = [MEASURES[name]() for name in names]
     without, with_it = without_measures(kind), run(measures, method, max_rounds=2, **options)
@@ -136,13 +136,13 @@ def test_the_run_is_the_same_bit_for_bit(kind: str, names: tuple[str, ...]) -> N
     assert same(without[3], with_it[3])
 
 
-def test_every_measure_is_in_a_run_of_the_default_selection() -> None:
+def test_default_selection_covers_every_measure() -> None:
     assert sorted(name for _, names in TOGETHER for name in names) == sorted(MEASURES)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", [FedAvg(), Scaffold()], ids=repr)
-def test_a_resumed_run_is_the_same_bit_for_bit(method: Any, tmp_path: Path) -> None:
+def test_resumed_run_with_measures_has_identical_bits(method: Any, tmp_path: Path) -> None:
     def measures() -> list[Callback]:
         return [make() for name, make in MEASURES.items() if name != "controls" or isinstance(method, Scaffold)]
 
@@ -154,7 +154,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method: Any, tmp_path: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(without[2].models[2:], resumed[2].models, strict=True))
 
 
-def test_the_vectorized_engine_goes_on_as_if_nobody_measured() -> None:
+def test_measures_do_not_affect_the_vectorized_engine() -> None:
     def fitted(measures: list[Callback]) -> Tensor:
         model = seeded(Net)
         run = trainer(callbacks=measures, algorithm=Scaffold(), engine="vectorized", max_rounds=2)
@@ -179,7 +179,7 @@ class Impatient(FederatedCallback):
 
 
 @pytest.mark.thorough
-def test_a_client_may_be_evaluated_in_the_middle_of_anothers_work() -> None:
+def test_evaluating_a_client_mid_training_does_not_change_the_run() -> None:
     impatient = Impatient()
     options = {"momentum": 0.9, "local_optimizer_state": "keep", "buffers": "local", "max_rounds": 2}
     without, with_it = without_measures("keeping"), run([impatient], FedAvg(), **options)
@@ -190,7 +190,7 @@ def test_a_client_may_be_evaluated_in_the_middle_of_anothers_work() -> None:
 
 
 @pytest.mark.thorough
-def test_measuring_again_gives_the_same_numbers() -> None:
+def test_measuring_is_deterministic() -> None:
     def measured() -> dict[str, float]:
         fitted = trainer(callbacks=[make() for make in MEASURES.values()], algorithm=Scaffold(), max_rounds=1)
         fitted.fit(seeded(Moody), data(client_val=VAL, drop_last=True))
@@ -237,7 +237,7 @@ def measured(path: Path, **kwargs: Any) -> dict[str, float]:
 
 
 @pytest.mark.thorough
-def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_measure_the_same_as_one(tmp_path: Path) -> None:
     alone = measured(tmp_path / "alone.json")
     assert {name.split("/")[0] for name in alone} == {*FAMILIES, "client"}
     together = measured(tmp_path / "together.json", strategy="clients_fork", devices=2)

@@ -67,7 +67,7 @@ def losses(model: nn.Module, datasets: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
-def test_it_is_the_weighted_mean_of_the_clients_losses_in_eval_mode(weighting: Any) -> None:
+def test_training_loss_is_the_weighted_mean_in_eval_mode(weighting: Any) -> None:
     sizes = (3, 11, 30)
     datasets = clients(sizes)
     model = WithDropout()
@@ -79,7 +79,7 @@ def test_it_is_the_weighted_mean_of_the_clients_losses_in_eval_mode(weighting: A
     assert float(run.callback_metrics["population/train_loss"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_clients_loss_is_the_same_whoever_is_measured_before_it() -> None:
+def test_client_loss_does_not_depend_on_measurement_order() -> None:
     seen = LossesInTwoOrders()
     run = trainer(callbacks=[seen], max_rounds=1)
     run.fit(Remembers(), data((3, 11, 30)))
@@ -99,12 +99,12 @@ class LossOfOne(FederatedCallback):
         self.loss = trainer.fit_loop.training_loss(0)
 
 
-def test_a_client_without_examples_has_no_loss_and_is_named() -> None:
+def test_client_without_examples_raises_and_is_named() -> None:
     with pytest.raises(FederatedError, match="Client 0 has no training examples"):
         trainer(callbacks=[LossOfOne()], max_rounds=1, clients_per_round=2).fit(seeded(), data((0, 11, 30)))
 
 
-def test_a_client_whose_site_does_not_answer_is_named() -> None:
+def test_client_with_an_unresponsive_site_raises_and_is_named() -> None:
     answered, silent = LossOfOne({0: {"loss": 2.0}}), LossOfOne({})
     trainer(callbacks=[answered], max_rounds=1).fit(seeded(), data())
     assert answered.loss == 2.0
@@ -112,7 +112,7 @@ def test_a_client_whose_site_does_not_answer_is_named() -> None:
         trainer(callbacks=[silent], max_rounds=1).fit(seeded(), data())
 
 
-def test_only_the_clients_asked_for_are_measured_and_only_in_the_rounds_asked_for() -> None:
+def test_only_requested_clients_and_rounds_are_measured() -> None:
     callback = TrainingLoss(clients=2, every_n_rounds=3)
     run = trainer(callbacks=[callback], max_rounds=2)
     run.fit(seeded(), data())
@@ -120,7 +120,7 @@ def test_only_the_clients_asked_for_are_measured_and_only_in_the_rounds_asked_fo
     assert "population/train_loss" not in run.callback_metrics
 
 
-def test_a_weighting_that_does_not_exist_is_refused() -> None:
+def test_unknown_weighting_is_rejected() -> None:
     with pytest.raises(FederatedError, match="weighting"):
         TrainingLoss(weighting="sizes")  # type: ignore[arg-type]
 
@@ -142,7 +142,7 @@ def control_errors(server_lr: float = 1.0, model: Any = None, datamodule: Any = 
 
 
 @pytest.mark.parametrize("option", ["i", "ii"])
-def test_control_variates_of_the_same_point_are_exact(option: Any) -> None:
+def test_control_variates_at_the_same_point_are_exact(option: Any) -> None:
     # the server stands still, and with one step option ii's c_i is the gradient at x as well
     callback, found = control_errors(server_lr=0.0, algorithm=Scaffold(option=option))
     assert list(callback.errors.values()) == pytest.approx([0, 0], abs=1e-12)
@@ -153,13 +153,13 @@ def test_control_variates_of_the_same_point_are_exact(option: Any) -> None:
     }
 
 
-def test_exact_control_variates_of_a_network_are_exact_to_the_last_bit() -> None:
+def test_exact_control_variates_of_a_network_have_zero_error() -> None:
     callback, found = control_errors(0.0, seeded(dropout=0.0), data())
     assert set(callback.errors.values()) == {0.0}
     assert found["control/server_error"] < 1e-6
 
 
-def test_the_error_is_how_far_the_gradients_have_moved_with_the_server() -> None:
+def test_control_error_equals_the_gradient_change() -> None:
     model = Quadratic(x0=2.0, lr=0.1)
     callback, found = control_errors(model=model)
     x = model.x.item()
@@ -171,20 +171,20 @@ def test_the_error_is_how_far_the_gradients_have_moved_with_the_server() -> None
     assert found["control/relative_error"] == pytest.approx((10 * moved**2 / squares) ** 0.5)
 
 
-def test_a_client_that_never_took_part_misses_its_whole_gradient() -> None:
+def test_control_error_of_an_unsampled_client_is_its_whole_gradient() -> None:
     callback, found = control_errors(0.0, sampler=lambda seed, round, population: [0])
     assert callback.errors == {0: 0.0, 1: pytest.approx(abs(2.0 - 10))}
     mean = (16 - 8) / 2
     assert found["control/server_error"] == pytest.approx(abs(16 / 2 - mean))
 
 
-def test_a_sample_says_nothing_of_the_servers_control_variate() -> None:
+def test_sampled_clients_log_no_server_control_error() -> None:
     _, found = control_errors(clients=1)
     assert set(found) == {"control/error", "control/relative_error"}
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedDyn(alpha=0.1)], ids=repr)
-def test_methods_without_control_variates_are_refused(method: Any) -> None:
+def test_methods_without_control_variates_are_rejected(method: Any) -> None:
     with pytest.raises(FederatedError, match=f"Scaffold; found {type(method).__name__}"):
         fit(algorithm=method, callbacks=ControlVariateError())
 
@@ -200,7 +200,7 @@ def measured(callback: Any, model: Any, datamodule: Any, **kwargs: Any) -> dict[
 
 
 @pytest.mark.parametrize(("a", "G"), [((2.0, 0.0), 10.0), ((3.0, 1.0), 4.0), ((5.0, 1.0, 2.0, 0.0), 1.0)])
-def test_at_the_optimum_of_quadratics_the_measures_are_the_constants_of_the_problem(
+def test_measures_at_the_quadratic_optimum_equal_the_problem_constants(
     a: tuple[float, ...],
     G: float,  # noqa: N803
 ) -> None:
@@ -213,7 +213,7 @@ def test_at_the_optimum_of_quadratics_the_measures_are_the_constants_of_the_prob
     assert found["hessian/residual"] == pytest.approx(0, abs=1e-9)
 
 
-def test_elsewhere_gradients_are_those_of_the_quadratics() -> None:
+def test_gradient_measures_match_the_quadratics_off_the_optimum() -> None:
     model, callback = Quadratic(x0=3.0, lr=0.05), GradientDissimilarity()
     found = measured(callback, model, Quadratics(a=(3.0, 1.0), G=10.0), local_steps=2)
     x = model.x.item()
@@ -225,11 +225,11 @@ def test_elsewhere_gradients_are_those_of_the_quadratics() -> None:
     assert callback.last.norm == pytest.approx(abs(2 * x))
 
 
-def test_a_gradient_that_vanishes_has_no_finite_B_to_log() -> None:  # noqa: N802
+def test_zero_gradient_logs_no_dissimilarity_ratio() -> None:
     assert "gradient/B" not in measured(GradientDissimilarity(), Quadratic(x0=0.0), Quadratics(), local_steps=1)
 
 
-def test_examples_as_weights_follow_the_sizes() -> None:
+def test_example_weighting_follows_client_sizes() -> None:
     rows = [torch.tensor([[3.0, 1.0]]).double().repeat(n, 1) * (i + 1) for i, n in enumerate((1, 4))]
     problem = FederatedDataModule(clients=[TensorDataset(r[:, 0], r[:, 1]) for r in rows])
     model = Quadratic(x0=1.0, lr=0.01)
@@ -259,7 +259,7 @@ def exact_hessians(model: Net, datasets: list[TensorDataset], decay: float) -> l
 
 
 @pytest.mark.thorough
-def test_hessian_dissimilarity_of_a_network_is_that_of_its_exact_hessians() -> None:
+def test_hessian_dissimilarity_of_a_network_matches_exact_hessians() -> None:
     model, sizes = seeded(dropout=0.0), (13, 8, 21)
     callback = HessianDissimilarity(tolerance=1e-4, max_iterations=100)
     found = measured(callback, model, data(sizes, full_batch_size=5), local_epochs=2)
@@ -273,7 +273,7 @@ def test_hessian_dissimilarity_of_a_network_is_that_of_its_exact_hessians() -> N
 
 
 @pytest.mark.thorough
-def test_products_are_those_of_the_exact_hessian_with_coupled_decay() -> None:
+def test_hessian_products_match_exact_hessians_with_coupled_decay() -> None:
     model, sizes = seeded(dropout=0.0, weight_decay=0.5), (13, 8)
     products: list[Tensor] = []
 
@@ -289,7 +289,7 @@ def test_products_are_those_of_the_exact_hessian_with_coupled_decay() -> None:
         assert torch.allclose(product.double(), h[::9], atol=1e-5)
 
 
-def test_products_are_derivatives_of_the_full_gradient_with_its_dropout_masks() -> None:
+def test_hessian_products_match_gradient_differences_with_dropout() -> None:
     errors: list[float] = []
 
     class Differentiate(GradientDissimilarity):
@@ -307,13 +307,13 @@ def test_products_are_derivatives_of_the_full_gradient_with_its_dropout_masks() 
     assert errors[0] < 1e-8
 
 
-def test_the_dropout_masks_are_the_same_for_every_product() -> None:
+def test_dropout_masks_are_the_same_for_every_product() -> None:
     found = measured(HessianDissimilarity(max_iterations=60), seeded(dropout=0.5), data((13, 8)))
     assert found["hessian/residual"] <= 1e-2 * found["hessian/delta"]
 
 
 @pytest.mark.thorough
-def test_a_sample_is_fixed_by_the_seed_and_its_mean_is_the_samples() -> None:
+def test_sampled_clients_are_fixed_by_the_seed() -> None:
     one, other = GradientDissimilarity(clients=3), HessianDissimilarity(clients=3, max_iterations=1)
     rounds: list[list[Any]] = []
 
@@ -332,7 +332,7 @@ def test_a_sample_is_fixed_by_the_seed_and_its_mean_is_the_samples() -> None:
     assert len(drawn) > 1
 
 
-def test_it_measures_every_n_rounds_only() -> None:
+def test_measure_runs_only_every_n_rounds() -> None:
     seen: list[int] = []
 
     class Count(GradientDissimilarity):
@@ -357,22 +357,22 @@ def test_it_measures_every_n_rounds_only() -> None:
         (partial(HessianDissimilarity, max_iterations=0), "max_iterations"),
     ],
 )
-def test_arguments_out_of_range_are_refused_by_name(make: Any, words: str) -> None:
+def test_out_of_range_arguments_are_rejected(make: Any, words: str) -> None:
     with pytest.raises(FederatedError, match=words):
         make()
 
 
-def test_more_clients_than_there_are_are_refused_before_the_first_round() -> None:
+def test_too_many_clients_are_rejected_before_the_first_round() -> None:
     with pytest.raises(FederatedError, match=r"clients=7.*the 6 non-empty"):
         fit(callbacks=GradientDissimilarity(clients=7))
 
 
-def test_many_hessians_are_announced() -> None:
+def test_many_hessians_warn() -> None:
     with pytest.warns(UserWarning, match=r"31 clients, which takes up to 961 "):
         fit(datamodule=data([2] * 31), callbacks=HessianDissimilarity(99, max_iterations=1), max_rounds=1)
 
 
-def test_a_gradient_scaler_is_refused() -> None:
+def test_gradient_scaler_is_rejected() -> None:
     class Scales(HessianDissimilarity):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.precision_plugin.scaler = object()
@@ -382,7 +382,7 @@ def test_a_gradient_scaler_is_refused() -> None:
         fit(callbacks=Scales())
 
 
-def test_a_model_without_second_derivatives_is_refused_by_name() -> None:
+def test_model_without_second_derivatives_is_rejected() -> None:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -401,7 +401,7 @@ def test_a_model_without_second_derivatives_is_refused_by_name() -> None:
         fit(seeded(Rough), callbacks=HessianDissimilarity())
 
 
-def test_a_linear_loss_has_no_curvature() -> None:
+def test_linear_loss_has_no_curvature() -> None:
     class Linear(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.head.bias.sum() * batch[0].mean()
@@ -410,7 +410,7 @@ def test_a_linear_loss_has_no_curvature() -> None:
 
 
 @pytest.mark.parametrize("kind", [Inexactness, UpdateCosine])
-def test_a_round_that_restarts_calls_what_a_subclass_does_at_its_start(kind: Any) -> None:
+def test_round_restart_calls_the_subclass_round_start_hook(kind: Any) -> None:
     started: list[int] = []
 
     class Noted(kind):

@@ -46,7 +46,7 @@ def straight() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_round_is_complete_and_saved_when_the_error_names_the_metrics(name: str, tmp_path: Path) -> None:
+def test_missing_metric_raises_after_the_round_is_saved(name: str, tmp_path: Path) -> None:
     make, callbacks, every = CASES[name]
     options: dict[str, Any] = {"enable_checkpointing": True, "check_val_every_n_epoch": every}
     who = "ReduceLROnPlateau" if make is Plateau else name.removeprefix("another ").split()[0]
@@ -62,7 +62,7 @@ def test_the_round_is_complete_and_saved_when_the_error_names_the_metrics(name: 
         assert torch.equal(parameters(resumed), straight())
 
 
-def test_names_of_the_validation_are_compared_before_the_run() -> None:
+def test_unknown_validation_metric_warns_before_the_run() -> None:
     class Stop(pl.Callback):
         def on_train_start(self, *_: Any) -> None:
             raise KeyError
@@ -77,14 +77,14 @@ def test_names_of_the_validation_are_compared_before_the_run() -> None:
         assert all("validation logs 'val_loss'" in text for text in told)
 
 
-def test_a_metric_that_may_be_missing_stops_nothing(tmp_path: Path) -> None:
+def test_optional_metric_does_not_stop_the_run(tmp_path: Path) -> None:
     fit(callbacks=[EarlyStopping("val_los", strict=False)], max_rounds=2)
     stop = EarlyStopping("client/loss", patience=9)
     fit(callbacks=[stop, keep(tmp_path, monitor="train_loss", mode="min")], enable_checkpointing=True)
     assert stop.best_score.isfinite()
 
 
-def test_the_callback_is_lightnings_again_after_the_run() -> None:
+def test_callback_is_restored_after_the_run() -> None:
     callback = EarlyStopping("val_los")
     with pytest.raises(FederatedError):
         fit(callbacks=[callback])
@@ -92,7 +92,7 @@ def test_the_callback_is_lightnings_again_after_the_run() -> None:
         callback._validate_condition_metric({})
 
 
-def test_the_command_line_ends_with_the_message_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_exits_with_only_the_error_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     args = ["--trainer.max_rounds", "2", "--trainer.local_epochs", "1", "--trainer.enable_progress_bar", "false"]
     args += ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val_acc", "--data.batch_size", "4"]
@@ -110,7 +110,7 @@ def Data(batch_size: int = 4) -> pl.LightningDataModule:  # noqa: N802
     return data(batch_size=batch_size)
 
 
-def test_a_save_by_hand_afterwards_is_of_the_same_round(tmp_path: Path) -> None:
+def test_manual_save_after_the_error_holds_the_same_round(tmp_path: Path) -> None:
     t = trainer(callbacks=[EarlyStopping("val_los"), keep(tmp_path)], enable_checkpointing=True)
     with pytest.raises(FederatedError, match="val_los"):
         t.fit(seeded(), data())

@@ -38,12 +38,12 @@ def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 @pytest.mark.parametrize("stream", [None, object()], ids=["no console", "no isatty"])
-def test_no_bar_is_drawn_on_a_stream_that_is_no_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_is_drawn_if_the_stream_is_not_a_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", stream)
     assert not RoundProgressBar().is_enabled
 
 
-def test_a_name_that_the_output_cannot_encode_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencodable_metric_name_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Named(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("précision", 1.0, prog_bar=True)
@@ -58,7 +58,7 @@ def test_a_name_that_the_output_cannot_encode_does_not_end_a_run(monkeypatch: py
 
 
 @pytest.mark.parametrize("options", [{"refresh_rate": -1}, {"process_position": 0.5}, {"leave": "no"}], ids=str)
-def test_arguments_that_are_not_allowed_are_refused_by_name(options: dict[str, Any]) -> None:
+def test_progress_bar_rejects_invalid_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(FederatedError, match=next(iter(options))):
         RoundProgressBar(**options)
 
@@ -68,7 +68,7 @@ LINE = re.compile(r"round (\d+)/(\d+)  val_loss \S+  val_acc \S+  \S+ s/round")
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("bar", [True, False], ids=["no terminal", "no bar"])
-def test_without_a_bar_a_run_prints_lines_and_its_summary(bar: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_bar_prints_lines_and_a_summary(bar: bool, capsys: pytest.CaptureFixture[str]) -> None:
     trainer(enable_progress_bar=bar, max_rounds=20).fit(seeded(), data())
     out = capsys.readouterr().out
     lines, _, summary = out.partition("\nFederated run finished\n")
@@ -78,7 +78,7 @@ def test_without_a_bar_a_run_prints_lines_and_its_summary(bar: bool, capsys: pyt
     assert "\r" not in out
 
 
-def test_a_line_is_printed_when_the_last_one_is_long_ago(
+def test_line_is_printed_after_a_long_pause(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = RoundLines(every_n_rounds=100)
@@ -90,13 +90,13 @@ def test_a_line_is_printed_when_the_last_one_is_long_ago(
     assert re.fullmatch(line.format(3) + line.format(6), shown)
 
 
-def test_the_first_round_has_its_line_where_each_round_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_round_has_a_line_if_every_round_does(capsys: pytest.CaptureFixture[str]) -> None:
     trainer(max_rounds=2, limit_val_batches=0).fit(seeded(), data())
     shown = capsys.readouterr().out.partition("\nFederated")[0]
     assert re.findall(r"^round (\d)/2  client/loss \S+  \S+ s/round$", shown, re.MULTILINE) == ["1", "2"]
 
 
-def test_a_run_is_quiet_where_lightning_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_is_quiet_if_lightning_is(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger(pl.__name__)
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -108,6 +108,6 @@ def test_a_run_is_quiet_where_lightning_is(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("options", [{"seconds": -1}, {"every_n_rounds": 0}], ids=str)
-def test_lines_refuse_what_is_not_allowed(options: dict[str, Any]) -> None:
+def test_round_lines_reject_invalid_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(FederatedError, match=next(iter(options))):
         RoundLines(**options)

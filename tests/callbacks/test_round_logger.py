@@ -23,7 +23,7 @@ def column(logger: CSVLogger, name: str) -> dict[int, float]:
         return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
 
 
-def test_tensorboard_shows_rounds(tmp_path: Path) -> None:
+def test_tensorboard_logs_metrics_by_round(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     fit(logger=logger, max_rounds=4, check_val_every_n_epoch=2, algorithm=Scaffold())
     events = EventAccumulator(logger.log_dir)
@@ -37,7 +37,7 @@ def test_tensorboard_shows_rounds(tmp_path: Path) -> None:
         assert [e.step for e in events.Scalars(tag)] == [2, 4], tag
 
 
-def test_bytes_are_those_of_the_messages(tmp_path: Path) -> None:
+def test_logged_bytes_match_the_messages(tmp_path: Path) -> None:
     model, logger = seeded(), CSVLogger(tmp_path)
     vector = 4 * sum(p.numel() for p in model.parameters())
     fit(model, logger=logger, max_rounds=1, algorithm=Scaffold())
@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_messages(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_tensorboard_tells_methods_apart_and_shows_losses_and_summary(tmp_path: Path) -> None:
+def test_tensorboard_logs_the_method_losses_and_summary(tmp_path: Path) -> None:
     for number, mu in enumerate((0.1, 0.5)):
         logger = TensorBoardLogger(tmp_path, name="", version=number)
         fit(algorithm=FedProx(mu=mu), logger=logger, max_rounds=40, clients_per_round=3)
@@ -88,9 +88,7 @@ def test_tensorboard_tells_methods_apart_and_shows_losses_and_summary(tmp_path: 
     ],
     ids=lambda value: ", ".join(value),
 )
-def test_settings_show_the_parts_of_a_run_that_are_not_the_defaults(
-    options: dict[str, Any], shown: dict[str, str], tmp_path: Path
-) -> None:
+def test_settings_show_only_non_default_parts(options: dict[str, Any], shown: dict[str, str], tmp_path: Path) -> None:
     parts = {
         "server_optimizer",
         "heterogeneity",
@@ -116,7 +114,7 @@ def split(partition: Partition) -> FederatedDataModule:
 
 
 @needs_matplotlib
-def test_hyper_parameters_are_not_logged_if_that_is_turned_off(tmp_path: Path) -> None:
+def test_hyperparameters_are_not_logged_if_disabled(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     fit(logger=logger, max_rounds=1, enable_autolog_hparams=False)
     assert logger.hparams == {}
@@ -126,7 +124,7 @@ def test_hyper_parameters_are_not_logged_if_that_is_turned_off(tmp_path: Path) -
     assert "_hparams_/session_start_info" not in events.summary_metadata
 
 
-def test_a_new_run_shows_its_method_and_split_once_and_a_resumed_one_does_not_repeat_them(tmp_path: Path) -> None:
+def test_resumed_run_does_not_log_its_method_and_split_again(tmp_path: Path) -> None:
     def run(rounds: int, **options: Any) -> EventAccumulator:
         logger = TensorBoardLogger(tmp_path, name="", version="run")
         once = trainer(logger=logger, max_rounds=rounds, algorithm=FedProx(mu=0.1), clients_per_round=2)
@@ -162,16 +160,14 @@ class OnDemand(FederatedDataModule):
     ],
     ids=["labels not used", "clients given", "on demand", "private"],
 )
-def test_the_split_is_not_drawn_by_default_where_it_costs_a_pass_or_is_private(
-    make: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_split_is_not_drawn_by_default_if_costly_or_private(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     fit(datamodule=make(), logger=logger, max_rounds=1, **({} if options else {"clients_per_round": 2}), **options)
     assert events_of(logger).Tags()["images"] == []
 
 
 @needs_matplotlib
-def test_a_picture_that_was_asked_for_is_drawn_once(tmp_path: Path) -> None:
+def test_requested_picture_is_drawn_once(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     data = split(Dirichlet(num_clients=4, alpha=0.3))
     fit(datamodule=data, logger=logger, max_rounds=1, clients_per_round=2, callbacks=SplitPicture(), algorithm=FedAvg())

@@ -28,7 +28,7 @@ class Rates(Checkpoint):
             self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def test_the_step_is_taken_before_callbacks_that_save_and_once_a_round() -> None:
+def test_metric_scheduler_steps_once_per_round_before_saving() -> None:
     rates = Rates()
     run = trainer(max_rounds=3, callbacks=rates, num_sanity_val_steps=2, enable_checkpointing=True)
     run.fit(model := seeded(Follows), data())

@@ -41,7 +41,7 @@ def text(events):
 
 
 @needs_matplotlib
-def test_the_figure_and_the_table_go_to_every_tensorboard(tmp_path):
+def test_figure_and_table_go_to_every_tensorboard_logger(tmp_path):
     loggers = [TensorBoardLogger(tmp_path / "a"), CSVLogger(tmp_path / "c"), TensorBoardLogger(tmp_path / "b")]
     fit(logger=loggers, max_rounds=1, callbacks=SplitPicture())
     for logger in (loggers[0], loggers[2]):
@@ -55,7 +55,7 @@ def test_the_figure_and_the_table_go_to_every_tensorboard(tmp_path):
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_a_resumed_fit_writes_them_at_its_round_with_so_many_clients(tmp_path, monkeypatch):
+def test_resumed_fit_logs_at_its_round_with_its_max_clients(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "lightning_fed.callbacks.split_picture.split_figure",
@@ -89,25 +89,25 @@ def test_drawing_the_split_does_not_change_the_run(tmp_path, make):
     assert ends[0] == ends[1]
 
 
-def test_without_a_tensorboard_it_is_refused_before_the_fit():
+def test_missing_tensorboard_logger_is_rejected_before_the_fit():
     with pytest.raises(FederatedError, match="SplitPicture draws for TensorBoard.*loggers are: none"):
         fit(callbacks=SplitPicture())
     with pytest.raises(FederatedError, match="loggers are: CSVLogger. Give FederatedTrainer"):
         fit(logger=CSVLogger("logs"), callbacks=SplitPicture())
 
 
-def test_a_trial_run_without_loggers_is_let_pass(tmp_path):
+def test_fast_dev_run_without_loggers_is_allowed(tmp_path):
     fit(logger=TensorBoardLogger(tmp_path), fast_dev_run=True, callbacks=SplitPicture())
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_matplotlib_is_named(tmp_path, monkeypatch):
+def test_missing_matplotlib_raises_with_an_install_hint(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(FederatedError, match="pip install matplotlib"):
         fit(logger=TensorBoardLogger(tmp_path), callbacks=SplitPicture())
 
 
-def test_data_without_labels_are_named(tmp_path):
+def test_unlabeled_data_is_rejected(tmp_path):
     clients = [TensorDataset(torch.rand(4, FEATURES), torch.rand(4, CLASSES)) for _ in range(3)]
     with pytest.raises(FederatedError, match="not one class.*labels=..."):
         fit(
@@ -117,13 +117,13 @@ def test_data_without_labels_are_named(tmp_path):
         )
 
 
-def test_only_the_first_rank_draws(tmp_path, monkeypatch):
+def test_only_rank_zero_draws(tmp_path, monkeypatch):
     callback, run = SplitPicture(), trainer(logger=TensorBoardLogger(tmp_path / "logs"))
     monkeypatch.setattr(type(run), "is_global_zero", False)
     callback.on_train_start(run, seeded())
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_wrong_number_of_clients_is_named():
+def test_invalid_max_clients_is_rejected():
     with pytest.raises(FederatedError, match=r"SplitPicture\(max_clients=0\)"):
         SplitPicture(max_clients=0)

@@ -19,7 +19,7 @@ from tests.helpers.training import Net, classification, clients, data, fit, seed
 @pytest.mark.parametrize(
     ("monitored", "names_a_best"), [({}, False), ({"monitor": "val_acc", "mode": "max"}, True)], ids=["none", "val_acc"]
 )
-def test_a_checkpoint_is_the_best_only_where_something_says_what_is_best(
+def test_best_checkpoint_is_shown_only_if_a_metric_is_monitored(
     monitored: dict[str, Any], names_a_best: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(callbacks=[RunSummary(), ModelCheckpoint(**monitored)], enable_checkpointing=True, max_rounds=2)
@@ -46,7 +46,7 @@ def test_commands_quote_their_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("validated", [True, False])
-def test_a_run_without_validation_shows_the_training_loss(validated: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_validation_shows_the_training_loss(validated: bool, capsys: pytest.CaptureFixture[str]) -> None:
     data = FederatedDataModule(clients=clients(), val=clients()[0] if validated else None)
     fit(None, data, callbacks=RunSummary(), max_rounds=1)
     shown = capsys.readouterr().out
@@ -65,7 +65,7 @@ def scores(logger: TensorBoardLogger) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize(("monitor", "mode", "best"), [("val_loss", "min", min), ("val_acc", "max", max)])
-def test_tensorboard_compares_runs_by_the_best_of_what_is_monitored(
+def test_tensorboard_scores_runs_by_the_best_monitored_value(
     monitor: str, mode: Any, best: Any, tmp_path: Path
 ) -> None:
     logger, saving = TensorBoardLogger(tmp_path), ModelCheckpoint(tmp_path / "saved", monitor=monitor, mode=mode)
@@ -75,9 +75,7 @@ def test_tensorboard_compares_runs_by_the_best_of_what_is_monitored(
     assert scores(logger) == [(5, pytest.approx(best(values)))]
 
 
-def test_metrics_of_several_loaders_are_shown_and_compared_by_their_full_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_of_several_loaders_use_their_full_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Several(Net):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             super().validation_step(batch, batch_idx)
@@ -100,9 +98,7 @@ def test_metrics_of_several_loaders_are_shown_and_compared_by_their_full_names(
 
 
 @pytest.mark.parametrize("name", ["client/loss", "late"])
-def test_tensorboard_compares_runs_by_a_monitored_metric_that_is_none_of_the_validation(
-    name: str, tmp_path: Path
-) -> None:
+def test_tensorboard_scores_runs_by_a_non_validation_monitor(name: str, tmp_path: Path) -> None:
     class Late(Net):
         def on_train_epoch_end(self) -> None:  # rounds 1 to 4
             self.log("late", float(self.trainer.fit_loop.round))
@@ -119,7 +115,7 @@ def test_tensorboard_compares_runs_by_a_monitored_metric_that_is_none_of_the_val
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_value_that_is_not_a_number_is_not_the_best(at: int, tmp_path: Path) -> None:
+def test_nan_is_not_the_best_value(at: int, tmp_path: Path) -> None:
     class Odd(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             done = self.trainer.fit_loop.round
@@ -130,7 +126,7 @@ def test_a_value_that_is_not_a_number_is_not_the_best(at: int, tmp_path: Path) -
     assert scores(logger) == [(3, 2.0 if at == 1 else 1.0)]
 
 
-def test_tensorboard_compares_runs_by_the_last_metric_where_none_is_monitored(tmp_path: Path) -> None:
+def test_tensorboard_scores_unmonitored_runs_by_the_last_metric(tmp_path: Path) -> None:
     validated, trained = TensorBoardLogger(tmp_path / "validated"), TensorBoardLogger(tmp_path / "trained")
     fit(logger=validated, max_rounds=2)
     assert scores(validated) == [scalars(validated, "val_acc")[-1]]
@@ -138,7 +134,7 @@ def test_tensorboard_compares_runs_by_the_last_metric_where_none_is_monitored(tm
     assert scores(trained) == [scalars(trained, "client/loss")[-1]]
 
 
-def test_tensorboard_keeps_the_number_of_others(tmp_path: Path) -> None:
+def test_tensorboard_keeps_scores_set_by_others(tmp_path: Path) -> None:
     target, unwanted = TensorBoardLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b", default_hp_metric=False)
     fit(logger=target, max_rounds=2, callbacks=TargetMetric("val_acc", 0.0))
     assert scores(target) == [(1, 1.0)]
@@ -146,7 +142,7 @@ def test_tensorboard_keeps_the_number_of_others(tmp_path: Path) -> None:
     assert scores(unwanted) == []
 
 
-def test_a_resumed_run_that_had_ended_is_not_shown_twice(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_does_not_log_its_score_twice(tmp_path: Path) -> None:
     def run(**options: Any) -> list[tuple[int, float]]:
         logger = TensorBoardLogger(tmp_path, name="", version="run")
         once = trainer(logger=logger, max_rounds=2)

@@ -31,7 +31,7 @@ def problem() -> Quadratics:
     return Quadratics(a=(1.0, 1.0), G=1.0)
 
 
-def test_the_first_round_that_reaches_the_target_counts_with_all_bytes_so_far(tmp_path: Path) -> None:
+def test_first_round_at_the_target_counts_all_bytes_so_far(tmp_path: Path) -> None:
     callback, logger = TargetMetric("val_distance", 1.0, mode="min"), CSVLogger(tmp_path)
     trainer(callbacks=callback, max_rounds=6, logger=logger, **PROBLEM).fit(model(), problem())
     assert callback.reached == {"rounds": 3, "bytes_up": 3 * 2 * 8, "bytes_down": 3 * 2 * 8}
@@ -41,7 +41,7 @@ def test_the_first_round_that_reaches_the_target_counts_with_all_bytes_so_far(tm
     assert float(rows[0]["target/bytes_up"]) == 48
 
 
-def test_another_run_begins_anew_and_a_second_fit_does_not() -> None:
+def test_new_run_resets_the_target_and_a_second_fit_does_not() -> None:
     callback = TargetMetric("val_distance", 1.0, mode="min")
     for start, rounds in ((8.0, 3), (2.0, 1)):
         run, net = trainer(callbacks=callback, max_rounds=3, **PROBLEM), Quadratic(x0=start, lr=0.5, optimum=0.0)
@@ -52,7 +52,7 @@ def test_another_run_begins_anew_and_a_second_fit_does_not() -> None:
     assert (callback.reached or {})["rounds"] == 1
 
 
-def test_a_metric_in_float32_reaches_a_target_that_it_rounds() -> None:
+def test_float32_metric_reaches_a_target_it_rounds() -> None:
     class Model(Quadratic):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_acc", torch.tensor(0.9 if self.current_epoch else 0.5))
@@ -63,13 +63,13 @@ def test_a_metric_in_float32_reaches_a_target_that_it_rounds() -> None:
 
 
 @pytest.mark.parametrize(("mode", "target", "rounds"), [("max", 0.5, 1), ("min", 0.5, 4), ("max", 9.0, None)])
-def test_the_mode_decides_from_which_side_the_target_is_reached(mode: Any, target: float, rounds: int | None) -> None:
+def test_mode_sets_the_direction_of_the_target(mode: Any, target: float, rounds: int | None) -> None:
     callback = TargetMetric("val_distance", target, mode=mode)
     trainer(callbacks=callback, max_rounds=6, **PROBLEM).fit(model(), problem())
     assert (callback.reached or {}).get("rounds") == rounds
 
 
-def test_only_rounds_with_validation_can_reach_it() -> None:
+def test_only_validated_rounds_can_reach_the_target() -> None:
     callback = TargetMetric("val_distance", 1.0, mode="min")
     trainer(callbacks=callback, max_rounds=6, check_val_every_n_epoch=2, **PROBLEM).fit(model(), problem())
     assert callback.reached is not None
@@ -77,7 +77,7 @@ def test_only_rounds_with_validation_can_reach_it() -> None:
 
 
 @pytest.mark.parametrize("logs", ["module", "callback"])
-def test_a_metric_counts_in_the_round_that_logs_it_even_in_its_last_hook(logs: str, tmp_path: Path) -> None:
+def test_metric_counts_in_its_round_even_from_the_last_hook(logs: str, tmp_path: Path) -> None:
     class Late(Quadratic):
         def on_train_epoch_end(self) -> None:
             self.log("late", float(self.trainer.fit_loop.round))
@@ -107,7 +107,9 @@ RESUMED = [  # checkpoints come after the round, after validation
 
 
 @pytest.mark.parametrize(("every", "reached", "rounds"), few(RESUMED, ["1-2", "1-3", "2-4"]))
-def test_a_resumed_run_reaches_it_in_the_same_round(every: int, reached: int, rounds: int, tmp_path: Path) -> None:
+def test_resumed_run_reaches_the_target_in_the_same_round(
+    every: int, reached: int, rounds: int, tmp_path: Path
+) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True)
     options: Any = {"enable_checkpointing": True, "check_val_every_n_epoch": every, **PROBLEM}
     first, again = (TargetMetric("val_distance", 1.0, mode="min") for _ in range(2))
@@ -117,20 +119,20 @@ def test_a_resumed_run_reaches_it_in_the_same_round(every: int, reached: int, ro
     assert again.reached == {"rounds": reached, "bytes_up": 16 * reached, "bytes_down": 16 * reached}
 
 
-def test_the_sanity_check_of_validation_reaches_nothing() -> None:
+def test_sanity_check_does_not_reach_the_target() -> None:
     callback = TargetMetric("val_distance", 10.0, mode="min")
     trainer(callbacks=callback, max_rounds=1, num_sanity_val_steps=1, **PROBLEM).fit(model(), problem())
     assert callback.reached is not None
     assert callback.reached["rounds"] == 1
 
 
-def test_what_other_callbacks_log_can_be_a_target() -> None:
+def test_metrics_of_other_callbacks_can_be_targets() -> None:
     targets = [TargetMetric("clients_train/val_acc/worst_10", 0.0), TargetMetric("client/loss", 100.0, mode="min")]
     fit(callbacks=[*targets, ClientAccuracy(every_n_rounds=2, on="train")], max_rounds=3)
     assert [t.reached and t.reached["rounds"] for t in targets] == [2, 1]
 
 
-def test_tensorboard_shows_it_with_the_hyper_parameters(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_target_with_the_hyperparameters(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     callback = TargetMetric("val_distance", 1.0, mode="min")
     trainer(callbacks=callback, max_rounds=4, logger=logger, **PROBLEM).fit(model(), problem())
@@ -141,7 +143,7 @@ def test_tensorboard_shows_it_with_the_hyper_parameters(tmp_path: Path) -> None:
     assert (set(before), reached) == ({-1.0}, 3.0)
 
 
-def test_the_end_of_the_fit_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
+def test_end_of_fit_logs_the_cost_of_the_target(caplog: pytest.LogCaptureFixture) -> None:
     run = partial(trainer, max_rounds=4, **PROBLEM)
     with caplog.at_level(logging.INFO):
         run(callbacks=TargetMetric("val_distance", 1.0, mode="min")).fit(model(), problem())
@@ -156,6 +158,6 @@ def test_the_end_of_the_fit_says_what_it_took(caplog: pytest.LogCaptureFixture) 
     ("kwargs", "words"),
     [({"target": 1.0, "mode": "up"}, "mode"), ({"target": float("nan")}, "target"), ({"target": "0.9"}, "target")],
 )
-def test_arguments_out_of_range_are_refused_by_name(kwargs: dict[str, Any], words: str) -> None:
+def test_out_of_range_arguments_are_rejected(kwargs: dict[str, Any], words: str) -> None:
     with pytest.raises(FederatedError, match=words):
         TargetMetric("val_acc", **kwargs)

@@ -134,7 +134,7 @@ fit = METHODS["Scaffold"]
 
 
 @pytest.mark.parametrize("name", few(METHODS, ["everything"]))
-def test_disk_and_memory_give_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_disk_and_memory_give_identical_bits(name: str, tmp_path: Path) -> None:
     alone = METHODS[name](where="memory", max_rounds=5)
     assert len(alone[1]) > 3
     METHODS[name](max_rounds=3, save=tmp_path / "a.ckpt")
@@ -142,7 +142,7 @@ def test_disk_and_memory_give_the_same_bits(name: str, tmp_path: Path) -> None:
     assert same(METHODS[name](max_rounds=5, load=tmp_path / "a.ckpt"), alone)
 
 
-def test_a_checkpoint_does_not_hold_the_states(tmp_path: Path) -> None:
+def test_checkpoint_does_not_contain_the_states(tmp_path: Path) -> None:
     fit(save=tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["client_states"]
     assert saved.keys() == {"format", "path", "version", "shards"}
@@ -153,7 +153,7 @@ def test_a_checkpoint_does_not_hold_the_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [("memory", "disk"), pytest.param("disk", "memory", marks=pytest.mark.thorough)]
 )
-def test_a_run_may_move_its_states(tmp_path: Path, first: str, second: str) -> None:
+def test_run_can_move_its_states_between_memory_and_disk(tmp_path: Path, first: str, second: str) -> None:
     alone = fit("memory", max_rounds=5)
     fit(first, max_rounds=2, save=tmp_path / "a.ckpt")
     fit(second, load=tmp_path / "a.ckpt", max_rounds=3, save=tmp_path / "b.ckpt")
@@ -161,7 +161,7 @@ def test_a_run_may_move_its_states(tmp_path: Path, first: str, second: str) -> N
 
 
 @pytest.mark.thorough
-def test_every_kept_checkpoint_can_be_resumed_from_whatever_the_order(tmp_path: Path) -> None:
+def test_every_kept_checkpoint_resumes_in_any_order(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=7)
     fit(**keeping(tmp_path, save_last=True))
     assert len(versions(tmp_path / "client_states")) == 7
@@ -170,7 +170,7 @@ def test_every_kept_checkpoint_can_be_resumed_from_whatever_the_order(tmp_path: 
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_in_the_same_folder_and_older_checkpoints_stay_sound(tmp_path: Path) -> None:
+def test_resuming_in_the_same_folder_keeps_older_checkpoints_valid(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=7)
     fit(**{**keeping(tmp_path), "max_rounds": 3})
     fit(load=tmp_path / "epoch=0.ckpt", **keeping(tmp_path, save_last=True))
@@ -179,7 +179,7 @@ def test_a_run_goes_on_in_the_same_folder_and_older_checkpoints_stay_sound(tmp_p
 
 
 @pytest.mark.thorough
-def test_what_no_checkpoint_needs_goes(tmp_path: Path) -> None:
+def test_unreferenced_states_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "client_states"
     fit(**{**keeping(tmp_path), "max_rounds": 12})
     everything = states_files(folder)
@@ -195,14 +195,14 @@ def test_what_no_checkpoint_needs_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_only_the_best_and_the_last_checkpoint_keep_their_states(tmp_path: Path) -> None:
+def test_only_the_best_and_last_checkpoints_keep_their_states(tmp_path: Path) -> None:
     fit(**keeping(tmp_path, save_top_k=1, monitor="epoch", mode="max", save_last=True))
     assert {f.name for f in tmp_path.glob("*.ckpt")} == {"epoch=5.ckpt", "last.ckpt"}
     assert len(versions(tmp_path / "client_states")) == 2
 
 
 @pytest.mark.thorough
-def test_a_renamed_checkpoint_keeps_its_states(tmp_path: Path) -> None:
+def test_renamed_checkpoint_keeps_its_states(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=6)
     fit(**{**keeping(tmp_path), "max_rounds": 3})
     (tmp_path / "epoch=0.ckpt").rename(tmp_path / "mine.ckpt")
@@ -213,7 +213,7 @@ def test_a_renamed_checkpoint_keeps_its_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_directory_can_be_moved_as_a_whole(tmp_path: Path) -> None:
+def test_run_directory_can_be_moved_as_a_whole(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=4)
     fit(**{**keeping(tmp_path / "a" / "checkpoints"), "max_rounds": 2}, client_states_dir=tmp_path / "a" / "kept")
     (tmp_path / "a").rename(tmp_path / "b")
@@ -229,7 +229,7 @@ def test_a_run_directory_can_be_moved_as_a_whole(tmp_path: Path) -> None:
     assert same(fit(load=tmp_path / "c.ckpt", max_rounds=4), alone)
 
 
-def test_a_checkpoint_without_its_store_is_refused_by_name(tmp_path: Path) -> None:
+def test_checkpoint_without_its_store_is_rejected(tmp_path: Path) -> None:
     fit(**{**keeping(tmp_path), "max_rounds": 1})
     (tmp_path / "other").mkdir()
     shutil.copy(tmp_path / "epoch=0.ckpt", tmp_path / "other")
@@ -242,7 +242,7 @@ def test_a_checkpoint_without_its_store_is_refused_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_a_trainer_goes_on_with_its_own_states(tmp_path: Path) -> None:
+def test_second_fit_of_a_trainer_continues_with_its_states(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=5)
     model, module = seeded(Net), data(sizes=SIZES)
     fitted = trainer(algorithm=Scaffold(), client_states="disk", max_rounds=2)
@@ -254,7 +254,7 @@ def test_a_trainer_goes_on_with_its_own_states(tmp_path: Path) -> None:
     assert same(fit(load=tmp_path / "two.ckpt", max_rounds=5), alone)
 
 
-def test_a_checkpoint_that_was_only_loaded_can_be_saved_again(tmp_path: Path) -> None:
+def test_loaded_checkpoint_can_be_saved_again_without_training(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=4)
     fit(max_rounds=2, save=tmp_path / "a.ckpt")
     idle = trainer(algorithm=Scaffold(), max_rounds=2)
@@ -264,9 +264,7 @@ def test_a_checkpoint_that_was_only_loaded_can_be_saved_again(tmp_path: Path) ->
 
 
 @pytest.mark.thorough
-def test_a_copied_checkpoint_keeps_its_states_while_an_older_store_is_cleared_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copied_checkpoint_keeps_its_states_during_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(max_rounds=2, save=tmp_path / "a.ckpt")
     idle = trainer(algorithm=Scaffold(), max_rounds=2)
     idle.fit(seeded(Net), data(sizes=SIZES), ckpt_path=tmp_path / "a.ckpt")
@@ -282,7 +280,7 @@ def test_a_copied_checkpoint_keeps_its_states_while_an_older_store_is_cleared_aw
 
 
 @pytest.mark.thorough
-def test_a_round_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_round_does_not_affect_the_resumed_run(tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=6)
     keeps = keeping(tmp_path)
     with pytest.raises(InterruptedError):
@@ -292,7 +290,7 @@ def test_a_round_that_was_cut_off_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("round", [0, 2])
-def test_a_save_within_a_round_leaves_what_is_being_written(round: int, tmp_path: Path) -> None:
+def test_saving_within_a_round_keeps_the_states_being_written(round: int, tmp_path: Path) -> None:
     alone = fit("memory", max_rounds=5)
     first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     assert same(fit(max_rounds=5, callbacks=SaveWithin(first, round)), alone)
@@ -301,7 +299,7 @@ def test_a_save_within_a_round_leaves_what_is_being_written(round: int, tmp_path
 
 
 @pytest.mark.thorough
-def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_repeatedly_killed_run_ends_with_identical_bits(tmp_path: Path) -> None:
     kept, rounds, stream, deaths = tmp_path / "kept", 14, random.Random(0), 0
     keeps = {**keeping(kept, save_top_k=2, monitor="epoch", mode="max", save_last=True), "max_rounds": rounds}
 
@@ -319,7 +317,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path) ->
     assert same(fit(load="last", **{**keeps, "max_rounds": rounds + 1}), fit("memory", max_rounds=rounds + 1))
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_cannot_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreFolder, "patience", 0.0)
     other = StoreFolder(tmp_path / "client_states")
     other.acquire()
@@ -330,7 +328,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     fit(default_root_dir=tmp_path)
 
 
-def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
+def test_states_of_another_run_are_rejected(tmp_path: Path) -> None:
     fit(max_rounds=1, save=tmp_path / "a.ckpt")
     fit(max_rounds=1, seed=7, client_states_dir="b", save=tmp_path / "b.ckpt")
     (mine,) = (tmp_path / "client_states").glob("*-0000")
@@ -346,7 +344,7 @@ def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_a_damaged_store_is_refused_by_name(where: str, tmp_path: Path) -> None:
+def test_corrupt_store_is_rejected(where: str, tmp_path: Path) -> None:
     fit(max_rounds=2, save=tmp_path / "a.ckpt", client_states_dir=tmp_path / "kept")
     (first, *_), (index,) = sorted(states_files(tmp_path / "kept")), (tmp_path / "kept").glob("*/index.sqlite")
     for file in (first, index):
@@ -360,7 +358,7 @@ def test_a_damaged_store_is_refused_by_name(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["round-000001-0123456789abcdef.json", "000001-01234567-0000-000001.states"])
-def test_a_folder_of_the_old_format_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_folder_of_the_old_format_is_rejected(name: str, tmp_path: Path) -> None:
     fit(max_rounds=1, save=tmp_path / "a.ckpt", client_states_dir=tmp_path / "kept")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / name).touch()
@@ -377,7 +375,7 @@ def test_a_folder_of_the_old_format_is_refused_by_name(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("shards", [None, 3, [3], [["../x", 1, 1, 1]], [["0" * 16 + "-0000", True, 1, 1]], [["a", 1]]])
-def test_a_reference_that_is_none_is_refused(shards: Any, tmp_path: Path) -> None:
+def test_invalid_state_reference_is_rejected(shards: Any, tmp_path: Path) -> None:
     fit(max_rounds=1, save=tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
     saved["loops"]["fit_loop"]["state_dict"]["client_states"]["shards"] = shards
@@ -386,7 +384,7 @@ def test_a_reference_that_is_none_is_refused(shards: Any, tmp_path: Path) -> Non
         fit(load=tmp_path / "a.ckpt")
 
 
-def test_auto_goes_by_what_states_may_come_to(
+def test_auto_storage_depends_on_the_maximum_state_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def chosen(**kwargs: Any) -> type:
@@ -413,12 +411,12 @@ def test_auto_goes_by_what_states_may_come_to(
         ({"client_states": "memory", "client_states_dir": "x"}, "of no use to client_states='memory'"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         trainer(**arguments)
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FederatedError, match="client_states_dir=.*cannot be used"):
         fit(client_states_dir=tmp_path / "file" / "below")
@@ -427,7 +425,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_config_file_says_where(tmp_path: Path) -> None:
+def test_config_file_sets_the_storage_and_folder(tmp_path: Path) -> None:
     text = "trainer:\n  client_states: disk\n  client_states_dir: kept\n"
     (tmp_path / "disk.yaml").write_text(text)
     quiet = ["--trainer.max_rounds", "1", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
@@ -470,7 +468,7 @@ def recorded(store: DiskClientStore) -> int:
     return len(store.index.versions())
 
 
-def test_a_version_whose_checkpoint_is_still_to_come_stays(tmp_path: Path) -> None:
+def test_version_with_a_pending_checkpoint_is_kept(tmp_path: Path) -> None:
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
     checkpoint(folder, store, 0).unlink()
     store.record("to come", "../1.ckpt")
@@ -480,7 +478,7 @@ def test_a_version_whose_checkpoint_is_still_to_come_stays(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
+def test_reads_per_checkpoint_do_not_grow_with_kept_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refers_to, reads, counts = client_states._referred_version, [], []
@@ -494,7 +492,7 @@ def test_what_is_read_for_a_checkpoint_does_not_grow_with_those_kept(
     assert late < 1.5 * early < 1.5 * 100 * 12
 
 
-def test_a_checkpoint_is_read_once_unless_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_read_once_unless_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refers_to, reads = client_states._referred_version, []
     monkeypatch.setattr(client_states, "_referred_version", lambda path: reads.append(path) or refers_to(path))
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
@@ -507,7 +505,7 @@ def test_a_checkpoint_is_read_once_unless_it_is_replaced(tmp_path: Path, monkeyp
 
 
 @pytest.mark.thorough
-def test_of_many_checkpoints_few_that_are_gone_are_remembered(tmp_path: Path) -> None:
+def test_few_of_many_deleted_checkpoints_stay_recorded(tmp_path: Path) -> None:
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
     for path in [checkpoint(folder, store, number) for number in range(80)][:40]:
         path.unlink()
@@ -517,7 +515,7 @@ def test_of_many_checkpoints_few_that_are_gone_are_remembered(tmp_path: Path) ->
     assert len(states_files(folder.path)) < 61
 
 
-def test_of_a_single_checkpoint_nothing_but_its_own_version_is_left(tmp_path: Path) -> None:
+def test_single_kept_checkpoint_leaves_only_its_own_version(tmp_path: Path) -> None:
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
     for number in range(5):
         path = checkpoint(folder, store, number)
@@ -526,7 +524,7 @@ def test_of_a_single_checkpoint_nothing_but_its_own_version_is_left(tmp_path: Pa
         path.unlink()
 
 
-def test_a_checkpoint_or_an_index_that_cannot_be_read_keeps_its_states(tmp_path: Path) -> None:
+def test_unreadable_checkpoint_or_index_keeps_its_states(tmp_path: Path) -> None:
     store, folder = disk_store(tmp_path / "kept"), StoreFolder(tmp_path / "kept")
     checkpoint(folder, store, 1).write_bytes(b"damaged")
     broken = disk_store(folder.path, OTHER)
@@ -536,7 +534,7 @@ def test_a_checkpoint_or_an_index_that_cannot_be_read_keeps_its_states(tmp_path:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
-def test_a_renamed_checkpoint_that_cannot_be_opened_now_keeps_its_states(
+def test_renamed_checkpoint_that_cannot_be_opened_keeps_its_states(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -556,7 +554,7 @@ def test_a_renamed_checkpoint_that_cannot_be_opened_now_keeps_its_states(
 
 
 @pytest.mark.parametrize("content", few([b"", b"SQLite format 3\0", b"damaged" * 999], [b"damaged" * 999]))
-def test_garbage_collection_leaves_a_damaged_index_and_its_states_alone(content: bytes, tmp_path: Path) -> None:
+def test_garbage_collection_keeps_a_corrupt_index_and_its_states(content: bytes, tmp_path: Path) -> None:
     fit(max_rounds=1, save=tmp_path / "a.ckpt", client_states_dir=tmp_path / "kept")
     gc.collect()  # the run's store
     (index,), states = (tmp_path / "kept").glob("*/index.sqlite"), states_files(tmp_path / "kept")
@@ -580,7 +578,7 @@ def shards(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_dir()}
 
 
-def test_a_process_removes_its_own_shards_and_those_of_killed_runs(two_runs: Path) -> None:
+def test_process_removes_its_own_shards_and_those_of_killed_runs(two_runs: Path) -> None:
     first, second = disk_store(two_runs, is_shared=True), disk_store(two_runs, rank=1)  # the second is of a peer
     disk_store(two_runs, KILLED, rank=1)
     assert len(shards(two_runs)) == 3
@@ -593,7 +591,7 @@ def test_a_process_removes_its_own_shards_and_those_of_killed_runs(two_runs: Pat
     assert not shards(two_runs)
 
 
-def test_what_live_stores_of_the_process_need_stays(two_runs: Path) -> None:
+def test_states_of_live_stores_are_kept(two_runs: Path) -> None:
     alive, gone = disk_store(two_runs, is_shared=False), disk_store(two_runs, OTHER, is_shared=False)
     disk_store(two_runs, KILLED, rank=1)
     del gone
@@ -602,7 +600,7 @@ def test_what_live_stores_of_the_process_need_stays(two_runs: Path) -> None:
     assert same(alive.get(0), {"c": torch.ones(3)})
 
 
-def test_processes_that_end_together_wait_for_each_other(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_ending_together_wait_for_each_other(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, other, waited = disk_store(two_runs, rank=1), StoreFolder(two_runs), []
     client_states._clean_after(ended, 1, is_shared=True)
     monkeypatch.setattr("time.sleep", lambda seconds: (waited.append(seconds), other.lock.release()))
@@ -618,7 +616,7 @@ def test_processes_that_end_together_wait_for_each_other(two_runs: Path, monkeyp
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["clients", "ddp"])
-def test_states_go_from_one_process_to_two_and_back(tmp_path: Path, strategy: str) -> None:
+def test_states_move_from_one_process_to_two_and_back(tmp_path: Path, strategy: str) -> None:
     one, two, back = (keeping(tmp_path / name) for name in ("one", "two", "back"))
     module = {"module": partial(Net, dropout=0.0)}  # processes of ddp draw other masks
     alone = fit("memory", **module, max_rounds=6)
@@ -642,9 +640,7 @@ def test_states_go_from_one_process_to_two_and_back(tmp_path: Path, strategy: st
 
 
 @pytest.mark.thorough
-def test_what_another_process_writes_while_garbage_is_collected_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_writes_survive_garbage_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, waited = StoreFolder._wanted, []
 
     def late(folder: StoreFolder, found: set[tuple[str, str]]) -> set[str]:
@@ -667,7 +663,7 @@ def test_what_another_process_writes_while_garbage_is_collected_stays(
 
 
 @pytest.mark.thorough
-def test_a_forked_process_that_drops_its_copy_leaves_the_states_alone(tmp_path: Path) -> None:
+def test_forked_process_that_drops_its_copy_keeps_the_states(tmp_path: Path) -> None:
     kept = [trainer(client_states="disk", algorithm=Scaffold(), max_rounds=2)]
     kept[0].fit(seeded(), data(sizes=SIZES))
     count = len(kept[0].fit_loop.state.clients.state_dict())
@@ -687,7 +683,7 @@ def test_a_forked_process_that_drops_its_copy_leaves_the_states_alone(tmp_path: 
 
 
 @pytest.mark.thorough
-def test_each_process_reads_its_states_until_it_drops_them(tmp_path: Path) -> None:
+def test_each_process_can_read_its_states_until_it_drops_them(tmp_path: Path) -> None:
     def work() -> int:
         rank, dropped = int(os.environ["RANK"]), tmp_path / "dropped"
         both = {"strategy": "clients", "devices": 2, "clients_per_round": 6}
@@ -719,7 +715,7 @@ class Slow(TorchCheckpointIO):
 
 
 @pytest.mark.thorough
-def test_states_of_a_checkpoint_that_is_written_in_the_background_are_kept(tmp_path: Path) -> None:
+def test_states_of_a_checkpoint_written_in_the_background_are_kept(tmp_path: Path) -> None:
     options: dict[str, Any] = {**keeping(tmp_path), "plugins": AsyncCheckpointIO(Slow()), "algorithm": Scaffold()}
     run(**{**options, "max_rounds": 3})
     straight = run(algorithm=Scaffold(), max_rounds=4)

@@ -78,7 +78,7 @@ def run(
     return t, [str(w.message) for w in caught if "without running code" in str(w.message)]
 
 
-def test_entries_that_no_file_could_hold_are_left_out_with_one_warning(tmp_path: Path) -> None:
+def test_unsafe_entries_are_left_out_with_one_warning(tmp_path: Path) -> None:
     model = seeded(Other, extra={"deep": [nn.ReLU()]}, names=["a"])
     data = Data(transform=lambda x: x, folder=Path("there"))
     _, told = run(tmp_path, model, data, rounds=3, callbacks=[Keeps({"hook": print, "n": 1})])
@@ -119,7 +119,7 @@ class Many(Net):
 
 
 @pytest.mark.thorough
-def test_every_kind_of_hyper_parameter_trains_logs_and_resumes(tmp_path: Path) -> None:
+def test_every_kind_of_hyperparameter_trains_logs_and_resumes(tmp_path: Path) -> None:
     def fitted(folder: str, rounds: int, **options: Any) -> tuple[Any, list[str]]:
         loggers = [TensorBoardLogger(tmp_path / folder), CSVLogger(tmp_path / folder)]
         model = seeded(Many, **UNSAFE)
@@ -136,7 +136,7 @@ def test_every_kind_of_hyper_parameter_trains_logs_and_resumes(tmp_path: Path) -
     assert torch.equal(parameters(resumed), parameters(straight))
 
 
-def test_numbers_of_numpy_are_kept_as_numbers(tmp_path: Path) -> None:
+def test_numpy_numbers_are_kept_as_numbers(tmp_path: Path) -> None:
     def made() -> Any:
         return seeded(Other, lr=np.float64(0.07), loss=nn.CrossEntropyLoss(), names=[np.int64(3)])
 
@@ -153,7 +153,7 @@ def test_numbers_of_numpy_are_kept_as_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_load_from_checkpoint_takes_defaults_or_keywords(tmp_path: Path) -> None:
+def test_load_from_checkpoint_uses_defaults_or_keywords(tmp_path: Path) -> None:
     model = seeded(Other, loss=nn.CrossEntropyLoss(label_smoothing=0.1), lr=0.05)
     t, _ = run(tmp_path, model)
     best = t.checkpoint_callback.best_model_path
@@ -166,14 +166,14 @@ def test_load_from_checkpoint_takes_defaults_or_keywords(tmp_path: Path) -> None
     assert all(torch.equal(saved[name], value) for name, value in again.state_dict().items())
 
 
-def test_types_that_the_user_allows_are_kept(tmp_path: Path) -> None:
+def test_user_allowed_types_are_kept(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Speed]):
         _, (told,) = run(tmp_path, seeded(Other, extra=Speed(3)))
         assert "extra" not in told
         assert torch.load(tmp_path / "last.ckpt", weights_only=True)["hyper_parameters"]["extra"].value == 3
 
 
-def test_callbacks_whose_state_is_left_out_start_again(tmp_path: Path) -> None:
+def test_callbacks_with_omitted_state_start_fresh(tmp_path: Path) -> None:
     run(tmp_path, seeded(Other), rounds=1, callbacks=[Keeps({"hook": print})])
     callback = Keeps({"n": 2})
     _, told = run(tmp_path, seeded(Other), callbacks=[callback], ckpt_path=tmp_path / "last.ckpt")
@@ -199,7 +199,7 @@ class Special(Other):
 
 
 @pytest.mark.thorough
-def test_what_a_module_adds_is_left_out_and_a_resume_takes_it_from_the_module(tmp_path: Path) -> None:
+def test_omitted_module_entries_come_from_the_module_on_resume(tmp_path: Path) -> None:
     straight, first, resumed = seeded(Special), seeded(Special), seeded(Special)
     run(tmp_path / "a", straight)
     _, (told,) = run(tmp_path / "b", first, rounds=1)
@@ -224,7 +224,7 @@ class Schedule(torch.optim.lr_scheduler.StepLR):
         super().__init__(optimizer, 1, 0.5)
 
 
-def test_schedules_with_functions_resume(tmp_path: Path) -> None:
+def test_schedulers_with_functions_resume(tmp_path: Path) -> None:
     class Scheduled(Net):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
@@ -240,7 +240,7 @@ def test_schedules_with_functions_resume(tmp_path: Path) -> None:
     assert torch.equal(parameters(resumed), parameters(straight))
 
 
-def test_weights_alone_and_saves_by_hand_leave_them_out_too(tmp_path: Path) -> None:
+def test_weights_only_and_manual_saves_omit_unsafe_entries(tmp_path: Path) -> None:
     t = trainer(max_rounds=1)
     t.fit(seeded(Other), Data())
     for weights_only in (False, True):
@@ -248,7 +248,7 @@ def test_weights_alone_and_saves_by_hand_leave_them_out_too(tmp_path: Path) -> N
         assert "loss" not in torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
 
 
-def test_a_file_that_claims_something_was_left_out_changes_nothing(tmp_path: Path) -> None:
+def test_forged_left_out_claims_are_ignored(tmp_path: Path) -> None:
     run(tmp_path, seeded(), rounds=1)
     content = torch.load(tmp_path / "last.ckpt", weights_only=True)
     for claim in ([["state_dict", "head.bias"]], [["loops"]], [[]], 3, [["nothing", "there"]], [[3]]):
@@ -278,7 +278,7 @@ trainer: {max_rounds: 2, local_epochs: 1, clients_per_round: 3}
 
 
 @pytest.mark.thorough
-def test_the_command_line_tests_and_resumes_such_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_tests_and_resumes_with_omitted_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load(CONFIG)
     config["trainer"] |= {k: v for k, v in QUIET.items() if k not in ("logger", "enable_checkpointing")}
@@ -292,7 +292,7 @@ def test_the_command_line_tests_and_resumes_such_a_module(tmp_path: Path, monkey
     main(["validate", "--config", "run.yaml", "--ckpt_path", "last"])
 
 
-def test_tensors_are_not_written_to_find_out_whether_they_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safety_check_does_not_write_tensor_data(monkeypatch: pytest.MonkeyPatch) -> None:
     save, sizes = torch.save, []
 
     def counted(value: Any, stream: Any) -> None:
@@ -308,7 +308,7 @@ def test_tensors_are_not_written_to_find_out_whether_they_load(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["attribute", "subclass"])
-def test_tensors_that_hold_more_than_numbers_are_tried(name: str) -> None:
+def test_tensors_with_extra_content_are_checked_for_safety(name: str) -> None:
     value = torch.zeros(3)
     if name == "attribute":
         value.mode = Speed(1)

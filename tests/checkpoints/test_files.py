@@ -44,7 +44,7 @@ def save(path: Path, **content: Any) -> Path:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("at", [0, 3, 20])
-def test_a_failing_disk_leaves_the_previous_checkpoint(
+def test_failing_disk_keeps_the_previous_checkpoint(
     number: int, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, calls = save(tmp_path / "a.ckpt"), iter(range(1000))
@@ -76,7 +76,7 @@ def _write_with_a_limit(folder: Path) -> None:
         (folder / "said").write_text(str(error))
 
 
-def test_a_limit_of_the_system_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_file_size_limit_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
     process = multiprocessing.get_context("fork").Process(target=_write_with_a_limit, args=(tmp_path,))
     process.start()
@@ -97,13 +97,13 @@ def test_file_and_folder_are_flushed_before_and_after_the_rename(
     assert calls == ["flush", "rename", "flush"]
 
 
-def test_a_save_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_save_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
     link(save(tmp_path / "a.ckpt"), tmp_path / "last.ckpt")
     save(tmp_path / "last.ckpt", note="new")
     assert AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")["note"] == "whole"
 
 
-def test_a_link_follows_when_what_it_leads_to_is_removed(tmp_path: Path) -> None:
+def test_link_is_updated_when_its_target_is_removed(tmp_path: Path) -> None:
     link(save(tmp_path / "a.ckpt"), tmp_path / "last.ckpt")
     os.utime(tmp_path / "a.ckpt", (1, 1))
     save(tmp_path / "b.ckpt", note="newer")
@@ -111,7 +111,7 @@ def test_a_link_follows_when_what_it_leads_to_is_removed(tmp_path: Path) -> None
     assert AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["note"] == "newer"
 
 
-def test_last_as_a_link_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_link_never_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace, remove, seen = os.replace, os.remove, []
 
     def watched(source: Any, target: Any) -> None:
@@ -130,7 +130,7 @@ def test_last_as_a_link_is_there_at_every_moment(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "last.ckpt").resolve().name == "epoch=2-step=3.ckpt"
 
 
-def test_last_is_a_copy_where_the_system_makes_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_is_a_copy_if_links_are_unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError("a required privilege is not held by the client")
 
@@ -142,7 +142,7 @@ def test_last_is_a_copy_where_the_system_makes_no_links(tmp_path: Path, monkeypa
     assert not list(tmp_path.glob(".*"))
 
 
-def test_leftovers_go_and_a_save_under_way_stays(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_a_running_save_is_kept(tmp_path: Path) -> None:
     (tmp_path / ".a.ckpt.77.part").write_bytes(b"half")
     with (tmp_path / ".b.ckpt.78.part").open("wb") as stream:
         checkpoint_io._lock(stream)
@@ -150,27 +150,27 @@ def test_leftovers_go_and_a_save_under_way_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [".b.ckpt.78.part"]
 
 
-def test_a_fit_removes_what_a_killed_save_left(tmp_path: Path) -> None:
+def test_fit_removes_leftovers_of_a_killed_save(tmp_path: Path) -> None:
     (tmp_path / ".last.ckpt.77.part").write_bytes(b"half")
     run(tmp_path, 1)
     assert os.listdir(tmp_path) == ["step=1.ckpt"]
 
 
-def test_leftovers_that_cannot_be_removed_stay(tmp_path: Path) -> None:
+def test_leftovers_that_cannot_be_removed_are_kept(tmp_path: Path) -> None:
     (tmp_path / ".a.ckpt.77.part").mkdir()
     assert remove_temporary_files(tmp_path) == []
     run(tmp_path, 1)
     assert sorted(os.listdir(tmp_path)) == [".a.ckpt.77.part", "step=1.ckpt"]
 
 
-def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_first_round(tmp_path: Path) -> None:
+def test_unusable_checkpoint_folder_is_rejected_before_the_first_round(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FederatedError, match=f"ModelCheckpoint cannot save in {tmp_path / 'file' / 'a'}: .*dirpath"):
         run(tmp_path / "file" / "a", 1, model=Untrained())
     run(tmp_path / "file" / "a", 0, model=Untrained(), keep=ModelCheckpoint(tmp_path / "file" / "a", save_top_k=0))
 
 
-def test_a_clock_that_was_set_back_does_not_hide_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_clock_set_back_does_not_hide_the_newest_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, 2)
     for name in ("step=1.ckpt", "step=2.ckpt"):
         os.utime(tmp_path / name, ns=(2 * time.time_ns(),) * 2)
@@ -185,7 +185,7 @@ def test_remote_paths_are_left_to_fsspec(tmp_path: Path) -> None:
     assert torch.equal(resumed.fit_loop.state.x, straight.fit_loop.state.x)
 
 
-def test_a_checkpoint_io_of_the_users_own_stays_and_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+def test_user_checkpoint_io_is_kept_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     class Own(TorchCheckpointIO):
         pass
 
@@ -198,7 +198,7 @@ def test_a_checkpoint_io_of_the_users_own_stays_and_is_mentioned(caplog: pytest.
 # ---------------------------------------------------------------------- reading
 
 
-def test_no_changed_byte_goes_unnoticed(tmp_path: Path) -> None:
+def test_changed_bytes_are_detected(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     whole, stream = path.read_bytes(), random.Random(0)
     noticed = 0
@@ -215,7 +215,7 @@ def test_no_changed_byte_goes_unnoticed(tmp_path: Path) -> None:
     assert noticed > 200
 
 
-def test_no_cut_goes_unnoticed(tmp_path: Path) -> None:
+def test_truncation_is_detected(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     whole = path.read_bytes()
     for size in [0, 1, 30, *random.Random(0).sample(range(len(whole)), 60), len(whole) - 1]:
@@ -224,7 +224,7 @@ def test_no_cut_goes_unnoticed(tmp_path: Path) -> None:
             AtomicCheckpointIO().load_checkpoint(path)
 
 
-def test_torch_alone_takes_a_changed_byte(tmp_path: Path) -> None:
+def test_torch_alone_accepts_a_changed_byte(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes().replace(torch.tensor([41.0]).numpy().tobytes(), b"\x01\x02\x03\x04"))
     assert not same(torch.load(path, weights_only=True), CONTENT)  # which is why it is looked at before
@@ -242,7 +242,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_last", few([True, "link"], ["link"]))
-def test_a_damaged_last_is_refused_and_the_newest_sound_one_offered(save_last: Any, tmp_path: Path) -> None:
+def test_corrupt_last_is_rejected_and_the_newest_valid_one_offered(save_last: Any, tmp_path: Path) -> None:
     keep = {"filename": "{step}", "save_top_k": -1, "save_last": save_last}
     run(tmp_path, 3, keep=ModelCheckpoint(tmp_path, **keep))
     damage(tmp_path / "last.ckpt")
@@ -254,20 +254,20 @@ def test_a_damaged_last_is_refused_and_the_newest_sound_one_offered(save_last: A
     assert torch.equal(offered.fit_loop.state.x, straight.fit_loop.state.x)
 
 
-def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_not_reported_as_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "a.ckpt")
     monkeypatch.setattr(os, "access", lambda file, mode: False)  # root may read every file
     with pytest.raises(FederatedError, match=r"a\.ckpt cannot be read: Permission denied\. Let this user read it"):
         AtomicCheckpointIO().load_checkpoint(path)
 
 
-def test_with_nothing_sound_the_way_out_is_to_start_anew(tmp_path: Path) -> None:
+def test_error_suggests_a_new_run_without_a_valid_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"nothing")
     with pytest.raises(FederatedError, match="no valid checkpoint next to it. Start a new run"):
         run(tmp_path, 1, ckpt_path=tmp_path / "a.ckpt")
 
 
-def test_what_is_offered_is_sound_whole_and_no_link(tmp_path: Path) -> None:
+def test_newest_valid_skips_weights_only_and_corrupt_files(tmp_path: Path) -> None:
     save(tmp_path / "old.ckpt")
     for i, name in enumerate(["weights.ckpt", "broken.ckpt", "last.ckpt"]):
         os.utime(tmp_path / "old.ckpt", (1, 1))
@@ -280,7 +280,7 @@ def test_what_is_offered_is_sound_whole_and_no_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "age"), [(1, "a newer"), (-1, "an older")])
-def test_a_checkpoint_of_another_format_is_refused(change: int, age: str, tmp_path: Path) -> None:
+def test_checkpoint_of_another_format_is_rejected(change: int, age: str, tmp_path: Path) -> None:
     run(tmp_path, 1)
     content = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
     content["loops"]["fit_loop"]["state_dict"]["format"] += change
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_another_format_is_refused(change: int, age: str, tmp_pa
         run(tmp_path, 2, ckpt_path=tmp_path / "step=1.ckpt")
 
 
-def test_a_checkpoint_of_weights_alone_gives_the_first_model(tmp_path: Path) -> None:
+def test_weights_only_checkpoint_sets_the_initial_model(tmp_path: Path) -> None:
     run(tmp_path, 1, keep=ModelCheckpoint(tmp_path, filename="w", save_weights_only=True))
     weights = torch.load(tmp_path / "w.ckpt", weights_only=True)["state_dict"]
     with pytest.warns(
@@ -307,7 +307,7 @@ class Hostile:
         return os.mkdir, ("broken-into",)
 
 
-def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_that_would_run_code_is_rejected(tmp_path: Path) -> None:
     torch.save({**CONTENT, "state_dict": Hostile()}, tmp_path / "a.ckpt")
     with pytest.raises(FederatedError, match="would run code when it is read"):
         run(tmp_path, 1, ckpt_path=tmp_path / "a.ckpt")

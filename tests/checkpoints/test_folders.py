@@ -19,7 +19,7 @@ from tests.helpers.selection import few
 from tests.helpers.training import Net, classification, fit, parameters, rounds_in, seeded, trainer
 
 
-def test_last_is_the_newest_checkpoint_whatever_its_name(tmp_path: Path) -> None:
+def test_last_is_the_newest_checkpoint_regardless_of_its_name(tmp_path: Path) -> None:
     run(tmp_path, 2, keep=ModelCheckpoint(tmp_path, save_last=True))
     time.sleep(0.02)
     run(tmp_path, 3, ckpt_path="last", keep=ModelCheckpoint(tmp_path))
@@ -27,13 +27,13 @@ def test_last_is_the_newest_checkpoint_whatever_its_name(tmp_path: Path) -> None
     assert again.ckpt_path.endswith("epoch=2-step=3.ckpt")
 
 
-def test_last_passes_over_weights_alone(tmp_path: Path) -> None:
+def test_last_skips_weights_only_checkpoints(tmp_path: Path) -> None:
     weights = ModelCheckpoint(tmp_path, filename="weights", save_weights_only=True, monitor="val_loss")
     run(tmp_path, 2, callbacks=[weights])
     assert run(tmp_path, 3, ckpt_path="last").ckpt_path.endswith("step=2.ckpt")
 
 
-def test_last_goes_on_from_the_former_version_of_a_numbered_logger(tmp_path: Path) -> None:
+def test_last_resumes_from_the_previous_logger_version(tmp_path: Path) -> None:
     options = {"logger": True, "default_root_dir": tmp_path}
     straight = run(tmp_path / "straight", 4)
     for rounds in (2, 3, 4):
@@ -54,7 +54,7 @@ class Fails(pl.Callback):
             raise RuntimeError("my own")
 
 
-def test_last_may_be_what_was_saved_on_an_exception(tmp_path: Path) -> None:
+def test_last_can_be_a_checkpoint_saved_on_an_exception(tmp_path: Path) -> None:
     def keeping() -> dict[str, Any]:
         keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_epochs=2, save_top_k=-1)
         return {"keep": keep, "callbacks": [OnExceptionCheckpoint(tmp_path / "rescued")]}
@@ -69,14 +69,14 @@ def test_last_may_be_what_was_saved_on_an_exception(tmp_path: Path) -> None:
     assert torch.equal(resumed.fit_loop.state.x, fit(seeded(), algorithm=Scaffold(), max_rounds=5))
 
 
-def test_last_without_any_begins(tmp_path: Path) -> None:
+def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no last checkpoint available"):
         begun = run(tmp_path, 2, ckpt_path="last")
     assert torch.equal(parameters(begun.lightning_module), fit(seeded(), algorithm=Scaffold(), max_rounds=2))
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_in_a_new_folder_knows_the_best_checkpoint_of_all_rounds(tmp_path: Path) -> None:
+def test_run_resumed_in_a_new_folder_knows_the_overall_best(tmp_path: Path) -> None:
     def keeping(place: str, rounds: int, **options: Any) -> ModelCheckpoint:
         # the drift of later rounds is never as large as that of the first
         keep = ModelCheckpoint(tmp_path / place, monitor="client/drift", mode="max", save_last=True, save_top_k=2)
@@ -95,7 +95,7 @@ def test_a_resumed_run_in_a_new_folder_knows_the_best_checkpoint_of_all_rounds(t
     assert Path(second.last_model_path) == tmp_path / "second" / "last.ckpt"
 
 
-def test_a_resumed_run_in_a_new_folder_keeps_its_own_best_one_where_the_earlier_are_gone(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_own_best_if_the_earlier_is_missing(tmp_path: Path) -> None:
     first = ModelCheckpoint(tmp_path / "first", monitor="client/drift", mode="max", save_last=True)
     run(tmp_path, 3, keep=first)
     Path(first.best_model_path).unlink()
@@ -105,7 +105,7 @@ def test_a_resumed_run_in_a_new_folder_keeps_its_own_best_one_where_the_earlier_
     assert Path(second.best_model_path).is_file()
 
 
-def test_a_resumed_run_that_keeps_fewer_checkpoints_goes_on_from_the_best(tmp_path: Path) -> None:
+def test_resumed_run_that_keeps_fewer_checkpoints_keeps_the_best(tmp_path: Path) -> None:
     first, second = (
         ModelCheckpoint(tmp_path / name, monitor="client/drift", mode="max", save_last=True, save_top_k=k)
         for name, k in (("first", 3), ("second", 1))
@@ -116,7 +116,7 @@ def test_a_resumed_run_that_keeps_fewer_checkpoints_goes_on_from_the_best(tmp_pa
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_its_files_where_their_folder_was_moved(tmp_path: Path) -> None:
+def test_resumed_run_finds_its_files_after_the_folder_is_moved(tmp_path: Path) -> None:
     def keeping(place: str, rounds: int, ckpt_path: Any = None) -> list[ModelCheckpoint]:
         # the drift of later rounds is never as large as that of the first
         best = ModelCheckpoint(tmp_path / place / "best", monitor="client/drift", mode="max", save_top_k=2)
@@ -140,7 +140,7 @@ PLACES = ("straight", "moved")
 
 
 @pytest.mark.thorough
-def test_files_of_another_run_are_not_taken_for_those_that_were_moved(tmp_path: Path) -> None:
+def test_files_of_another_run_are_not_mistaken_for_moved_ones(tmp_path: Path) -> None:
     first, other = (
         ModelCheckpoint(tmp_path / name, monitor="client/drift", mode="max", filename="best") for name in ("first", "b")
     )
@@ -182,7 +182,7 @@ class EndsRounds(FederatedCallback):
         self.ended = state_dict["ended"]
 
 
-def test_what_is_saved_after_a_validation_has_what_the_end_of_its_round_changed(tmp_path: Path) -> None:
+def test_save_after_validation_includes_round_end_changes(tmp_path: Path) -> None:
     def keeping(folder: Path, rounds: int, **options: Any) -> Any:
         keep = ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1, filename="{epoch}-{val_loss:.2f}")
         ends, options = EndsRounds(), {"check_val_every_n_epoch": 2, **options}
@@ -203,7 +203,7 @@ class Falls(FederatedCallback):
         trainer.fit_loop.log_round({"falls": -float(round_report.round)})
 
 
-def test_a_run_that_resumes_knows_the_best_weights_that_another_callback_saved(tmp_path: Path) -> None:
+def test_resumed_run_knows_the_best_weights_of_another_callback(tmp_path: Path) -> None:
     def keeping(folder: Path, rounds: int, ckpt_path: Any = None) -> ModelCheckpoint:
         best = ModelCheckpoint(folder / "best", monitor="falls", mode="max", save_weights_only=True)
         run(folder, rounds, keep=ModelCheckpoint(folder / "whole"), callbacks=[best, Falls()], ckpt_path=ckpt_path)
@@ -237,7 +237,7 @@ STAGES = ("validate", "test", "predict")
 
 
 @pytest.mark.parametrize("weights_alone", few([False, True], [False]))
-def test_last_is_evaluated_by_a_new_trainer_in_every_stage(weights_alone: bool, tmp_path: Path) -> None:
+def test_new_trainer_evaluates_last_in_every_stage(weights_alone: bool, tmp_path: Path) -> None:
     options = {"logger": True, "default_root_dir": tmp_path}
     fitted = run(tmp_path, 2, keep=ModelCheckpoint(save_weights_only=weights_alone), **options)
     for made in (trainer(**options, enable_checkpointing=True), fitted):
@@ -246,7 +246,7 @@ def test_last_is_evaluated_by_a_new_trainer_in_every_stage(weights_alone: bool, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_last_without_any_is_refused_where_nothing_is_trained(stage: str, tmp_path: Path) -> None:
+def test_last_without_a_checkpoint_is_rejected_in_evaluation(stage: str, tmp_path: Path) -> None:
     found = re.escape(f"{stage}(ckpt_path='last') found no checkpoint: none lies in ")
     with pytest.raises(FederatedError, match=f"{found}{tmp_path}. Give the trainer"):
         evaluate(stage, trainer(default_root_dir=tmp_path))
@@ -254,7 +254,7 @@ def test_last_without_any_is_refused_where_nothing_is_trained(stage: str, tmp_pa
         evaluate(stage, trainer(default_root_dir=tmp_path, enable_checkpointing=True))
 
 
-def test_the_best_checkpoint_of_the_newest_run_is_evaluated_wherever_its_folder_went(tmp_path: Path) -> None:
+def test_best_of_the_newest_run_is_evaluated_after_a_move(tmp_path: Path) -> None:
     keep = ModelCheckpoint(monitor="val_loss", mode="max", filename="{step}")  # not the last one
     options = {"default_root_dir": tmp_path / "runs", "enable_checkpointing": True}
     fitted = run(tmp_path / "runs", 3, keep=keep, default_root_dir=tmp_path / "runs")
@@ -269,7 +269,7 @@ def test_the_best_checkpoint_of_the_newest_run_is_evaluated_wherever_its_folder_
         made.validate(model, DataLoader(classification(8, 0), batch_size=4), ckpt_path="best")
 
 
-def test_a_path_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_missing_path_raises_and_lists_the_existing_ones(tmp_path: Path) -> None:
     run(tmp_path / "a", 2)
     with pytest.raises(
         FederatedError, match=r"There is no checkpoint .*b\.ckpt\. .*a holds step=2\.ckpt, step=1\.ckpt"
@@ -278,7 +278,7 @@ def test_a_path_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path)
 
 
 @pytest.mark.parametrize("stage", ["fit", *STAGES])
-def test_a_path_that_the_system_does_not_open_is_refused(stage: str, tmp_path: Path) -> None:
+def test_path_that_cannot_be_opened_is_rejected(stage: str, tmp_path: Path) -> None:
     path = tmp_path / ("a" * 300)
     with pytest.raises(FederatedError, match=r"ckpt_path='.*a{300}' cannot be read: .*too long"):
         run(tmp_path, 1, ckpt_path=path) if stage == "fit" else evaluate(stage, trainer(), path)

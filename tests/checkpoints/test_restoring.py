@@ -12,7 +12,7 @@ from tests.helpers.training import data, fit, seeded, trainer
 
 
 @pytest.mark.parametrize("cause", ["the sizes differ", "the sizes differ."])
-def test_what_does_not_fit_is_told_in_whole_sentences(cause: str) -> None:
+def test_mismatch_errors_are_full_sentences(cause: str) -> None:
     with (
         pytest.raises(FederatedError, match=r"the model ended in RuntimeError: the sizes differ\. Resume with"),
         restored_from("last.ckpt", "the model"),
@@ -21,7 +21,7 @@ def test_what_does_not_fit_is_told_in_whole_sentences(cause: str) -> None:
 
 
 @pytest.mark.parametrize("origin", [CHECKPOINT, EARLIER_FIT])
-def test_other_work_is_warned_of_and_other_parameters_or_data_of_kept_states_refused(origin: object) -> None:
+def test_changed_work_warns_and_changed_parameters_or_data_raise(origin: object) -> None:
     saved = {"parameters": "a", "sizes": "b", "local_epochs": "1", "optimizer": "SGD", "gone": "x"}
     compare_work(saved, {**saved, "optimizer": "Adam"}, True, origin)  # refused where its state is loaded
     with pytest.warns(UserWarning, match=r"local_epochs=1 \(.* has 2\). The run continues with"):
@@ -35,7 +35,7 @@ def test_other_work_is_warned_of_and_other_parameters_or_data_of_kept_states_ref
 
 
 @pytest.mark.parametrize(("change", "message"), [("lr", "has the learning rate 'x'"), ("state", "for a parameter")])
-def test_an_optimizer_state_that_is_none_is_refused(change: str, message: str) -> None:
+def test_invalid_optimizer_state_is_rejected(change: str, message: str) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     check_optimizer_states(optimizer, "the server's optimizer")

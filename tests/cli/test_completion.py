@@ -51,7 +51,7 @@ def test_bash_completes_commands_options_classes_and_files(capsys: pytest.Captur
     assert dict(zip(EXPECTED, found, strict=True)) == EXPECTED
 
 
-def test_a_percent_sign_in_a_help_text_is_text() -> None:
+def test_percent_sign_in_a_help_text_is_literal() -> None:
     source, copied = argparse.ArgumentParser(), argparse.ArgumentParser()
     action = source.add_argument("--share")
     action.help = "Take 50% of the clients."
@@ -59,7 +59,7 @@ def test_a_percent_sign_in_a_help_text_is_text() -> None:
     assert "Take 50% of the clients." in copied.format_help()
 
 
-def test_without_shtab_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_shtab_raises_with_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_fed.cli.completion.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install shtab"):
         main(["completion", "bash"])

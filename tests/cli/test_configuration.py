@@ -22,7 +22,7 @@ def configuration(**trainer: Any) -> dict[str, Any]:
     }
 
 
-def test_a_configuration_becomes_trainer_model_and_data_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_configuration_builds_all_parts_without_side_effects(tmp_path: Path) -> None:
     given = configuration(max_rounds=7)
     parts = CellParts(given)
     assert given == configuration(max_rounds=7)
@@ -35,6 +35,6 @@ def test_a_configuration_becomes_trainer_model_and_data_and_leaves_no_trace(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_key_is_named_with_what_was_probably_meant() -> None:
+def test_wrong_key_raises_and_suggests_the_likely_one() -> None:
     with pytest.raises(ArgumentError, match="local_stepps(.|\n)*Did you mean.*local_steps"):
         CellParts(configuration(local_stepps=3))

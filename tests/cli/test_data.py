@@ -13,7 +13,7 @@ QUICKSTART = str(CONFIGS / "quickstart.yaml")
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_the_split_is_drawn_and_its_numbers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_split_is_drawn_and_its_statistics_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "--config", QUICKSTART, "--out", "split.png"])
     assert Path("split.png").stat().st_size > 1000
     assert "Gini" in capsys.readouterr().out

@@ -83,12 +83,12 @@ def runs(shown_of_runs: tuple[Path, list[str]]) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["FedAvg", "Mime", "MimeLite"])
-def test_the_main_job_with_another_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_fit_with_another_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     fit("--trainer.algorithm", method)
     check_main_job(capsys.readouterr().out, method)
 
 
-def test_the_main_job(runs: list[str]) -> None:
+def test_quickstart_fit(runs: list[str]) -> None:
     check_main_job(runs[0])
 
 
@@ -100,7 +100,7 @@ def check_main_job(out: str, method: str = "Scaffold") -> None:
     assert MLPClassifier.load_from_checkpoint(last(0, method)).hparams["in_features"] == 64
 
 
-def test_the_printed_resume_command_works(runs: list[str]) -> None:
+def test_printed_resume_command_works(runs: list[str]) -> None:
     assert f"{last(0)} (round 2)" in runs[0].rpartition("Federated run finished")[2]
     assert re.search(r"^  rounds +4$", runs[1], re.MULTILINE)
     straight, resumed = (torch.load(last(n), weights_only=True)["state_dict"] for n in (1, 2))
@@ -108,7 +108,7 @@ def test_the_printed_resume_command_works(runs: list[str]) -> None:
 
 
 @pytest.mark.thorough
-def test_the_printed_resume_command_goes_on_after_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_resume_command_continues_after_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
     fit("--trainer.max_steps", "1")
     command = re.search(r"resume \(round 1\) +lightning-fed (.*)", capsys.readouterr().out)
     assert command is not None
@@ -130,7 +130,7 @@ EVALUATIONS = few(["test", "validate", "predict"], ["test"])
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", EVALUATIONS)
-def test_no_model_is_evaluated_that_nobody_has_trained(command: str, shown_of_runs: tuple[Path, list[str]]) -> None:
+def test_evaluation_without_a_checkpoint_is_rejected(command: str, shown_of_runs: tuple[Path, list[str]]) -> None:
     with pytest.raises(
         SystemExit, match=f"lightning-fed: `{command}` needs a checkpoint.* None lies under .*ckpt_path PATH"
     ):
@@ -144,7 +144,7 @@ def test_no_model_is_evaluated_that_nobody_has_trained(command: str, shown_of_ru
 @pytest.mark.thorough
 @pytest.mark.parametrize("args", [[], thorough(["--trainer.logger", "false"])], ids=["logger", "none"])
 @pytest.mark.usefixtures("runs")
-def test_last_and_best_are_those_of_the_newest_run(args: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_last_and_best_refer_to_the_newest_run(args: list[str], caplog: pytest.LogCaptureFixture) -> None:
     state = torch.load(last(2), weights_only=True)["callbacks"]
     best = next(Path(one["best_model_path"]) for one in state.values() if "best_model_path" in one)
     version(2).rename("lightning_logs/moved")
@@ -162,14 +162,14 @@ def test_last_and_best_are_those_of_the_newest_run(args: list[str], caplog: pyte
 
 
 @pytest.mark.parametrize("word", few(["last", "best"], ["best"]))
-def test_no_checkpoint_is_found_where_none_is(word: str) -> None:
+def test_missing_last_or_best_checkpoint_raises(word: str) -> None:
     with pytest.raises(SystemExit, match=f"lightning-fed: .*ckpt_path='{word}'.* found no checkpoint.* under "):
         run("test", "--config", QUICKSTART, "--ckpt_path", word)
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("runs")
-def test_a_wrong_path_is_answered_with_what_is_there() -> None:
+def test_wrong_path_lists_the_existing_files() -> None:
     there = version(0) / "checkpoints"
     for path, answer in (
         (there / "lst.ckpt", "holds .*last.ckpt"),
@@ -232,7 +232,7 @@ SAMPLER = "{class_path: lightning_fed.server.UniformSampler, init_args: {clients
     ],
     ids=lambda a: " ".join(a)[:60],
 )
-def test_parts_by_class(args: list[str]) -> None:
+def test_parts_can_be_set_by_class(args: list[str]) -> None:
     fit("--trainer.algorithm", "FedAvg", *args, "--trainer.logger", "false")
 
 
@@ -251,7 +251,7 @@ def test_parts_by_class(args: list[str]) -> None:
     ],
     ids=lambda a: " ".join(a) if isinstance(a, list) else "",
 )
-def test_wrong_options_are_refused_by_name(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     error: Any
     with pytest.raises((SystemExit, ValueError)) as error:
         fit(*args)
@@ -268,7 +268,7 @@ def test_seed_everything_seeds_the_run() -> None:
     assert not all(torch.equal(one, two) for one, two in pairs)  # that one repeats, the resumed run above shows
 
 
-def test_python_dash_m_shows_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_dash_m_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
     with pytest.raises(SystemExit) as done:
         runpy.run_module("lightning_fed", run_name="__main__")
@@ -302,7 +302,7 @@ for words in (["--help"], ["--version"], ["new", "a_project"], ["compare", "log"
 
 
 @pytest.mark.thorough  # .ci/run has it with the checks
-def test_what_trains_nothing_imports_no_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_train_nothing_do_not_import_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
     Path("log").mkdir()
     Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n2,0.75\n")
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True, timeout=120)
@@ -311,7 +311,7 @@ def test_what_trains_nothing_imports_no_pytorch(capsys: pytest.CaptureFixture[st
     assert Path("a_project/config.yaml").is_file()
 
 
-def test_a_pipe_that_reads_no_more_ends_a_command_without_a_trace() -> None:
+def test_closed_pipe_ends_a_command_without_a_traceback() -> None:
     Path("log").mkdir()
     Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n2,0.75\n")
     words = [sys.executable, "-m", "lightning_fed", "compare", "log", "--metric", "val_acc"]
@@ -323,7 +323,7 @@ def test_a_pipe_that_reads_no_more_ends_a_command_without_a_trace() -> None:
     assert command.returncode == 141
 
 
-def test_a_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     loggers = [logging.getLogger(name) for name in NAMES[USED]]
     levels = [logger.level for logger in loggers]
     try:
@@ -393,7 +393,7 @@ def test_a_diverging_run_ends_without_a_trace(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.thorough
-def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
+def test_rejected_run_leaves_no_folder_and_keeps_earlier_ones() -> None:
     with pytest.raises(SystemExit, match="clients_per_round=31"):
         fit("--trainer.clients_per_round", "31")
     assert not list(Path().rglob("version_*"))
@@ -403,7 +403,7 @@ def test_a_refused_run_leaves_no_folder_and_a_later_one_stays() -> None:
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["version_0_Scaffold"]
 
 
-def test_an_interrupted_command_ends_without_a_trace(
+def test_interrupted_command_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -425,7 +425,7 @@ for args in ([], ["--ckpt_path", LAST, "--trainer.max_rounds", "2"]):
 
 
 @pytest.mark.thorough
-def test_lightning_shows_no_advertisement_and_no_changed_dirpath() -> None:
+def test_lightning_tips_and_dirpath_warnings_are_hidden() -> None:
     code = RESUMED.replace("CONFIG", repr(QUICKSTART))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert "GPU available" in done.stderr
@@ -433,13 +433,13 @@ def test_lightning_shows_no_advertisement_and_no_changed_dirpath() -> None:
 
 
 @pytest.mark.thorough
-def test_an_option_may_be_written_with_hyphens() -> None:
+def test_options_accept_hyphens() -> None:
     fit("--trainer.max-rounds", "1", "--trainer.logger=false", "--trainer.default-root-dir=hyphened-folder")
     assert list(Path("hyphened-folder").rglob("*.ckpt"))
 
 
 @pytest.mark.thorough
-def test_python_dash_m_in_a_process_of_its_own() -> None:
+def test_python_dash_m_works_in_a_separate_process() -> None:
     command = [sys.executable, "-m", "lightning_fed", "fit", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "--trainer.algorithm" in shown.stdout or "--trainer" in shown.stdout
@@ -454,7 +454,7 @@ class Mine(MLPClassifier):
 
 
 @pytest.mark.thorough
-def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_in_the_current_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("module_of_a_user.py").write_text(MINE)
     Path("json.py").write_text("raise AssertionError('a file of the user hides an installed module')")
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -462,14 +462,14 @@ def test_a_class_in_the_folder_that_one_is_in_is_found(monkeypatch: pytest.Monke
     assert Path(last(0)).exists()
 
 
-def test_what_lightning_refuses_is_one_line() -> None:
+def test_lightning_errors_are_shown_on_one_line() -> None:
     Path("without_a_test.py").write_text("import pytorch_lightning as pl\nclass Untested(pl.LightningModule): pass\n")
     model = ["--model", "without_a_test.Untested"]
     with pytest.raises(SystemExit, match="^lightning-fed: No `test_step\\(\\)` method defined"):
         run("test", "--config", QUICKSTART, *model, "--ckpt_path", "initial", "--trainer.logger", "false")
 
 
-def test_an_own_command_behind_an_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_standalone_command_after_an_option_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty.yaml").write_text("{}")
     with pytest.raises(SystemExit):
         main(["--config", "empty.yaml", "compare"])

@@ -16,7 +16,7 @@ NAME = "project_of_a_user"
 
 
 @pytest.mark.thorough
-def test_a_new_project_trains_and_its_test_passes(
+def test_new_project_trains_and_its_test_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["new", NAME])
@@ -35,7 +35,7 @@ def test_a_new_project_trains_and_its_test_passes(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("lightning", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_new_project_imports_lightning_from_the_package_in_use(
+def test_new_project_imports_lightning_from_the_package_in_use(
     lightning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -47,7 +47,7 @@ def test_a_new_project_imports_lightning_from_the_package_in_use(
 
 
 @pytest.mark.thorough
-def test_a_new_project_works_as_its_readme_says(tmp_path: Path) -> None:
+def test_new_project_works_as_its_readme_says(tmp_path: Path) -> None:
     commands = [[sys.executable, "-m", "lightning_fed", "new", NAME]]
     readme = (cli_new._TEMPLATES / "README.md.in").read_text()
     shown = [line.split() for line in readme.splitlines() if line.startswith("    ")]
@@ -73,7 +73,7 @@ def test_a_new_project_works_as_its_readme_says(tmp_path: Path) -> None:
         ("there", "new there: .*there is there already"),
     ],
 )
-def test_a_name_that_is_bad_or_taken_is_refused(name: str, told: str, tmp_path: Path) -> None:
+def test_invalid_or_taken_name_is_rejected(name: str, told: str, tmp_path: Path) -> None:
     Path("there").mkdir()
     Path("there", "mine.txt").write_text("mine")
     with pytest.raises(SystemExit, match=f"lightning-fed: {told}"):
@@ -81,7 +81,7 @@ def test_a_name_that_is_bad_or_taken_is_refused(name: str, told: str, tmp_path: 
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "mine.txt"]
 
 
-def test_nothing_is_left_where_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(root: Path) -> None:
         raise OSError(28, "No space left on device")
 

@@ -57,7 +57,7 @@ def fit(*args: str, config: str = QUICKSTART) -> None:
         ),
     ],
 )
-def test_a_mistake_is_answered_with_what_was_meant(
+def test_mistaken_argument_suggests_the_likely_one(
     args: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -77,7 +77,7 @@ def test_a_mistake_is_answered_with_what_was_meant(
         ({"model": {"class_path": "ResNet", "init_args": {"detph": 8}}}, "Did you mean depth instead of detph?"),
     ],
 )
-def test_a_mistake_in_a_file_is_answered_with_what_was_meant(
+def test_mistaken_entry_in_a_file_suggests_the_likely_one(
     config: dict[str, Any], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mistaken.yaml").write_text(yaml.safe_dump(config))
@@ -88,7 +88,7 @@ def test_a_mistake_in_a_file_is_answered_with_what_was_meant(
 
 @pytest.mark.parametrize(("text", "line"), [("{}\n{}", 3), ("a: &a {{x: 1}}\nb:\n  <<: *a\n  x: 2\n{}\n{}", 7)])
 @pytest.mark.parametrize("option", ["--config={}", thorough("--config {}"), thorough("-c {}")])
-def test_a_key_that_comes_twice_in_a_file_is_refused(
+def test_duplicate_key_in_a_file_is_rejected(
     text: str, line: int, option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("twice.yaml").write_text(text.format("trainer:\n  max_rounds: 3", "trainer: {max_rounds: 5}"))
@@ -97,14 +97,16 @@ def test_a_key_that_comes_twice_in_a_file_is_refused(
     assert f"twice.yaml, line {line}: the key 'trainer' comes twice." in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_in_utf_8_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_utf_8_file_raises_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("latin.yaml").write_bytes("trainer: {max_rounds: 3}  # Größe".encode("latin-1"))
     with pytest.raises(SystemExit):
         fit("--config", "latin.yaml")
     assert "latin.yaml is not UTF-8, as its byte 30 shows" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_yaml_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_yaml_file_raises_and_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("torn.yaml").write_text("trainer:\n  max_rounds: 3\n algorithm: FedAvg\n")
     words = ["fit", "--config", QUICKSTART, "--config", "torn.yaml"]
     monkeypatch.setattr("sys.argv", ["lightning-fed", *words])
@@ -116,9 +118,7 @@ def test_a_file_that_is_no_yaml_is_named(capsys: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.parametrize("args", [[], thorough(["fitt"])], ids=["none", "unknown"])
-def test_a_command_that_is_not_there_is_answered_with_those_that_are(
-    args: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_command_lists_the_known_ones(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(args)
     answer = capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_a_command_that_is_not_there_is_answered_with_those_that_are(
     assert "fit" in answer
 
 
-def test_fit_alone_names_what_to_give_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_without_arguments_names_the_required_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit"])
     answer = capsys.readouterr().err
@@ -150,7 +150,9 @@ def test_fit_alone_names_what_to_give_it(capsys: pytest.CaptureFixture[str]) -> 
         thorough("reproduc", "reproduce"),
     ],
 )
-def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_command_lists_all_and_suggests_the_likely_one(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([word])
     answer = capsys.readouterr().err
@@ -162,7 +164,7 @@ def test_all_commands_are_listed_and_meant(word: str, meant: str, capsys: pytest
 
 
 @pytest.mark.parametrize("command", ["data", "diagnose", "reproduce", "sweep", "compare"])
-def test_help_shows_types_by_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_type_names(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
@@ -171,7 +173,7 @@ def test_help_shows_types_by_name(command: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", few(["fit", "validate", "test", "predict"], ["fit"]))
-def test_help_is_in_the_order_of_use_and_without_markup(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_follows_the_order_of_use_without_markup(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = capsys.readouterr().out
@@ -193,14 +195,14 @@ def test_help_is_in_the_order_of_use_and_without_markup(command: str, capsys: py
     assert ("initial" in " ".join(shown.split())) is (command != "fit")
 
 
-def test_help_of_a_class_shows_formulas_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_help_shows_formulas_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         fit("--trainer.algorithm.help", "FedProx")
     assert "mu >= 0; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("in_file", [True, False])
-def test_a_list_of_callbacks_replaces_the_list_before_it(
+def test_list_of_callbacks_replaces_the_previous_list(
     in_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As jsonargparse has it, EarlyStopping would keep the quickstart's ``mode: max`` of ModelCheckpoint."""

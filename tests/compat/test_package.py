@@ -23,39 +23,39 @@ BOTH = set(NAMES)
 @pytest.mark.parametrize("asked", [None, *NAMES])
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize("imported", NAMES)
-def test_the_package_that_is_imported_is_in_use(imported: str, installed: bool, asked: str | None) -> None:
+def test_imported_package_is_used(imported: str, installed: bool, asked: str | None) -> None:
     assert choose({imported}, asked, installed)[0] == imported
 
 
 @pytest.mark.parametrize("imported", [set(), BOTH])
 @pytest.mark.parametrize("asked", NAMES)
-def test_the_variable_decides_what_imports_leave_open(imported: set[str], asked: str) -> None:
+def test_environment_variable_decides_if_imports_do_not(imported: set[str], asked: str) -> None:
     package, reason = choose(imported, asked, lightning_is_installed=True)
     assert package == asked
     assert VARIABLE in reason
 
 
-def test_without_either_the_installed_one_is_in_use() -> None:
+def test_installed_package_is_used_by_default() -> None:
     assert choose(set(), None, lightning_is_installed=True)[0] == "lightning"  # with which the other one always comes
     assert choose(set(), None, lightning_is_installed=False)[0] == "pytorch_lightning"
 
 
-def test_both_imported_are_refused_with_the_ways_out() -> None:
+def test_importing_both_packages_is_rejected_with_remedies() -> None:
     with pytest.raises(ImportError, match=rf"(?s)Both lightning and pytorch_lightning.*only one.*{VARIABLE}"):
         choose(BOTH, None, lightning_is_installed=True)
 
 
-def test_a_variable_that_names_neither_is_refused() -> None:
+def test_environment_variable_with_an_unknown_package_is_rejected() -> None:
     with pytest.raises(ImportError, match=rf"{VARIABLE}='pl': set it to lightning or pytorch_lightning"):
         choose(set(), "pl", lightning_is_installed=True)
 
 
-def test_child_processes_are_told() -> None:
+def test_child_processes_inherit_the_package() -> None:
     assert os.environ[VARIABLE] == USED
     assert pl.__name__ == NAMES[USED][0]
 
 
-def test_a_package_that_is_asked_for_and_not_installed_is_named(tmp_path: Path) -> None:
+def test_requested_but_missing_package_raises_with_an_install_hint(tmp_path: Path) -> None:
     path = Path(lightning_fed.__file__).with_name("compat") / "package.py"
     probe = f"import runpy; runpy.run_path({str(path)!r})"  # alone, without PyTorch: 0.1 s
     environment = {**os.environ, VARIABLE: OTHER, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(path.parents[2])])}
@@ -110,11 +110,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_of_the_other_package_is_refused(name: str) -> None:
+def test_objects_of_the_other_package_are_rejected(name: str) -> None:
     refused(*CALLS[name])
 
 
-def test_the_refusal_says_why_and_how_to_get_out() -> None:
+def test_rejection_explains_the_reason_and_the_remedy() -> None:
     with pytest.raises(FederatedError) as caught:
         refuse_foreign(Mine())
     text = str(caught.value)
@@ -123,12 +123,12 @@ def test_the_refusal_says_why_and_how_to_get_out() -> None:
     assert f"import it before lightning_fed is used, or set the environment variable {VARIABLE}={OTHER}" in text
 
 
-def test_callbacks_that_a_module_brings_along_are_looked_at() -> None:
+def test_callbacks_of_a_module_are_checked() -> None:
     refused(lambda: trainer().fit(OwnCallbacks(), data()), "Brought derives from")
 
 
 @pytest.mark.parametrize("path", [f"{NAMES[OTHER][0]}.callbacks.ModelCheckpoint", f"{__name__}.Steps"])
-def test_a_configuration_that_names_the_other_package(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_with_the_other_package_is_rejected(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [{"class_path": path}], "local_epochs": 1}}))
     with pytest.raises(SystemExit):
         main(["fit", "--config", "run.yaml"])
@@ -137,13 +137,13 @@ def test_a_configuration_that_names_the_other_package(path: str, capsys: pytest.
     assert f"{VARIABLE}={OTHER}" in said
 
 
-def test_a_module_of_the_other_package_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_module_of_the_other_package_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--model", f"{__name__}.Mine", "--data", "lightning_fed.data.Digits"])
     assert f"Mine derives from {NAMES[OTHER][0]}.parts.LightningModule" in capsys.readouterr().err
 
 
-def test_names_without_a_package_mean_the_one_in_use() -> None:
+def test_unqualified_names_refer_to_the_package_in_use() -> None:
     assert FederatedTrainer.__mro__[1] is pl.Trainer
     assert issubclass(MLPClassifier, pl.LightningModule)
     refuse_foreign(MLPClassifier(in_features=2, num_classes=2), pl.Callback(), clients(), None, "auto")

@@ -51,17 +51,17 @@ def has(path: str, name: str) -> bool:
 
 
 @pytest.mark.thorough
-def test_private_names_are_in_the_installed_versions() -> None:
+def test_private_names_exist_in_the_installed_versions() -> None:
     gone = [f"{owner}.{name}" for owner, name in LISTED if not has(owner, name)]
     assert not gone, "lightning_fed/compat/private_names.yaml says what these are for, and what to put in their place"
 
 
 @pytest.mark.parametrize("owner", ["pl.Trainer", "pl.trainer.setup", "pl.loops._Gone", "torch.nn.Module", "torch"])
-def test_a_name_that_is_gone_is_noticed(owner: str) -> None:
+def test_missing_private_name_is_detected(owner: str) -> None:
     assert not has(owner, "_not_there")
 
 
-def test_each_name_is_listed_once_with_its_reason_and_what_would_replace_it() -> None:
+def test_each_name_is_listed_once_with_its_reason_and_replacement() -> None:
     assert len(set(LISTED)) == len(LISTED)
     assert all(entry.keys() == {"owner", "names", "why", "instead"} and all(entry.values()) for entry in TABLE)
 
@@ -130,7 +130,7 @@ def overridden() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.thorough
-def test_private_names_that_the_package_uses_are_listed() -> None:
+def test_private_names_used_by_the_package_are_listed() -> None:
     known = {name for _, name in LISTED} | {part for owner, _ in LISTED for part in owner.split(".")} | SHARED
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     by_package = set().union(*map(defined, trees.values()))
@@ -170,5 +170,5 @@ def test_every_use_of_a_private_name_is_found(code: str) -> None:
         "f'{stage}_hidden'",
     ],
 )
-def test_names_of_the_package_itself_are_not(code: str) -> None:
+def test_private_names_of_the_package_itself_are_ignored(code: str) -> None:
     assert not list(used(ast.parse(code), set()))

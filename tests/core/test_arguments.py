@@ -55,7 +55,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-def test_an_argument_that_cannot_be_is_refused_with_owner_name_and_value() -> None:
+def test_invalid_argument_error_names_owner_argument_and_value() -> None:
     for number_of_case, (call, message) in enumerate(REFUSED):
         try:
             found = call()
@@ -65,7 +65,7 @@ def test_an_argument_that_cannot_be_is_refused_with_owner_name_and_value() -> No
             pytest.fail(f"case {number_of_case} is taken as {found!r}: {message}")
 
 
-def test_what_is_allowed_is_returned_as_plain_numbers_and_texts() -> None:
+def test_valid_arguments_are_returned_as_plain_values() -> None:
     assert [type(check_count("O", "n", np.int64(3))), check_count("O", "n", 3, least=3, most=3)] == [int, 3]
     assert check_seed("O", 2**128 - 1) == 2**128 - 1
     assert check_number("O", "x", np.float32(0.5), "[0.5, 1]") == 0.5
@@ -78,12 +78,12 @@ def test_what_is_allowed_is_returned_as_plain_numbers_and_texts() -> None:
     check_paths("O", a="x", b=Path("y"))
 
 
-def test_only_finite_real_numbers_are_finite() -> None:
+def test_finite_accepts_only_finite_real_numbers() -> None:
     assert [finite(value) for value in (3, -0.5, np.float64(2))] == [3.0, -0.5, 2.0]
     assert all(math.isnan(finite(value)) for value in (True, "3", None, math.inf, math.nan, HUGE, 1j))
 
 
-def test_values_are_shown_within_a_line() -> None:
+def test_values_are_shown_on_one_line() -> None:
     assert format_value("a") == "'a'"
     assert len(format_value("a" * 1000)) == 200
     assert [kind_of(value) for value in ([], 3, None)] == ["a list", "an int", "a NoneType"]

@@ -30,7 +30,7 @@ def state(mean: float, count: int = 0, dtype: torch.dtype = torch.float32) -> di
     return {"mean": torch.tensor([mean, -mean], dtype=dtype), "count": torch.tensor(count)}
 
 
-def test_the_servers_buffers_are_copies_of_the_first_ones() -> None:
+def test_server_buffers_are_copies_of_the_initial_ones() -> None:
     module, b = buffers()
     module.mean.zero_()
     assert torch.equal(b.server["net.mean"], torch.tensor([1.0, 2.0]))
@@ -39,7 +39,7 @@ def test_the_servers_buffers_are_copies_of_the_first_ones() -> None:
     assert torch.equal(read["net.mean"], torch.zeros(2))
 
 
-def test_write_goes_into_the_modules_own_tensors() -> None:
+def test_write_updates_the_module_tensors_in_place() -> None:
     module, b = buffers()
     held = module.mean
     b.write(
@@ -51,7 +51,7 @@ def test_write_goes_into_the_modules_own_tensors() -> None:
     assert module.seen.tolist() == [False, True]
 
 
-def test_a_buffer_that_the_module_assigns_anew_is_found() -> None:
+def test_reassigned_buffer_is_found() -> None:
     module, b = buffers()
     module.mean = torch.tensor([7.0, 8.0])
     assert b.read()["net.mean"].tolist() == [7.0, 8.0]
@@ -59,7 +59,7 @@ def test_a_buffer_that_the_module_assigns_anew_is_found() -> None:
     assert module.mean.tolist() == [1.0, 2.0]
 
 
-def test_floats_are_averaged_by_examples_and_integers_come_from_the_largest() -> None:
+def test_floats_are_averaged_and_integers_come_from_the_largest_client() -> None:
     mean = BufferMean()
     mean.update(state(1.0, count=10), size=1, index=0)
     mean.update(state(5.0, count=20), size=3, index=1)
@@ -71,14 +71,14 @@ def test_floats_are_averaged_by_examples_and_integers_come_from_the_largest() ->
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_of_equally_large_clients_that_of_the_smallest_index_gives_the_integers(order: tuple[int, ...]) -> None:
+def test_equally_large_clients_take_integers_from_the_smallest_index(order: tuple[int, ...]) -> None:
     mean = BufferMean()
     for index in order:
         mean.update(state(0.0, count=10 * index), size=4, index=index)
     assert int(mean.compute(state(0.0))["count"]) == 0
 
 
-def test_a_client_drawn_twice_counts_twice_and_is_no_larger() -> None:
+def test_client_drawn_twice_counts_twice_but_is_not_larger() -> None:
     mean = BufferMean()
     mean.update(state(1.0, count=10), size=3, index=0, count=2)
     mean.update(state(5.0, count=20), size=4, index=1)
@@ -89,7 +89,7 @@ def test_a_client_drawn_twice_counts_twice_and_is_no_larger() -> None:
 
 
 @pytest.mark.parametrize("split", range(5))
-def test_it_does_not_matter_which_process_has_which_client(split: int) -> None:
+def test_mean_does_not_depend_on_the_split_across_processes(split: int) -> None:
     parts = [BufferMean(), BufferMean()]
     for i, size in enumerate((3, 4, 2, 4)):
         parts[int(i < split)].update(state(float(i), count=i), size, index=i)
@@ -101,7 +101,7 @@ def test_it_does_not_matter_which_process_has_which_client(split: int) -> None:
     assert int(out["count"]) == 1
 
 
-def test_all_integers_of_the_largest_client_come_together() -> None:
+def test_all_integers_come_from_the_same_largest_client() -> None:
     mean = BufferMean()
     mean.update({"a": torch.tensor(1), "b": torch.tensor([True])}, size=1, index=0)
     mean.update({"a": torch.tensor(2), "b": torch.tensor([False])}, size=2, index=1)
@@ -110,12 +110,12 @@ def test_all_integers_of_the_largest_client_come_together() -> None:
     assert not bool(out["b"])
 
 
-def test_without_clients_the_servers_buffers_stay() -> None:
+def test_server_buffers_are_kept_without_clients() -> None:
     server = state(3.0, count=4)
     assert BufferMean().compute(server) is server
 
 
-def test_a_buffer_that_no_client_sent_stays() -> None:
+def test_buffer_that_no_client_sent_is_kept() -> None:
     mean = BufferMean()
     mean.update({"mean": torch.tensor([2.0, 2.0])}, size=1, index=0)
     out = mean.compute(state(1.0, count=4))
@@ -124,7 +124,7 @@ def test_a_buffer_that_no_client_sent_stays() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_mean_has_the_servers_dtype_and_is_summed_in_float64(dtype: torch.dtype) -> None:
+def test_mean_has_the_server_dtype_and_is_summed_in_float64(dtype: torch.dtype) -> None:
     mean = BufferMean()
     for _ in range(3000):  # in half precision the sum would stop growing at 2048 or overflow
         mean.update(state(1.0, dtype=dtype), size=100, index=0)
@@ -133,7 +133,7 @@ def test_the_mean_has_the_servers_dtype_and_is_summed_in_float64(dtype: torch.dt
     assert out.tolist() == [1.0, -1.0]
 
 
-def test_what_was_sent_is_not_changed() -> None:
+def test_sent_messages_are_not_modified() -> None:
     first, second, mean = state(1.0), state(3.0), BufferMean()
     mean.update(first, size=1, index=0)
     mean.update(second, size=1, index=1)
@@ -143,7 +143,7 @@ def test_what_was_sent_is_not_changed() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(1, 1000)), min_size=1, max_size=6))
-def test_the_mean_by_examples(clients: list[tuple[float, int]]) -> None:
+def test_mean_is_weighted_by_examples(clients: list[tuple[float, int]]) -> None:
     mean = BufferMean()
     for i, (value, size) in enumerate(clients):
         mean.update(state(value, count=size, dtype=torch.float64), size, index=i)
@@ -153,7 +153,7 @@ def test_the_mean_by_examples(clients: list[tuple[float, int]]) -> None:
     assert int(out["count"]) == max(n for _, n in clients)
 
 
-def test_a_buffer_whose_elements_share_memory_is_written() -> None:
+def test_buffer_with_overlapping_elements_is_written() -> None:
     module = nn.Module()
     module.register_buffer("rows", torch.arange(3.0)[None].expand(4, 3))
     buffers = Buffers({"rows": (module, "rows")}, "average")
@@ -163,7 +163,7 @@ def test_a_buffer_whose_elements_share_memory_is_written() -> None:
     assert torch.equal(module.rows, torch.eye(4)[:, :3])
 
 
-def test_complex_numbers_have_a_mean() -> None:
+def test_complex_buffers_are_averaged() -> None:
     mean, server = BufferMean(), {"phase": torch.zeros(1, dtype=torch.complex64)}
     mean.update({"phase": torch.tensor([1 + 2j])}, size=3, index=0)
     mean.update({"phase": torch.tensor([5 - 2j])}, size=1, index=1)

@@ -19,7 +19,7 @@ def with_module(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**names))
 
 
-def test_a_cpu_has_no_memory_and_no_stream_besides_the_global_one() -> None:
+def test_cpu_reports_no_memory_and_only_the_global_stream() -> None:
     before = torch.get_rng_state()
     devices.seed_device(CPU, 5)
     devices.seed_device(None, 5)
@@ -29,7 +29,7 @@ def test_a_cpu_has_no_memory_and_no_stream_besides_the_global_one() -> None:
     assert devices.accumulation(CPU) == {"dtype": torch.float64, "device": CPU}
 
 
-def test_memory_reserved_by_pytorch_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_reserved_by_pytorch_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with_module(
         monkeypatch,
         mem_get_info=lambda device: (100, 1000),
@@ -39,18 +39,18 @@ def test_memory_reserved_by_pytorch_is_free(monkeypatch: pytest.MonkeyPatch) -> 
     assert devices.memory_of(OTHER) == (140, 1000)
 
 
-def test_a_device_that_shares_the_hosts_memory_has_what_it_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_device_reports_its_recommended_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with_module(monkeypatch, recommended_max_memory=lambda: 1000, current_allocated_memory=lambda: 300)
     assert devices.memory_of(OTHER) == (700, 1000)
 
 
-def test_a_device_that_tells_nothing_has_no_known_memory_and_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_memory_info_has_no_known_memory_or_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     with_module(monkeypatch)
     assert devices.memory_of(OTHER) is None
     assert not devices.reset_peak_memory(OTHER)
 
 
-def test_errors_of_all_kinds_tell_that_memory_has_run_out() -> None:
+def test_all_kinds_of_out_of_memory_errors_are_recognized() -> None:
     texts = (
         "MPS backend out of memory (MPS allocated",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate",
@@ -61,7 +61,7 @@ def test_errors_of_all_kinds_tell_that_memory_has_run_out() -> None:
         assert not devices.is_out_of_memory(other)
 
 
-def test_an_error_releases_what_it_holds_in_every_function_that_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_error_frees_memory_in_every_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     emptied, held = [], []
 
     def work() -> None:
@@ -94,7 +94,7 @@ def test_an_error_releases_what_it_holds_in_every_function_that_it_left(monkeypa
     assert emptied == [1]
 
 
-def test_the_stream_is_the_default_generator_of_the_devices_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_is_the_default_generator_of_the_device_index(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [torch.Generator(), torch.Generator()]
     with_module(monkeypatch, default_generators=streams, current_device=lambda: 0)
     devices.seed_device(OTHER, 5)
@@ -108,14 +108,14 @@ def test_the_stream_is_the_default_generator_of_the_devices_index(monkeypatch: p
     assert streams[0].initial_seed() == 6
 
 
-def test_generators_that_are_made_later_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazily_created_generators_are_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[torch.Generator] = []
     with_module(monkeypatch, default_generators=streams, init=lambda: streams.extend([torch.Generator()] * 2))
     devices.seed_device(OTHER, 5)
     assert streams[1].initial_seed() == 5
 
 
-def test_a_device_without_generators_is_driven_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_generators_uses_its_random_state_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = torch.Generator()
     with_module(
         monkeypatch, manual_seed=stream.manual_seed, get_rng_state=stream.get_state, set_rng_state=stream.set_state
@@ -127,7 +127,7 @@ def test_a_device_without_generators_is_driven_by_its_functions(monkeypatch: pyt
     assert torch.equal(torch.rand(3, generator=stream), drawn)
 
 
-def test_a_device_without_any_stream_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_a_random_stream_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with_module(monkeypatch)
     with pytest.raises(FederatedError, match=r"no random generator for the device 'xpu:1'"):
         devices.seed_device(OTHER, 5)
@@ -139,7 +139,7 @@ class Elsewhere(torch.Tensor):
     is_cpu = False  # type: ignore[assignment]
 
 
-def test_tensors_of_other_shapes_are_unequal_and_do_not_shift_the_results() -> None:
+def test_shape_mismatch_is_unequal_and_keeps_the_result_order() -> None:
     one = torch.ones(2).as_subclass(Elsewhere)
     pairs = [(one, one[:1]), (one, one.clone()), (one, one + 1), (one[:1], one), (one, one.clone())]
     assert devices.are_equal(pairs) == [False, True, False, False, True]
@@ -153,7 +153,7 @@ def test_sums_are_on_the_cpu_if_the_device_has_no_float64(monkeypatch: pytest.Mo
     assert devices.accumulation(torch.device("mps")) == {"dtype": torch.float64, "device": CPU}
 
 
-def test_no_other_file_names_a_kind_of_accelerator() -> None:
+def test_no_other_file_names_an_accelerator_type() -> None:
     package = Path(devices.__file__).parents[1]
     named = re.compile(r"""torch\.(cuda|xpu|mps)\b|["'](cuda|xpu|mps)["']""")
     found = {
@@ -165,7 +165,7 @@ def test_no_other_file_names_a_kind_of_accelerator() -> None:
 
 
 @pytest.mark.parametrize(("kind", "pins"), [(None, False), ("cuda", True), ("mps", False)])
-def test_memory_is_pinned_where_that_helps(monkeypatch: pytest.MonkeyPatch, kind: str | None, pins: bool) -> None:
+def test_memory_is_pinned_only_where_it_helps(monkeypatch: pytest.MonkeyPatch, kind: str | None, pins: bool) -> None:
     found = None if kind is None else torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     assert devices.can_pin() == pins

@@ -8,7 +8,7 @@ import pytest
 from lightning_fed.core.disk import flush_folder
 
 
-def test_a_folder_is_flushed_and_its_handle_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_flushed_and_its_handle_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed, closed, close = [], [], os.close
     monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
     monkeypatch.setattr(os, "close", lambda handle: (closed.append(handle), close(handle)))
@@ -17,7 +17,7 @@ def test_a_folder_is_flushed_and_its_handle_closed(tmp_path: Path, monkeypatch: 
     assert len(closed) == 1
 
 
-def test_a_system_that_flushes_no_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_folder_flush_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int) -> None:
         raise OSError(22, "Invalid argument")
 

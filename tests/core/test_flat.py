@@ -28,7 +28,7 @@ def shares(tensor: Tensor, vector: Tensor) -> bool:
 
 
 @given(shapes)
-def test_views_cut_the_vector_in_order(shapes: list[torch.Size]) -> None:
+def test_views_split_the_vector_in_order(shapes: list[torch.Size]) -> None:
     layout = Layout(shapes)
     vector = torch.arange(float(layout.numel))
     views = layout.views(vector)
@@ -37,7 +37,7 @@ def test_views_cut_the_vector_in_order(shapes: list[torch.Size]) -> None:
     assert all(shares(v, vector) for v in views)
 
 
-def test_state_views_cut_vectors_alone() -> None:
+def test_state_views_split_only_vectors() -> None:
     state = {"m": torch.arange(8.0), "step": torch.tensor(3), "odd": torch.zeros(2, 2)}
     first, second = Layout([torch.Size([2, 3]), torch.Size([2])]).state_views(state)
     assert torch.equal(first["m"], torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]))
@@ -47,12 +47,12 @@ def test_state_views_cut_vectors_alone() -> None:
         assert part["odd"] is state["odd"]
 
 
-def test_a_vector_of_another_length_is_not_cut() -> None:
+def test_vector_of_wrong_length_is_rejected() -> None:
     with pytest.raises(RuntimeError):
         Layout([torch.Size([2])]).views(torch.zeros(3))
 
 
-def test_parameters_stay_the_same_objects_and_look_at_y() -> None:
+def test_parameters_stay_the_same_objects_and_become_views_of_y() -> None:
     module = nn.Linear(2, 3)
     objects = list(module.parameters())
     flat = FlatParameters(list(module.named_parameters()))
@@ -62,7 +62,7 @@ def test_parameters_stay_the_same_objects_and_look_at_y() -> None:
     assert all(shares(p.data, flat.y) for p in objects)
 
 
-def test_values_move_both_ways() -> None:
+def test_values_propagate_both_ways() -> None:
     module, flat = linear()
     assert torch.equal(flat.y, torch.arange(1.0, 10.0))
     flat.y.copy_(torch.arange(10.0, 19.0))
@@ -72,7 +72,7 @@ def test_values_move_both_ways() -> None:
     assert torch.equal(flat.y[6:], torch.tensor([14.0, 15.0, 16.0]))
 
 
-def test_point_to_and_restore() -> None:
+def test_bind_redirects_and_restores_the_parameters() -> None:
     module, flat = linear()
     elsewhere = torch.zeros(9)
     flat.bind(flat.layout.views(elsewhere))
@@ -120,7 +120,7 @@ def test_gradients_flow_to_the_parameters() -> None:
     assert not flat.y.requires_grad
 
 
-def test_no_parameter_is_refused() -> None:
+def test_empty_parameter_list_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"no trainable parameter in its optimizer: set requires_grad=True"):
         FlatParameters([])
 
@@ -136,14 +136,14 @@ def test_no_parameter_is_refused() -> None:
     ],
     ids=["dtype", "device"],
 )
-def test_mixed_parameters_are_refused_by_name(second: Any, message: str) -> None:
+def test_mixed_parameters_are_rejected(second: Any, message: str) -> None:
     a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     with pytest.raises(FederatedError, match=message) as error:
         FlatParameters([("a", a), ("b", b), ("c", nn.Parameter(second))])
     assert "'b'" not in str(error.value)  # one name per kind is enough
 
 
-def test_a_refusal_leaves_the_parameters_alone() -> None:
+def test_rejection_leaves_the_parameters_unchanged() -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, dtype=torch.float64))
     before = copy.deepcopy([a, b]), a.data_ptr()
     with pytest.raises(FederatedError):

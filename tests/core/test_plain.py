@@ -60,7 +60,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_of_any_kind_is_written_and_read_without_code(name: str, tmp_path: Any) -> None:
+def test_values_of_any_kind_round_trip_without_code(name: str, tmp_path: Any) -> None:
     found = as_plain(VALUES[name])
     torch.save(found, tmp_path / "found")
     assert torch.load(tmp_path / "found", weights_only=True) == found
@@ -69,7 +69,7 @@ def test_a_value_of_any_kind_is_written_and_read_without_code(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", few(VALUES, ["lambda", "tensor"]))
-def test_a_method_with_any_option_can_be_resumed(name: str, tmp_path: Any) -> None:
+def test_method_with_any_option_can_be_resumed(name: str, tmp_path: Any) -> None:
     def run(rounds: int, **options: Any) -> Tensor:
         run = trainer(algorithm=Holds(VALUES[name]), max_rounds=rounds)
         run.fit(model := seeded(), clients(), **options)
@@ -80,18 +80,18 @@ def test_a_method_with_any_option_can_be_resumed(name: str, tmp_path: Any) -> No
     assert torch.equal(run(2, ckpt_path=tmp_path / "1.ckpt"), run(2))
 
 
-def test_what_is_plain_stays_as_it_is() -> None:
+def test_plain_values_are_kept() -> None:
     value = {"a": 1, "b": [0.5, ("c", None, True)], "d": torch.float16}
     assert as_plain(value) == value
     assert [type(v) for v in as_plain([np.int64(1), np.float64(2), True])] == [int, float, bool]
 
 
-def test_one_unreadable_option_leaves_the_others_as_they_are() -> None:
+def test_unreadable_option_leaves_the_others_unchanged() -> None:
     assert plain_options({"a": LOOP, "mu": 0.5}) == {"a": "builtins.dict", "mu": 0.5}
     assert as_plain(Unreadable()) == f"{__name__}.Unreadable"
 
 
-def test_other_values_are_another_text() -> None:
+def test_different_values_have_different_text() -> None:
     one, other = torch.ones(2000), torch.ones(2000)
     other[1000] = 2.0
     assert as_plain(one) != as_plain(other)

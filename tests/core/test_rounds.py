@@ -11,13 +11,13 @@ import torch
 from lightning_fed.core.rounds import ClientReport, RoundReport, Run
 
 
-def test_a_clients_report_comes_through_processes_as_it_is() -> None:
+def test_client_report_round_trips_through_pickle() -> None:
     report = ClientReport("a", 5, 3, 0.25, {"train_loss": 0.5}, 1.5, 0.125)
     assert pickle.loads(pickle.dumps(report)) == report
     assert len(pickle.dumps([report] * 2)) < 300  # as a call, and not field by field
 
 
-def test_a_rounds_report_can_be_copied_and_saved() -> None:
+def test_round_report_can_be_copied_and_pickled() -> None:
     client = ClientReport("a", 5, 3, 0.25, {"train_loss": 0.5}, 1.5, 0.125)
     by_id = map(MappingProxyType, ({"a": 5}, {"a": 3}, {"a": 1.0}, {"train_loss": 0.5}, {"a": client}))
     report = RoundReport(0, ("a",), (), *by_id, 0.25, 1.0, 0.5, 8, 8, 0.25, MappingProxyType({}), 12)
@@ -32,7 +32,7 @@ def test_reports_are_read_only() -> None:
         report.loss = 0.0  # type: ignore[misc]
 
 
-def test_the_gradient_along_the_path_is_worked_out_when_it_is_asked_for() -> None:
+def test_path_gradient_is_computed_on_demand() -> None:
     asked = []
 
     def path() -> torch.Tensor:

@@ -34,7 +34,7 @@ def draw_and_fail() -> None:
 
 
 @given(key)
-def test_a_seed_has_63_bits_and_depends_on_its_key_alone(k: tuple[int, Purpose, int, int]) -> None:
+def test_seed_has_63_bits_and_depends_only_on_its_key(k: tuple[int, Purpose, int, int]) -> None:
     assert 0 <= derive_seed(*k) < 2**63
     torch.rand(3)
     assert derive_seed(*k) == derive_seed(*k)
@@ -48,13 +48,13 @@ def test_different_keys_have_different_seeds(
     assert (derive_seed(*a) == derive_seed(*b)) == (a == b)
 
 
-def test_neighbouring_keys_do_not_run_together() -> None:
+def test_neighboring_keys_do_not_collide() -> None:
     # a key written without separators would mix round 1, client 11 with round 11, client 1
     keys = [(s, p, r, c) for s in (0, 1, 11) for p in Purpose for r in (0, 1, 11, 111) for c in (0, 1, 11, 111)]
     assert len({derive_seed(*k) for k in keys}) == len(keys)
 
 
-def test_the_values_are_fixed_for_all_time() -> None:
+def test_seed_values_never_change_across_versions() -> None:
     # checkpoints of older versions resume with the cohorts they would have had
     assert derive_seed(0, Purpose.COHORT) == 6929971993531640619
     assert derive_seed(7, Purpose.BATCHES, 3, 5) == 6051488708998418504
@@ -81,7 +81,7 @@ def test_seed_global_seeds_torch_python_and_numpy() -> None:
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_seed_global_is_what_the_libraries_own_seeds_are_but_numpys_is_not_pytorchs() -> None:
+def test_seed_global_matches_library_seeds_except_for_numpy() -> None:
     seed_global(11)
     ours = draws()
     torch.manual_seed(11)
@@ -91,7 +91,7 @@ def test_seed_global_is_what_the_libraries_own_seeds_are_but_numpys_is_not_pytor
     assert float(np.random.rand()) != ours[2]
 
 
-def test_the_global_generators_draw_independently() -> None:
+def test_global_generators_draw_independently() -> None:
     """Coins agree half of the time: a share of equal ones beyond 6 standard errors, 0.04 from a half, is a fault."""
     n, agree = 100, np.zeros(3)
     for client in range(n):
@@ -102,7 +102,7 @@ def test_the_global_generators_draw_independently() -> None:
     assert abs(agree - 0.5).max() < 6 * 0.5 / (50 * n) ** 0.5
 
 
-def test_captured_state_comes_back_as_often_as_asked() -> None:
+def test_captured_state_can_be_restored_repeatedly() -> None:
     seed_global(3)
     draws()
     restore = capture_random_state()
@@ -113,7 +113,7 @@ def test_captured_state_comes_back_as_often_as_asked() -> None:
         assert draws() == first
 
 
-def test_preserved_state_comes_back_also_after_an_error() -> None:
+def test_preserved_state_is_restored_even_after_an_error() -> None:
     seed_global(3)
     expected = draws()
     seed_global(3)
@@ -128,7 +128,7 @@ def test_preserved_state_comes_back_also_after_an_error() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_devices_generator_is_seeded_and_restored() -> None:
+def test_device_generator_is_seeded_and_restored() -> None:
     device = torch.device("cuda")
     seed_global(3, device)
     first = torch.rand(3, device=device)
@@ -138,7 +138,7 @@ def test_the_devices_generator_is_seeded_and_restored() -> None:
     assert torch.equal(torch.rand(3, device=device), first)
 
 
-def test_keyed_streams_repeat_and_differ_by_key_and_by_draw() -> None:
+def test_keyed_streams_repeat_and_differ_by_key_and_draw() -> None:
     one, same = KeyedStream(2**127 + 3, 18, 0, 5), KeyedStream(2**127 + 3, 18, 0, 5)
     first = one(64)
     assert first == same(64)

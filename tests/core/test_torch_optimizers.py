@@ -26,7 +26,7 @@ def made(cls: Any, **options: Any) -> Optimizer:
     return optimizer
 
 
-def test_optimizers_that_cannot_take_an_injected_gradient_are_refused_by_name() -> None:
+def test_optimizers_that_cannot_take_an_injected_gradient_are_rejected() -> None:
     class Mine(torch.optim.Rprop):
         pass
 
@@ -61,7 +61,7 @@ def test_optimizers_that_cannot_take_an_injected_gradient_are_refused_by_name() 
         refuse_unsupported(made(cls, lr=0.1), "The local optimizer")
 
 
-def test_several_optimizers_have_one_state_and_their_groups_in_order() -> None:
+def test_joint_optimizer_has_one_state_and_ordered_groups() -> None:
     def joint(lr: float) -> JointOptimizer:
         sgd = made(torch.optim.SGD, lr=lr, momentum=0.9, weight_decay=0.1)
         return JointOptimizer([sgd, made(torch.optim.AdamW, lr=2 * lr, weight_decay=0.3)])
@@ -109,7 +109,7 @@ def values(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 
-def test_a_plain_step_in_one_call_has_the_bits_of_the_step() -> None:
+def test_single_call_plain_step_has_identical_bits() -> None:
     for options, has_decay in (({}, False), ({"foreach": True}, False), ({"weight_decay": 0.5}, True)):
         one, other = with_gradients(**options), with_gradients(**{**options, "weight_decay": 0.0})
         assert take_plain_step(one, has_decay=has_decay)
@@ -127,7 +127,7 @@ def test_a_plain_step_in_one_call_has_the_bits_of_the_step() -> None:
     [{"weight_decay": 0.1}, {"momentum": 0.9}, {"maximize": True}, {"fused": True}, {"lr": torch.tensor(0.1)}],
     ids=lambda options: next(iter(options)),
 )
-def test_other_steps_are_left_to_the_optimizer(options: dict[str, Any]) -> None:
+def test_steps_with_other_options_are_left_to_the_optimizer(options: dict[str, Any]) -> None:
     optimizer = with_gradients()
     optimizer.param_groups[1].update(options)
     before = values(optimizer)
@@ -135,7 +135,7 @@ def test_other_steps_are_left_to_the_optimizer(options: dict[str, Any]) -> None:
     assert all(map(torch.equal, before, values(optimizer)))
 
 
-def test_steps_with_more_to_do_are_left_to_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_hooks_or_overrides_are_left_to_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(torch.optim.SGD):
         pass
 
@@ -159,7 +159,7 @@ def test_steps_with_more_to_do_are_left_to_the_optimizer(monkeypatch: pytest.Mon
     assert not take_plain_step(with_gradients(), has_decay=False)
 
 
-def test_schedulers_learn_of_plain_steps(recwarn: pytest.WarningsRecorder) -> None:
+def test_plain_steps_are_visible_to_schedulers(recwarn: pytest.WarningsRecorder) -> None:
     optimizer = with_gradients()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert take_plain_step(optimizer, has_decay=False)
@@ -167,7 +167,7 @@ def test_schedulers_learn_of_plain_steps(recwarn: pytest.WarningsRecorder) -> No
     assert not recwarn.list
 
 
-def test_decay_is_coupled_where_it_is_added_to_the_gradient() -> None:
+def test_decay_is_coupled_if_it_is_added_to_the_gradient() -> None:
     coupled = [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta]
     coupled += [torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam]
     for cls in [*coupled, torch.optim.AdamW]:
@@ -198,7 +198,7 @@ def test_decay_is_coupled_where_it_is_added_to_the_gradient() -> None:
     assert coupled_decay(decoupled, decoupled.param_groups[0]) == 0.0
 
 
-def test_counts_of_steps_are_on_the_cpu_unless_the_whole_step_is_on_the_device() -> None:
+def test_step_counts_are_on_the_cpu_unless_fused_or_capturable() -> None:
     on_device = torch.empty(2, device="meta")
     assert device_of("exp_avg", on_device, {}).type == "meta"
     assert device_of("step", on_device, {"fused": None, "capturable": False}).type == "cpu"
@@ -206,7 +206,7 @@ def test_counts_of_steps_are_on_the_cpu_unless_the_whole_step_is_on_the_device()
         assert device_of("step", on_device, {name: True}).type == "meta"
 
 
-def test_coupled_decay_is_off_inside_and_back_after_an_error() -> None:
+def test_coupled_decay_is_off_inside_and_restored_after_an_error() -> None:
     groups = [{"params": [nn.Parameter(torch.ones(1))], "weight_decay": decay} for decay in (0.5, 0.0, 0.25)]
     optimizer = torch.optim.SGD(groups, lr=0.1)
 

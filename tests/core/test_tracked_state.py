@@ -23,14 +23,14 @@ READS: dict[str, tuple[Callable[[TrackedState], Any], set[str]]] = {
 }
 
 
-def test_what_is_read_of_a_state_is_noted() -> None:
+def test_reads_of_a_state_are_recorded() -> None:
     for how, (read_from, expected) in READS.items():
         read: set[str] = set()
         read_from(TrackedState({"c": torch.zeros(2), "d": torch.ones(2)}, read))
         assert read == expected, how
 
 
-def test_an_untracked_state_is_a_plain_copy() -> None:
+def test_untracked_state_is_a_plain_copy() -> None:
     state = {"c": torch.zeros(2)}
     tracked = TrackedState(state, set())
     copied = tracked.untracked()

@@ -37,18 +37,18 @@ class Prox(FedProx):
         (FederatedDataModule, "client_val", "FederatedDataModule"),
     ],
 )
-def test_a_subclass_that_forgets_its_base_is_told_so(base: type, name: str, setter: str) -> None:
+def test_subclass_without_base_init_raises_with_a_hint(base: type, name: str, setter: str) -> None:
     message = rf"Mine has no attribute '{name}', which {setter}.__init__ sets\. Call super\(\).__init__\(...\) in Mine"
     with pytest.raises(UnsetAttributeError, match=message):
         getattr(without_init(base), name)
 
 
-def test_a_run_is_refused_by_name() -> None:
+def test_run_with_an_uninitialized_method_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"Prox has no attribute 'mu'.* Call super\(\).__init__"):
         trainer(algorithm=Prox(), max_rounds=1).fit(seeded(), data())
 
 
-def test_other_attributes_are_missed_as_by_any_object() -> None:
+def test_other_missing_attributes_raise_as_usual() -> None:
     method = FedProx(mu=0.1)
     assert not hasattr(method, "sigma")
     with pytest.raises(AttributeError, match="'FedProx' object has no attribute 'sigma'"):
@@ -56,7 +56,7 @@ def test_other_attributes_are_missed_as_by_any_object() -> None:
     assert vars(pickle.loads(pickle.dumps(copy.deepcopy(method)))) == vars(method)
 
 
-def test_a_propertys_own_error_stays() -> None:
+def test_error_inside_a_property_is_kept() -> None:
     class Data(FederatedDataModule):
         @property
         def client_ids(self) -> Any:

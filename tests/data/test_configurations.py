@@ -76,7 +76,7 @@ TABLE = ["clients              2 (0 empty)", "examples             4 of 2 classe
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs_pyarrow) if name == "ClientTable" else name for name in FILES]
 )
-def test_a_module_that_reads_files_shows_its_clients(name, tmp_path):
+def test_file_based_module_shows_its_clients(name, tmp_path):
     made = from_configuration(f"lightning_fed.data.{name}", **FILES[name](tmp_path))
     made.prepare_data()
     made.setup("fit")
@@ -84,7 +84,7 @@ def test_a_module_that_reads_files_shows_its_clients(name, tmp_path):
 
 
 @needs_matplotlib
-def test_the_command_shows_the_clients_of_a_module_that_reads_files(tmp_path, capsys):
+def test_command_shows_the_clients_of_a_file_based_module(tmp_path, capsys):
     (tmp_path / "files").mkdir()
     section = {"class_path": "lightning_fed.data.ClientFolder", "init_args": arrays(tmp_path / "files")}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section}))
@@ -94,14 +94,14 @@ def test_the_command_shows_the_clients_of_a_module_that_reads_files(tmp_path, ca
 
 
 @pytest.mark.parametrize("name", READ_LATER)
-def test_a_module_whose_files_are_elsewhere_is_made(name):
+def test_module_can_be_created_without_its_files(name):
     made = from_configuration(f"lightning_fed.data.{name}", **READ_LATER[name])
     assert type(made) is getattr(data, name)
     assert made.partition.num_clients == 20
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_a_partition_is_what_it_would_be_in_python(name):
+def test_partition_matches_the_one_created_in_python(name):
     init_args = {"num_clients": 20, "seed": 3, **PARTITIONS[name]}
     made = from_configuration(
         "lightning_fed.data.Digits", partition={"class_path": f"lightning_fed.data.{name}", "init_args": init_args}
@@ -125,7 +125,7 @@ SEVERAL = [ONE, {"class_path": "lightning_fed.data.Shrink", "init_args": {"facto
         {"transform": SEVERAL},
     ],
 )
-def test_functions_of_batches_are_saved_as_they_were_written(functions, tmp_path, capsys):
+def test_batch_functions_are_saved_as_written(functions, tmp_path, capsys):
     section = {"class_path": "lightning_fed.data.CIFAR100", "init_args": functions}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section, "model": "lightning_fed.models.ResNet"}))
     with pytest.raises(SystemExit):
@@ -136,7 +136,7 @@ def test_functions_of_batches_are_saved_as_they_were_written(functions, tmp_path
         assert np.atleast_1d(saved[name]).tolist() == classes
 
 
-def test_none_is_left_out():
+def test_every_public_class_is_covered():
     kinds = (FederatedDataModule, Partition)
     public = {
         name for name in data.__all__ if isinstance(found := getattr(data, name), type) and issubclass(found, kinds)

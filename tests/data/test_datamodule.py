@@ -51,7 +51,7 @@ def noisy(batch, stream):
 # Who the clients are
 
 
-def test_clients_from_a_list_a_mapping_or_a_federated_data_set():
+def test_clients_can_be_a_list_a_mapping_or_a_federated_dataset():
     for clients in ([tensors(3), tensors(5)], FederatedDataset([tensors(3), tensors(5)])):
         data = FederatedDataModule(clients)
         assert list(data.client_ids) == [0, 1]
@@ -63,7 +63,7 @@ def test_clients_from_a_list_a_mapping_or_a_federated_data_set():
     assert data.client_size("ann") == 5
 
 
-def test_clients_from_a_partition():
+def test_clients_can_come_from_a_partition():
     train = tensors(30)
     data = FederatedDataModule(train=train, partition=Dirichlet(num_clients=4, alpha=0.5))
     assert data.client_ids == range(4)
@@ -72,7 +72,7 @@ def test_clients_from_a_partition():
     assert data.clients is data.clients  # cut once
 
 
-def test_a_partition_waits_until_the_clients_are_asked_for():
+def test_partition_is_split_on_demand():
     data = FederatedDataModule(train=tensors(3), partition=Iid(num_clients=4))
     with pytest.raises(FederatedError, match="at least 4 examples"):
         data.num_clients  # noqa: B018
@@ -96,7 +96,7 @@ class OnDemand(FederatedDataModule):
         return tensors(1 + client_id % 7)
 
 
-def test_a_million_clients_on_demand_without_a_scan():
+def test_million_on_demand_clients_are_not_scanned():
     data = OnDemand(batch_size=4)
     assert data.num_clients == 10**6
     assert data.client_ids == range(10**6)
@@ -107,7 +107,7 @@ def test_a_million_clients_on_demand_without_a_scan():
     assert data.built == [999_999, 13]
 
 
-def test_the_number_of_clients_may_be_an_attribute():
+def test_number_of_clients_can_be_an_attribute():
     class OnClass(FederatedDataModule):
         num_clients = 5
 
@@ -129,7 +129,7 @@ def test_the_number_of_clients_may_be_an_attribute():
             kind().client_dataset(0)
 
 
-def test_ids_of_clients_on_demand_may_be_names():
+def test_on_demand_client_ids_can_be_names():
     class Assigned(FederatedDataModule):
         def setup(self, stage):
             self.client_ids = ["ann", "bob"]
@@ -170,17 +170,17 @@ class Named(FederatedDataModule):
         ([1.0, 2.0], r"must be an int or a str; found 1.0 \(float\)"),
     ],
 )
-def test_ids_that_are_none_are_refused_where_they_are_assigned(ids, message):
+def test_invalid_ids_are_rejected_on_assignment(ids, message):
     with pytest.raises(FederatedError, match=message):
         Named(ids)
 
 
-def test_ids_are_a_sequence_of_any_kind_and_a_range_is_not_gone_through():
+def test_ids_can_be_any_sequence_and_a_range_is_not_iterated():
     assert list(Named(np.arange(3)).client_ids) == [0, 1, 2]
     assert Named(range(10**15)).num_clients == 10**15
 
 
-def test_ids_and_a_number_of_clients_that_differ_are_refused():
+def test_ids_that_contradict_num_clients_are_rejected():
     class Both(Named):
         num_clients = 5
 
@@ -197,7 +197,7 @@ def test_ids_and_a_number_of_clients_that_differ_are_refused():
         check_clients(Both(["a", "b"]))
 
 
-def test_validation_sets_of_unknown_clients_on_demand_are_refused():
+def test_validation_sets_of_unknown_on_demand_clients_are_rejected():
     check_clients(OnDemand(client_val={0: tensors(1), 999_999: tensors(1)}))
     with pytest.raises(
         FederatedError, match=r"unknown client ids: '0', 1000000. The 1,000,000 clients are 0, 1, 2, ..."
@@ -219,7 +219,7 @@ def test_overridden_ids_are_checked_in_fit():
         )
 
 
-def test_a_subclass_may_load_in_setup():
+def test_subclass_can_load_in_setup():
     class Listed(FederatedDataModule):
         def setup(self, stage):
             self.set_clients([tensors(2), tensors(3)])
@@ -253,7 +253,7 @@ def rows_of(data):
     return sorted(int(row) for i in data.client_ids for row, *_ in data.client_dataset(i))
 
 
-def test_another_fold_or_partition_is_split_anew():
+def test_new_fold_or_partition_is_split_again():
     data = Folds()
     data.setup()
     assert rows_of(data) == list(range(0, 20, 2))
@@ -265,7 +265,7 @@ def test_another_fold_or_partition_is_split_anew():
     assert data.num_clients == 5
 
 
-def test_an_option_of_the_partition_that_was_set_is_heeded_by_the_next_fit():
+def test_changed_partition_option_is_used_by_the_next_fit():
     data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=Iid(2), batch_size=4)
     assert data.num_clients == 2
     data.partition.num_clients = 5
@@ -273,7 +273,7 @@ def test_an_option_of_the_partition_that_was_set_is_heeded_by_the_next_fit():
     assert [data.client_size(i) for i in data.client_ids] == [4] * 5
 
 
-def test_clients_that_were_set_are_not_split_from_another_partition():
+def test_replacing_the_partition_of_preset_clients_is_rejected():
     data = Digits(client_val_fraction=0.3)
     before = data.client_size(0)
     assert data.client_size(0) == before
@@ -283,7 +283,7 @@ def test_clients_that_were_set_are_not_split_from_another_partition():
 
 
 @pytest.mark.parametrize("name", ["transform", "augment"])
-def test_an_assigned_transform_is_refused_and_batch_transform_is_read(name):
+def test_assigned_transform_is_rejected_and_batch_transform_is_used(name):
     data = FederatedDataModule(train=TensorDataset(torch.arange(20.0)), partition=Iid(2), batch_size=4)
     data.batch_transform = lambda batch: [part + 100 for part in batch]
     batch, _ = next(data.client_batches(0).epoch(torch.Generator()))
@@ -293,7 +293,7 @@ def test_an_assigned_transform_is_refused_and_batch_transform_is_read(name):
         fit_trainer(max_rounds=1).fit(BoringModel(), data)
 
 
-def test_a_wrapped_client_is_counted_anew():
+def test_wrapped_client_is_counted_again():
     class FirstHalf(FederatedDataModule):
         def client_dataset(self, client_id):
             whole = super().client_dataset(client_id)
@@ -332,7 +332,7 @@ def test_full_batches_are_large_by_default():
     assert FederatedDataModule([tensors(1)], batch_size=900).client_batches(0).settings.full_batch_size == 900
 
 
-def test_a_collate_function_serves_clients_and_evaluation():
+def test_collate_function_applies_to_clients_and_evaluation():
     def collate(examples):
         return {"count": torch.ones(len(examples))}
 
@@ -342,7 +342,7 @@ def test_a_collate_function_serves_clients_and_evaluation():
     assert [len(batch["count"]) for batch in data.val_dataloader()] == [2]
 
 
-def test_the_loader_of_a_client_gives_its_epoch():
+def test_client_loader_yields_its_epoch():
     data = FederatedDataModule([tensors(8)], batch_size=3)
     loader = data.client_dataloader(0, generator(5))
     assert [labels.tolist() for _, labels in loader] == labels_of(data.client_batches(0).epoch(generator(5)))
@@ -353,7 +353,7 @@ class OwnLoader(FederatedDataModule):
         return DataLoader(self.client_dataset(client_id), batch_size=2, shuffle=True, generator=generator)
 
 
-def test_a_loader_of_ones_own():
+def test_custom_client_loader_is_used():
     data = OwnLoader([tensors(5)])
     batches = data.client_batches(0)
     assert type(batches) is CustomBatches
@@ -363,7 +363,7 @@ def test_a_loader_of_ones_own():
     assert labels_of(batches.epoch(generator(1))) == labels_of(data.client_batches(0).epoch(generator(1)))
 
 
-def test_a_loader_of_ones_own_may_leave_counting_to_client_size():
+def test_custom_loader_can_leave_counting_to_client_size():
     class Iterates(FederatedDataModule):
         num_clients = 3
 
@@ -379,7 +379,7 @@ def test_a_loader_of_ones_own_may_leave_counting_to_client_size():
         Iterates().client_batches(1)
 
 
-def test_validation_sets_of_single_clients():
+def test_single_clients_can_have_validation_sets():
     own = tensors(2)
     data = FederatedDataModule({"ann": tensors(3), "bob": tensors(3)}, client_val={"ann": own})
     assert data.client_val_dataset("ann") is own
@@ -403,7 +403,7 @@ def test_evaluation_loaders():
     assert data.predict_dataloader().batch_size == 7
 
 
-def test_a_list_of_examples_may_lie_beside_data_sets_and_none_may_not():
+def test_evaluation_sets_accept_example_lists_and_reject_none():
     pairs = [*tensors(3)]
     loaders = FederatedDataModule([tensors(1)], val=[tensors(4), pairs]).val_dataloader()
     assert [len(loader.dataset) for loader in loaders] == [4, 3]
@@ -427,7 +427,7 @@ class Listed(Dataset):
 
 @pytest.mark.parametrize("dataset", [tensors(300), Subset(tensors(300), list(range(299, 20, -1))), tensors(0)])
 @pytest.mark.parametrize("transform", [None, [doubled, negated]])
-def test_tensors_are_evaluated_in_the_very_batches_of_a_plain_loader(dataset, transform):
+def test_tensor_evaluation_batches_match_a_plain_loader(dataset, transform):
     fast = FederatedDataModule([tensors(1)], val=dataset, transform=transform).val_dataloader()
     slow = FederatedDataModule([tensors(1)], val=Listed(dataset), transform=transform).val_dataloader()
     assert type(fast) is type(slow)
@@ -442,7 +442,7 @@ def test_tensors_are_evaluated_in_the_very_batches_of_a_plain_loader(dataset, tr
 # What is done to whole batches
 
 
-def test_a_transform_sees_whole_batches_of_clients_and_of_evaluation():
+def test_transform_applies_to_client_and_evaluation_batches():
     parts = [tensors(6), Listed(tensors(6)), DataLoader(Listed(tensors(6)), batch_size=4)]
     for part in parts[:2]:
         data = FederatedDataModule([part], val=parts, test=part, transform=[doubled, negated], batch_size=4)
@@ -454,7 +454,7 @@ def test_a_transform_sees_whole_batches_of_clients_and_of_evaluation():
     assert [features.tolist() for features, _ in parts[2]] == [[[0.0], [1.0], [2.0], [3.0]], [[4.0], [5.0]]]
 
 
-def test_a_ready_loader_is_left_alone_without_a_transform_and_refused_where_it_cannot_be_transformed():
+def test_loader_that_cannot_be_transformed_is_rejected():
     class Own(DataLoader):
         def __iter__(self):
             return iter(())
@@ -463,7 +463,7 @@ def test_a_ready_loader_is_left_alone_without_a_transform_and_refused_where_it_c
         FederatedDataModule([tensors(1)], val=Own(tensors(4)), transform=doubled).val_dataloader()
 
 
-def test_a_subclass_may_have_a_transform_of_single_examples():
+def test_subclass_can_have_a_single_example_transform():
     class Own(FederatedDataModule):
         def __init__(self):
             super().__init__([tensors(2)], val=tensors(2))
@@ -474,7 +474,7 @@ def test_a_subclass_may_have_a_transform_of_single_examples():
     assert labels_of(Own().client_batches(0).full(generator())) == [[0, 1]]
 
 
-def test_augmentation_is_for_gradients_alone():
+def test_augmentation_applies_only_to_gradients():
     data = FederatedDataModule([tensors(6)], val=tensors(6), augment=[noisy, noisy], batch_size=2)
     stored = tensors(6).tensors[0]
     for batches in (data.client_batches(0).epoch(generator(), shuffle=False), data.client_batches(0).full(generator())):
@@ -494,7 +494,7 @@ def test_augmentation_is_for_gradients_alone():
         ({"augment": Listed}, r"augment=Listed\) is a class: instantiate it"),
     ],
 )
-def test_what_is_no_function_of_a_batch_is_refused_by_name(options, message):
+def test_invalid_batch_functions_are_rejected(options, message):
     with pytest.raises(FederatedError, match=message):
         FederatedDataModule([tensors(1)], **options)
 
@@ -571,7 +571,7 @@ NO_LOADER = "You defined a `validation_step` but have no `val_dataloader`. Skipp
         (Validating, lambda: LateValidation([tensors(1)]), 6, set()),
     ],
 )
-def test_without_a_validation_set_lightning_skips_validation(model, make, validated, said):
+def test_lightning_skips_validation_without_a_validation_set(model, make, validated, said):
     model = model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -581,7 +581,7 @@ def test_without_a_validation_set_lightning_skips_validation(model, make, valida
     assert model.validated == validated
 
 
-def test_a_missing_set_is_named():
+def test_missing_evaluation_set_is_rejected():
     data, trainer, model = FederatedDataModule([tensors(1)]), quiet_trainer(), Validating()
     with pytest.raises(FederatedError, match=r"no val set: pass val="):
         data.val_dataloader()
@@ -594,12 +594,12 @@ def test_a_missing_set_is_named():
     assert model.validated == 3
 
 
-def test_a_plain_trainer_is_refused():
+def test_plain_trainer_is_rejected():
     with pytest.raises(FederatedError, match=r"FederatedTrainer"):
         quiet_trainer().fit(Silent(), FederatedDataModule([tensors(1)]))
 
 
-def test_a_subclass_overrides_loaders_as_in_any_data_module():
+def test_subclass_can_override_loaders():
     class Own(FederatedDataModule):
         def val_dataloader(self):
             return DataLoader(tensors(2))
@@ -657,7 +657,7 @@ class Stream(IterableDataset):
         ({"clients": [tensors(1)], "client_val": {99: tensors(1)}}, r"client_val has unknown client ids: 99"),
     ],
 )
-def test_arguments_are_refused_at_construction(arguments, message):
+def test_invalid_arguments_are_rejected_at_construction(arguments, message):
     with pytest.raises(FederatedError, match=message):
         FederatedDataModule(**arguments)
 
@@ -673,12 +673,12 @@ def test_arguments_are_refused_at_construction(arguments, message):
         [torch.tensor(1.0), torch.tensor(2.0)],
     ],
 )
-def test_a_list_of_bare_inputs_is_a_data_set(inputs):
+def test_list_of_bare_inputs_is_a_dataset(inputs):
     data = FederatedDataModule([inputs], val=inputs, client_val={0: inputs})
     assert data.client_size(0) == len(data.val_dataloader().dataset) == len(inputs)
 
 
-def test_a_stream_built_on_demand_is_refused_by_client():
+def test_on_demand_stream_is_rejected_with_its_client():
     class Streams(FederatedDataModule):
         num_clients = 3
 
@@ -694,7 +694,7 @@ def test_a_stream_built_on_demand_is_refused_by_client():
 # Life with others
 
 
-def test_a_data_module_pickles():
+def test_data_module_round_trips_through_pickle():
     data = FederatedDataModule(train=tensors(10), partition=Iid(3), val=tensors(2))
     before = data.known_sizes
     copy = pickle.loads(pickle.dumps(data))
@@ -716,7 +716,7 @@ def from_configuration(class_path, **init_args):
 
 
 @pytest.mark.thorough
-def test_a_configuration_file_of_lightnings_own_command_line_can_choose_the_data(monkeypatch):
+def test_lightning_cli_configuration_can_choose_the_data(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train"])
     part = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 6}}
     section = {"class_path": "lightning_fed.data.Digits", "init_args": {"partition": part}}
@@ -732,7 +732,7 @@ def test_a_configuration_file_of_lightnings_own_command_line_can_choose_the_data
     assert data.num_clients == 6
 
 
-def test_a_configuration_file_can_choose_data_sets_and_partition():
+def test_configuration_can_choose_datasets_and_partition():
     path = "pytorch_lightning.demos.boring_classes.RandomDataset"
     part = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 6}}
     whole = {"class_path": path, "init_args": {"size": 2, "length": 12}}
@@ -746,7 +746,7 @@ def idx(values):
     return bytes([0, 0, 8, values.ndim]) + sizes + values.to(torch.uint8).numpy().tobytes()
 
 
-def test_a_configuration_file_can_choose_torchvisions_data_sets_and_functions_of_batches(tmp_path):
+def test_configuration_can_choose_torchvision_datasets_and_functions(tmp_path):
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):

@@ -42,7 +42,7 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
-def test_a_list_gets_the_ids_from_zero():
+def test_list_clients_get_ids_from_zero():
     first, second = tensors(3), tensors(0)
     data = FederatedDataset([first, second])
     assert data.ids == range(2)
@@ -52,7 +52,7 @@ def test_a_list_gets_the_ids_from_zero():
     assert data.dataset(np.int64(1)) is second
 
 
-def test_a_mapping_keeps_its_ids_and_their_order():
+def test_mapping_keeps_its_ids_and_order():
     data = FederatedDataset({"bob": tensors(3), "ann": tensors(5), np.int64(7): tensors(1)})
     assert data.ids == ["bob", "ann", 7]
     assert type(data.ids[2]) is int
@@ -81,7 +81,7 @@ class Lazy(Mapping):
         return {"broken": {}["missing"]} if client_id == "broken" else tensors(4)
 
 
-def test_a_mapping_of_ones_own_builds_clients_on_demand():
+def test_custom_mapping_builds_clients_on_demand():
     clients = Lazy(["ann", "bob", "broken"])
     data = FederatedDataset(clients)
     assert clients.built == []
@@ -101,7 +101,7 @@ class LazyList(Sequence):
         return tensors(index)
 
 
-def test_a_sequence_of_ones_own_builds_clients_on_demand():
+def test_custom_sequence_builds_clients_on_demand():
     data = FederatedDataset(LazyList())
     assert len(data) == 10**6
     assert data.known_sizes is None
@@ -109,7 +109,7 @@ def test_a_sequence_of_ones_own_builds_clients_on_demand():
 
 
 @pytest.mark.parametrize("partition", [Iid(4), Dirichlet(4, 0.5), Shards(4)], ids=repr)
-def test_a_partition_cuts_out_subsets_without_copies(partition):
+def test_partition_creates_subsets_without_copies(partition):
     dataset = tensors(50)
     data = FederatedDataset.from_partition(dataset, partition)
     parts = partition(dataset.tensors[1])
@@ -123,13 +123,13 @@ def test_a_partition_cuts_out_subsets_without_copies(partition):
         assert data.size(client_id) == len(subset)
 
 
-def test_keys_become_ids():
+def test_keys_become_client_ids():
     data = FederatedDataset.from_partition(tensors(5), ByKey(["x", "y", "x", "x", "y"]))
     assert data.ids == ["x", "y"]
     assert data.dataset("y").indices == [1, 4]
 
 
-def test_keys_may_be_an_attribute_even_behind_subsets():
+def test_by_key_reads_an_attribute_through_nested_subsets():
     dataset = Plain(4, lambda i: i, writers=np.array(["b", "a", "b", "c"]))
     assert FederatedDataset.from_partition(dataset, ByKey("writers")).known_sizes == [2, 1, 1]
     nested = Subset(Subset(dataset, [3, 2, 0]), [1, 2])
@@ -141,7 +141,7 @@ def test_keys_may_be_an_attribute_even_behind_subsets():
         FederatedDataset.from_partition(nested, ByKey("authors"))
 
 
-def test_any_function_of_the_labels_partitions():
+def test_any_function_of_the_labels_can_partition():
     def by_label(labels):
         return {f"label {k}": torch.nonzero(labels == k).flatten() for k in range(3)}
 
@@ -153,7 +153,7 @@ def test_any_function_of_the_labels_partitions():
     assert FederatedDataset.from_partition(tensors(5), lambda _: torch.arange(4).view(2, 2)).known_sizes == [2, 2]
 
 
-def test_an_example_of_two_clients_is_said():
+def test_example_given_to_two_clients_warns():
     with pytest.warns(UserWarning, match="gave 2 examples to more than one client, example 3 to 'c' and to 'd'"):
         FederatedDataset.from_partition(tensors(5), lambda _: {"a": [4, 0], "b": [], "c": [3, 4], "d": [3]})
     with warnings.catch_warnings():
@@ -162,7 +162,7 @@ def test_an_example_of_two_clients_is_said():
     assert drawn_twice.known_sizes == [2, 1]
 
 
-def test_a_function_may_deal_by_real_numbers():
+def test_partition_function_supports_real_valued_targets():
     y = torch.tensor([[0.3], [-1.0], [2.0], [-0.5]])
     dataset = TensorDataset(torch.zeros(4, 2), y)
     federated = FederatedDataset.from_partition(
@@ -174,7 +174,7 @@ def test_a_function_may_deal_by_real_numbers():
         FederatedDataset.from_partition(dataset, Shards(2))
 
 
-def test_labels_are_looked_for_only_if_needed():
+def test_labels_are_read_only_if_needed():
     dataset = Plain(6, lambda i: i)
     assert FederatedDataset.from_partition(dataset, Iid(3)).known_sizes == [2, 2, 2]
     assert dataset.reads == 0
@@ -192,7 +192,7 @@ MULTI = {
 
 
 @pytest.mark.parametrize("example", MULTI.values(), ids=MULTI)
-def test_examples_without_one_class_are_dealt_by_functions_and_refused_by_partitions_that_need_classes(example):
+def test_examples_without_a_class_require_a_function_or_labels(example):
     dataset = Plain(6, example)
     halves = FederatedDataset.from_partition(dataset, lambda labels: torch.arange(len(labels)).chunk(2))
     assert halves.known_sizes == [3, 3]
@@ -208,7 +208,7 @@ def test_examples_without_one_class_are_dealt_by_functions_and_refused_by_partit
         assert by_class.known_sizes == [3, 3]
 
 
-def test_labels_are_looked_up_when_a_function_uses_them():
+def test_labels_are_read_when_a_function_uses_them():
     for use in (
         lambda labels: labels == 1,
         lambda labels: torch.unique(labels),
@@ -240,7 +240,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_a_function_that_copies_the_labels_gets_their_values_or_is_refused(copy):
+def test_function_that_copies_labels_gets_their_values_or_raises(copy):
     def partition(labels):
         return [np.flatnonzero(np.asarray(copy(labels)) == 1), torch.as_tensor(copy(labels) == 0).nonzero().flatten()]
 
@@ -257,7 +257,7 @@ def test_a_function_that_copies_the_labels_gets_their_values_or_is_refused(copy)
         FederatedDataset.from_partition(unread, lambda own: [copy(own)])
 
 
-def test_a_federated_data_set_pickles():
+def test_federated_dataset_pickles():
     data = FederatedDataset.from_partition(tensors(9), Dirichlet(3, 1.0))
     data = pickle.loads(pickle.dumps(data))
     assert sum(data.known_sizes) == 9
@@ -267,7 +267,7 @@ x, y = torch.rand(4), torch.tensor([2, 0, 1, 2])
 
 
 @pytest.mark.parametrize("kind", ["tensors", "attribute", "given", "examples"])
-def test_a_function_that_changes_its_labels_in_place_changes_no_one_elses(kind):
+def test_in_place_label_changes_by_a_function_do_not_leak(kind):
     classes = torch.arange(12) % 3
 
     def merged(labels):
@@ -286,7 +286,7 @@ def test_a_function_that_changes_its_labels_in_place_changes_no_one_elses(kind):
     assert sorted(torch.cat(clients.targets()).tolist()) == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_given_labels_win():
+def test_given_labels_take_precedence():
     data = FederatedDataset.from_partition(tensors(4), Shards(2, 1), labels=[1, 0, 1, 0])
     assert sorted(sorted(data.dataset(i).indices) for i in range(2)) == [[0, 2], [1, 3]]
 
@@ -346,12 +346,12 @@ def test_given_labels_win():
         (lambda: as_labels(np.zeros((2, 5)), 2, "labels"), r"labels.*shape \[2, 5\].*labels=..."),
     ],
 )
-def test_refusals_say_what_to_change(make, message):
+def test_errors_say_what_to_change(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
 
 
-def test_the_summary_counts():
+def test_summary_reports_counts():
     text = FederatedDataset({"a": tensors(1), "b": tensors(0), "c": tensors(1500)}).summary()
     assert text.splitlines() == [
         "clients        3",
@@ -362,7 +362,7 @@ def test_the_summary_counts():
     assert FederatedDataset([]).summary().splitlines() == ["clients        0", "examples       0"]
 
 
-def test_the_summary_measures_label_skew():
+def test_summary_reports_label_skew():
     dataset = TensorDataset(torch.arange(8) % 2)  # half of each label
 
     def skew(*parts):

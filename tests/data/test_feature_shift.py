@@ -58,7 +58,7 @@ class Listed(Dataset):
 
 
 @given(shift=shifts)
-def test_neither_indices_nor_labels_change(shift):
+def test_indices_and_labels_do_not_change(shift):
     plain, shifted = cut(shift.partition), cut(shift)
     assert all(torch.equal(a, b) for a, b in zip(shift(LABELS), shift.partition(LABELS), strict=True))
     assert plain.known_sizes == shifted.known_sizes
@@ -69,7 +69,7 @@ def test_neither_indices_nor_labels_change(shift):
 
 @pytest.mark.thorough
 @given(shift=shifts)
-def test_a_client_is_a_function_of_the_seed_and_of_itself(shift):
+def test_client_data_depend_only_on_seed_and_client(shift):
     first, second = cut(shift), cut(copy.deepcopy(shift))
     kept = {client: first.dataset(client) for client in first.ids}
     for client in reversed(second.ids):  # in another order, and again from what is kept
@@ -81,7 +81,7 @@ def test_a_client_is_a_function_of_the_seed_and_of_itself(shift):
 
 @pytest.mark.thorough
 @given(shift=shifts)
-def test_examples_read_one_by_one_are_those_of_the_tensors(shift):
+def test_examples_read_one_by_one_match_the_tensors(shift):
     tensors, listed, nested = cut(shift), cut(shift, Listed()), cut(shift, Subset(IMAGES, range(24)))
     for client in tensors.ids:
         if tensors.size(client):
@@ -89,7 +89,7 @@ def test_examples_read_one_by_one_are_those_of_the_tensors(shift):
             assert torch.equal(inputs(tensors, client), inputs(nested, client))
 
 
-def test_noise_goes_by_the_example_and_the_client():
+def test_noise_depends_on_example_client_and_seed():
     def noise(partition, client, seed=0):
         blank = TensorDataset(torch.zeros(24, 50, dtype=torch.float64), LABELS)
         data = cut(FeatureShift(partition, noise=2.0, seed=seed), blank)
@@ -113,7 +113,7 @@ def test_noise_goes_by_the_example_and_the_client():
 
 
 @pytest.mark.parametrize("noise", [0.5, 3.0])
-def test_noise_has_the_promised_deviation(noise):
+def test_noise_has_the_expected_deviation(noise):
     num_clients = 5
     data = cut(FeatureShift(Iid(num_clients), noise=noise), TensorDataset(torch.ones(100, 40, 25), torch.arange(100)))
     for client in range(num_clients):
@@ -123,7 +123,7 @@ def test_noise_has_the_promised_deviation(noise):
         assert abs(drawn.mean().item()) < 5 * expected / drawn.numel() ** 0.5
 
 
-def test_a_seed_means_the_same_noise_on_every_machine():
+def test_seed_gives_the_same_noise_on_every_machine():
     shift = FeatureShift(Iid(2), rotation=360.0, noise=1.0, angles="drawn")
     dataset = shift.shifted(TensorDataset(torch.zeros(3, 1, 2, dtype=torch.float64)), client=1, num_clients=2)
     expected = [
@@ -138,14 +138,14 @@ def test_a_seed_means_the_same_noise_on_every_machine():
     assert [shift.angle(client, 2) for client in range(2)] == pytest.approx([129.2097596784, 63.3538757631])
 
 
-def test_no_rotation_and_no_noise_leave_every_input_as_it_is():
+def test_zero_rotation_and_noise_leave_inputs_unchanged():
     for dataset in (IMAGES, BYTES):
         data = cut(FeatureShift(Iid(3), rotation=[0, 360], noise=0), dataset)
         plain = cut(Iid(3), dataset)
         assert all(torch.equal(inputs(data, client), inputs(plain, client)) for client in range(3))
 
 
-def test_the_source_stays_as_it_is():
+def test_source_dataset_is_not_modified():
     before = IMAGES.tensors[0].clone()
     data = cut(FeatureShift(Iid(1), rotation=0.0, noise=1.0))
     data.dataset(0).tensors[0].zero_()
@@ -177,7 +177,7 @@ images = st.builds(
 
 
 @given(image=images, square=st.booleans())
-def test_four_quarter_turns_are_none(image, square):
+def test_four_quarter_turns_are_the_identity(image, square):
     image = image[..., : min(image.shape[-2:]), : min(image.shape[-2:])] if square else image
     for degrees, times in ((180, 2), (90, 4) if square else (-180, 2), (-270, 4) if square else (360, 1)):
         turned = image
@@ -186,21 +186,21 @@ def test_four_quarter_turns_are_none(image, square):
         assert torch.equal(turned, image)
 
 
-def test_a_quarter_turn_is_counter_clockwise():
+def test_quarter_turn_is_counterclockwise():
     image = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert rotate(image, 90).tolist() == [[2.0, 4.0], [1.0, 3.0]]
     assert rotate(image, -90).tolist() == [[3.0, 1.0], [4.0, 2.0]]
 
 
 @given(image=images, quarters=st.integers(-5, 5))
-def test_interpolated_turns_meet_the_exact_ones(image, quarters):
+def test_interpolated_rotations_match_exact_ones(image, quarters):
     side = min(image.shape[-2:])
     square = image[..., :side, :side]
     assert torch.allclose(_interpolated(square, 90 * quarters), rotate(square, 90 * quarters), atol=1e-5)
     assert torch.allclose(_interpolated(image, 180 * quarters), rotate(image, 180 * quarters), atol=1e-5)
 
 
-def test_an_image_that_is_not_square_is_turned_without_being_stretched():
+def test_rotation_does_not_stretch_non_square_images():
     image = torch.zeros(3, 7)
     image[1, 2:5] = 1.0  # a bar of three pixels through the centre
     expected = torch.zeros(3, 7)
@@ -208,7 +208,7 @@ def test_an_image_that_is_not_square_is_turned_without_being_stretched():
     assert torch.allclose(rotate(image, 90), expected, atol=1e-5)
 
 
-def test_half_a_right_angle_keeps_the_centre_and_empties_the_corners():
+def test_rotation_by_45_degrees_keeps_center_and_clears_corners():
     turned = rotate(torch.ones(2, 1, 9, 9), 45)
     assert turned.shape == (2, 1, 9, 9)
     assert turned[:, 0, 4, 4].tolist() == pytest.approx([1.0, 1.0])
@@ -216,7 +216,7 @@ def test_half_a_right_angle_keeps_the_centre_and_empties_the_corners():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
-def test_a_turn_keeps_the_type(dtype):
+def test_rotation_keeps_the_dtype(dtype):
     image = (200 * torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(1))).to(dtype)
     for degrees in (0, 30, 90, 180):
         assert rotate(image, degrees).dtype == dtype
@@ -225,7 +225,7 @@ def test_a_turn_keeps_the_type(dtype):
     assert (rotate(image, 30).double() - expected).abs().max() < tolerance
 
 
-def test_bytes_are_rotated_as_bytes():
+def test_byte_images_stay_bytes_when_rotated():
     data = cut(FeatureShift(Iid(4), rotation=[0, 90, 180, 270]), BYTES)
     plain = cut(Iid(4), BYTES)
     for client in range(4):
@@ -234,7 +234,7 @@ def test_bytes_are_rotated_as_bytes():
         assert torch.equal(inputs(data, client), turned)
 
 
-def test_noise_makes_floats_of_bytes_and_is_not_cut_off():
+def test_noise_converts_bytes_to_floats_without_clipping():
     data = cut(FeatureShift(Iid(2), rotation=[90], noise=0.5), BYTES)
     floats = TensorDataset(BYTES.tensors[0] / 255, LABELS)
     expected = cut(FeatureShift(Iid(2), rotation=[90], noise=0.5), floats)
@@ -244,7 +244,7 @@ def test_noise_makes_floats_of_bytes_and_is_not_cut_off():
         assert inputs(data, client).min() < 0 < 1 < inputs(data, client).max()
 
 
-def test_an_empty_client_has_inputs_of_the_same_type():
+def test_empty_client_has_inputs_of_the_same_dtype():
     for dataset in (IMAGES, BYTES):
         data = cut(FeatureShift(lambda labels: [torch.arange(24), torch.arange(0)], rotation=30, noise=0.5), dataset)
         x, y = data.dataset(1).tensors
@@ -253,7 +253,7 @@ def test_an_empty_client_has_inputs_of_the_same_type():
         assert len(y) == 0
 
 
-def test_tensors_keep_the_fast_path_and_give_the_loaders_batches():
+def test_tensors_keep_the_fast_path_and_match_loader_batches():
     data = FederatedDataModule(train=IMAGES, partition=FeatureShift(Shards(3), rotation=360, noise=0.1), batch_size=4)
     for client in range(3):
         fast, slow = data.client_batches(client), LoaderBatches(data.client_dataset(client), data.batch_settings)
@@ -264,7 +264,7 @@ def test_tensors_keep_the_fast_path_and_give_the_loaders_batches():
             assert all(torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
-def test_only_the_latest_clients_are_kept(monkeypatch):
+def test_cache_keeps_only_the_most_recent_clients(monkeypatch):
     one = 6 * (25 * 4 + 8)
     monkeypatch.setattr("lightning_fed.data.feature_shift._CACHE_BYTES", 2 * one)
     clients = ShiftedClients(IMAGES, FeatureShift(Iid(4), noise=1.0), 4)
@@ -277,7 +277,7 @@ def test_only_the_latest_clients_are_kept(monkeypatch):
     assert list(clients._recent) == [3]
 
 
-def test_keys_of_an_attribute_name_the_clients():
+def test_attribute_keys_name_the_clients():
     source = Listed()
     source.writer = ["ann", "bob", "ann"] * 8
     data = FederatedDataModule(train=source, partition=FeatureShift(ByKey("writer"), rotation=[0, 90]))
@@ -290,7 +290,7 @@ Example = namedtuple("Example", ["x", "y"])
 
 
 @pytest.mark.parametrize("make", [lambda x, y: (x, y), lambda x, y: [x, y], Example, lambda x, y: x])
-def test_an_example_keeps_its_kind(make):
+def test_shifted_example_keeps_its_type(make):
     shift = FeatureShift(Iid(2), rotation=[90], noise=0.0)
     before = Listed(make)[0]
     after = shift.shifted(Listed(make), client=1, num_clients=2)[0]
@@ -298,7 +298,7 @@ def test_an_example_keeps_its_kind(make):
     assert torch.equal(after if make(1, 2) == 1 else after[0], rotate(IMAGES[0][0], 90))
 
 
-def test_a_shifted_data_set_can_be_sent_to_a_worker():
+def test_shifted_dataset_pickles():
     dataset = cut(FeatureShift(Iid(3), noise=1.0), Listed(tuple_of)).dataset(1)
     again = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(again[2][0], dataset[2][0])
@@ -309,7 +309,7 @@ def tuple_of(x, y):
     return x, y
 
 
-def test_another_data_set_is_shifted_as_its_client_sees_it():
+def test_another_dataset_gets_the_shift_of_its_client():
     shift = FeatureShift(Iid(4), rotation=360, noise=0.5)
     val = shift.shifted(IMAGES, client=2, num_clients=4)
     assert len(val) == 24
@@ -317,7 +317,7 @@ def test_another_data_set_is_shifted_as_its_client_sees_it():
     assert torch.equal(val.tensors[1], LABELS)
 
 
-def test_the_digits_train_with_it():
+def test_digits_train_with_feature_shift():
     shift = FeatureShift(Dirichlet(6, 1.0), rotation=360, noise=0.2)
     trainer = FederatedTrainer(
         max_rounds=1, clients_per_round=2, local_steps=2, seed=0, logger=False, enable_checkpointing=False,
@@ -327,7 +327,7 @@ def test_the_digits_train_with_it():
     assert trainer.fit_loop.round == 1
 
 
-def test_a_configuration_names_it():
+def test_feature_shift_can_be_configured_by_class_path():
     iid = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 7}}
     shift = {"partition": iid, "rotation": [0, 90], "noise": 0.1}
     made = from_configuration(
@@ -365,12 +365,12 @@ COLOURS_LAST = TensorDataset(torch.zeros(4, 8, 8, 3), torch.zeros(4, dtype=torch
         (lambda: cut(FeatureShift(Iid(2)), Listed(lambda x, y: {"x": x, "y": y})), r"is a dict and must be a tensor"),
     ],
 )
-def test_refusals_name_the_argument_and_the_value(make, message):
+def test_errors_name_the_argument_and_value(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
 
 
-def test_labels_matter_as_they_do_to_the_partition():
+def test_labels_are_required_only_if_the_partition_requires_them():
     assert not FeatureShift(Iid(2)).needs_labels
     assert FeatureShift(Shards(2)).needs_labels
     assert FeatureShift(lambda labels: labels.chunk(2)).needs_labels
@@ -378,7 +378,7 @@ def test_labels_matter_as_they_do_to_the_partition():
     assert cut(FeatureShift(Iid(2), noise=1.0), blind).known_sizes == [3, 3]
 
 
-def test_a_shift_is_shown_as_written():
+def test_repr_shows_the_arguments():
     shown = (
         "FeatureShift(partition=Iid(num_clients=2, seed=0), rotation=[0.0, 90.0], noise=0.1, angles='spaced', seed=0)"
     )

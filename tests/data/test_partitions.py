@@ -14,7 +14,7 @@ from tests.helpers.partitions import assert_every_index_once, deal, label_lists,
 
 
 @given(labels=label_lists, num_clients=st.integers(1, 70), seed=seeds)
-def test_iid_deals_every_index_once_in_equal_shares(labels, num_clients, seed):
+def test_iid_assigns_every_index_once_in_equal_shares(labels, num_clients, seed):
     parts = deal(Iid(num_clients, seed), labels)
     assert (parts is None) == (num_clients > len(labels))
     if parts is not None:
@@ -29,7 +29,7 @@ def test_iid_deals_every_index_once_in_equal_shares(labels, num_clients, seed):
     min_size=st.integers(0, 3),
     seed=seeds,
 )
-def test_dirichlet_deals_every_index_once_or_stops_by_name(labels, num_clients, alpha, min_size, seed):
+def test_dirichlet_assigns_every_index_once_or_raises(labels, num_clients, alpha, min_size, seed):
     parts = deal(Dirichlet(num_clients, alpha, min_size, seed), labels)
     if min_size == 0:
         assert parts is not None
@@ -40,7 +40,7 @@ def test_dirichlet_deals_every_index_once_or_stops_by_name(labels, num_clients, 
 
 
 @given(labels=label_lists, num_clients=st.integers(1, 30), shards=st.integers(1, 4), seed=seeds)
-def test_shards_deal_every_index_once(labels, num_clients, shards, seed):
+def test_shards_assign_every_index_once(labels, num_clients, shards, seed):
     parts = deal(Shards(num_clients, shards, seed), labels)
     assert (parts is None) == (num_clients * shards > len(labels))
     if parts is not None:
@@ -50,7 +50,7 @@ def test_shards_deal_every_index_once(labels, num_clients, shards, seed):
 
 
 @given(keys=st.lists(st.one_of(st.integers(0, 5), st.text("ab", max_size=2)), min_size=1, max_size=40))
-def test_by_key_gives_each_client_its_own(keys):
+def test_by_key_groups_indices_by_key(keys):
     parts = ByKey(keys)(torch.zeros(len(keys)))
     assert list(parts) == list(dict.fromkeys(keys))
     assert_every_index_once(parts.values(), len(keys))
@@ -58,7 +58,7 @@ def test_by_key_gives_each_client_its_own(keys):
 
 
 @pytest.mark.parametrize("partition", [Iid(4, seed=3), Dirichlet(4, 0.5, seed=3), Shards(4, seed=3)], ids=repr)
-def test_only_the_seed_decides(partition):
+def test_partition_depends_only_on_the_seed(partition):
     labels = torch.arange(200) % 7
     torch.manual_seed(1)
     np.random.seed(1)
@@ -80,16 +80,16 @@ def test_only_the_seed_decides(partition):
     ],
     ids=repr,
 )
-def test_a_seed_means_the_same_clients_on_every_machine(partition, expected):
+def test_seed_gives_the_same_clients_on_every_machine(partition, expected):
     assert [part.tolist() for part in partition(torch.arange(12) % 3)] == expected
 
 
-def test_iid_does_not_follow_the_stored_order():
+def test_iid_ignores_the_stored_order():
     first = Iid(2)(torch.zeros(1000))[0]
     assert 210 < int((first < 500).sum()) < 290  # 250, give or take five standard deviations
 
 
-def test_dirichlet_proportions_have_the_mean_and_variance_of_the_distribution():
+def test_dirichlet_proportions_match_theoretical_mean_and_variance():
     labels = torch.arange(2000).repeat(100)
     parts = Dirichlet(num_clients=4, alpha=0.5)(labels)
     shares = torch.stack([torch.bincount(labels[part], minlength=2000) for part in parts]).double() / 100
@@ -99,7 +99,7 @@ def test_dirichlet_proportions_have_the_mean_and_variance_of_the_distribution():
 
 
 @pytest.mark.parametrize("alpha", [1e-300, 1e-8, 1e-4])
-def test_dirichlet_with_a_tiny_alpha_gives_each_class_to_one_client(alpha):
+def test_dirichlet_with_tiny_alpha_gives_each_class_to_one_client(alpha):
     labels = torch.arange(40).repeat(10)
     owners = torch.empty(400, dtype=torch.int64)
     for client, part in enumerate(Dirichlet(4, alpha, min_size=0)(labels)):
@@ -108,18 +108,18 @@ def test_dirichlet_with_a_tiny_alpha_gives_each_class_to_one_client(alpha):
     assert torch.bincount(owners, minlength=4).min() >= 30
 
 
-def test_dirichlet_with_a_huge_alpha_gives_equal_shares_of_every_class():
+def test_dirichlet_with_huge_alpha_splits_every_class_equally():
     labels = torch.arange(5).repeat(40)
     for part in Dirichlet(4, 1e12)(labels):
         assert torch.bincount(labels[part], minlength=5).tolist() == [10] * 5
 
 
-def test_dirichlet_says_when_no_draw_will_do():
+def test_dirichlet_raises_when_no_draw_meets_the_minimum_size():
     with pytest.raises(FederatedError, match=r"Dirichlet\(num_clients=50.*1,000 draws.*min_size=1.*Raise alpha"):
         Dirichlet(50, 0.01)(torch.arange(100) % 2)
 
 
-def test_dirichlet_allows_more_clients_than_examples_without_a_minimum():
+def test_dirichlet_without_minimum_allows_more_clients_than_examples():
     parts = Dirichlet(10, 1.0, min_size=0)(torch.tensor([0, 1, 1]))
     assert_every_index_once(parts, 3)
 
@@ -130,7 +130,7 @@ def test_shards_hold_few_classes():
     assert [len(labels[part].unique()) for part in Shards(10, 1)(labels)] == [1] * 10
 
 
-def test_by_key_reads_tensors_and_arrays():
+def test_by_key_supports_tensors_and_arrays():
     for keys in (torch.tensor([7, 5, 7]), np.array([7, 5, 7])):
         parts = ByKey(keys)(torch.zeros(3))
         assert {key: part.tolist() for key, part in parts.items()} == {7: [0, 2], 5: [1]}
@@ -142,7 +142,7 @@ def test_by_key_ids_are_plain_strings():
 
 
 @pytest.mark.parametrize("clients", [5_000, pytest.param(100_000, marks=pytest.mark.thorough)])
-def test_thousands_of_clients(clients):
+def test_partitions_support_thousands_of_clients(clients):
     labels = torch.arange(4 * clients) % 10
     for partition in (Iid(clients), Dirichlet(clients, 1.0, min_size=0), Shards(clients)):
         parts = partition(labels)
@@ -177,18 +177,18 @@ def test_thousands_of_clients(clients):
         (lambda: ByKey("writer")(torch.zeros(1)), r"ByKey\('writer'\) names an attribute"),
     ],
 )
-def test_refusals_name_the_argument_and_the_value(make, message):
+def test_errors_name_the_argument_and_value(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
 
 
-def test_a_partition_is_shown_as_written():
+def test_repr_shows_the_arguments():
     assert repr(Dirichlet(3, 0.5, seed=7)) == "Dirichlet(num_clients=3, seed=7, alpha=0.5, min_size=1)"
     assert repr(ByKey("writer")) == "ByKey('writer')"
     assert repr(ByKey(["a", "b"])) == "ByKey(<2 keys>)"
 
 
-def test_a_partition_needs_only_call():
+def test_custom_partition_requires_only_call():
     class Halves(Partition):
         def __call__(self, labels):
             return torch.arange(len(labels)).chunk(2)

@@ -46,7 +46,7 @@ def counts(parts, labels):
     concentration=st.sampled_from(["per_class", "total"]),
     seed=seeds,
 )
-def test_balanced_dirichlet_deals_every_index_once_in_equal_shares(labels, num_clients, alpha, concentration, seed):
+def test_balanced_dirichlet_assigns_every_index_once_in_equal_shares(labels, num_clients, alpha, concentration, seed):
     parts = deal(BalancedDirichlet(num_clients, alpha, concentration, seed), labels)
     assert (parts is None) == (num_clients > len(labels))
     if parts is not None:
@@ -56,7 +56,7 @@ def test_balanced_dirichlet_deals_every_index_once_in_equal_shares(labels, num_c
 
 
 @given(labels=label_lists, num_clients=clients, similarity=st.floats(0, 1), seed=seeds)
-def test_similarity_deals_every_index_once_in_equal_shares(labels, num_clients, similarity, seed):
+def test_similarity_assigns_every_index_once_in_equal_shares(labels, num_clients, similarity, seed):
     parts = deal(Similarity(num_clients, similarity, seed), labels)
     assert (parts is None) == (num_clients > len(labels))
     if parts is not None:
@@ -66,7 +66,7 @@ def test_similarity_deals_every_index_once_in_equal_shares(labels, num_clients, 
 
 
 @given(labels=label_lists, num_clients=st.integers(1, 12), each=st.integers(1, 9), seed=seeds)
-def test_classes_per_client_gives_every_index_once_and_exactly_so_many_classes(labels, num_clients, each, seed):
+def test_classes_per_client_assigns_every_index_and_exact_class_counts(labels, num_clients, each, seed):
     parts = deal(ClassesPerClient(num_clients, each, seed), labels)
     sizes = np.unique(labels, return_counts=True)[1]
     if parts is None:
@@ -91,7 +91,7 @@ def test_classes_per_client_gives_every_index_once_and_exactly_so_many_classes(l
     least=st.integers(1, 3),
     seed=seeds,
 )
-def test_power_law_gives_every_index_once_and_the_least_of_each_class(labels, num_clients, each, sigma, least, seed):
+def test_power_law_assigns_every_index_and_the_class_minimum(labels, num_clients, each, sigma, least, seed):
     parts = deal(PowerLaw(num_clients, each, sigma, least, seed), labels)
     sizes = np.unique(labels, return_counts=True)[1]
     if parts is None:
@@ -106,7 +106,7 @@ def test_power_law_gives_every_index_once_and_the_least_of_each_class(labels, nu
 @given(
     n=st.integers(1, 200), num_clients=clients, sigma=sigmas, alpha=alphas, least=st.integers(0, 3), seed=seeds
 )  # fmt: skip
-def test_skewed_sizes_deal_every_index_once_and_the_least_to_all(n, num_clients, sigma, alpha, least, seed):
+def test_skewed_sizes_assign_every_index_and_the_minimum_size(n, num_clients, sigma, alpha, least, seed):
     for partition in (LogNormalSizes(num_clients, sigma, least, seed), QuantitySkew(num_clients, alpha, least, seed)):
         parts = deal(partition, [0] * n)
         assert (parts is None) == (num_clients * least > n)
@@ -128,7 +128,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("partition", EVERY, ids=repr)
-def test_only_the_seed_decides(partition):
+def test_partition_depends_only_on_the_seed(partition):
     labels = torch.arange(210) % 7
     torch.manual_seed(1)
     np.random.seed(1)
@@ -152,7 +152,7 @@ def test_only_the_seed_decides(partition):
     ],
     ids=repr,
 )
-def test_a_seed_means_the_same_clients_on_every_machine(partition, expected):
+def test_seed_gives_the_same_clients_on_every_machine(partition, expected):
     assert [part.tolist() for part in partition(torch.arange(12) % 3)] == expected
 
 
@@ -178,12 +178,12 @@ def digest(parts):
 
 
 @pytest.mark.parametrize(("partition", "expected"), LARGE.items(), ids=lambda value: repr(value)[:40])
-def test_a_seed_means_the_same_many_clients_on_every_machine(partition, expected):
+def test_seed_gives_the_same_large_partition_on_every_machine(partition, expected):
     assert digest(partition(MANY_LABELS)) == expected
 
 
 @pytest.mark.parametrize("partition", LARGE, ids=repr)
-def test_every_bit_of_the_seed_counts_and_the_numbering_of_classes_does_not(partition):
+def test_partition_uses_all_seed_bits_and_ignores_class_numbering(partition):
     first = digest(partition(MANY_LABELS))
     for same in (MANY_LABELS.int(), (MANY_LABELS // 5).to(torch.uint8), 7 * MANY_LABELS - 1000, MANY_LABELS.numpy()):
         assert digest(partition(same)) == first
@@ -193,7 +193,7 @@ def test_every_bit_of_the_seed_counts_and_the_numbering_of_classes_does_not(part
 
 
 @pytest.mark.parametrize(("concentration", "alpha"), [("per_class", 0.5), ("total", 2.0)])
-def test_balanced_mixtures_have_the_mean_and_variance_of_the_distribution(concentration, alpha):
+def test_balanced_mixtures_match_theoretical_mean_and_variance(concentration, alpha):
     labels = torch.arange(4).repeat(100_000)
     parts = BalancedDirichlet(1000, alpha, concentration)(labels)  # 400 examples each, Dir(0.5, 0.5, 0.5, 0.5)
     shares = counts(parts, labels).double() / 400
@@ -212,7 +212,7 @@ def test_total_concentration_follows_the_label_distribution():
     assert int(counts(flat, labels)[:, 1].sum()) == 100
 
 
-def test_balanced_dirichlet_serves_no_client_first():
+def test_balanced_dirichlet_favors_no_client():
     labels = torch.cat([torch.zeros(1000), torch.ones(3000)]).long()
     seen = counts(BalancedDirichlet(40, 1e6)(labels), labels)[:, 0]  # all ask for 50 of class 0, which has 25 for each
     assert seen.sum() == 1000
@@ -222,7 +222,7 @@ def test_balanced_dirichlet_serves_no_client_first():
 
 @pytest.mark.parametrize("alpha", [1e-320, 1e-300, 1e-8])
 @pytest.mark.parametrize("concentration", ["per_class", "total"])
-def test_a_tiny_alpha_gives_clients_one_class_while_it_lasts(alpha, concentration):
+def test_tiny_alpha_concentrates_clients_on_few_classes(alpha, concentration):
     labels = torch.arange(10).repeat(300)
     seen = counts(BalancedDirichlet(30, alpha, concentration)(labels), labels)
     assert seen.sum(1).tolist() == [100] * 30
@@ -241,12 +241,12 @@ def test_similarity_is_iid_at_one_and_sorted_at_zero():
     assert sum(near) == pytest.approx(500 + 500 * 28 / 100, abs=60)  # 28 of the 100 pairs are near, by chance
 
 
-def test_similarity_zero_by_hand():
+def test_similarity_zero_matches_hand_computed_counts():
     labels = torch.tensor([1, 0, 1, 0, 1])
     assert counts(Similarity(2, 0)(labels), labels).tolist() == [[2, 1], [0, 2]]
 
 
-def test_log_normal_sizes_have_the_asked_spread():
+def test_log_normal_sizes_have_the_requested_spread():
     sizes = torch.tensor([len(part) for part in LogNormalSizes(2000, 0.7)(torch.zeros(400_000))]).double()
     assert sizes.log().std().item() == pytest.approx(0.7, rel=0.06)
     equal = [len(part) for part in LogNormalSizes(7, 0.0)(torch.zeros(100))]
@@ -254,21 +254,21 @@ def test_log_normal_sizes_have_the_asked_spread():
     assert max(equal) - min(equal) <= 1
 
 
-def test_quantity_skew_sizes_have_the_variance_of_the_distribution():
+def test_quantity_skew_sizes_match_theoretical_variance():
     n, num_clients, alpha = 400_000, 2000, 0.5
     sizes = torch.tensor([len(part) for part in QuantitySkew(num_clients, alpha, 0)(torch.zeros(n))]).double() / n
     p = 1 / num_clients
     assert sizes.var().item() == pytest.approx(p * (1 - p) / (num_clients * alpha + 1), rel=0.15)
 
 
-def test_skewed_sizes_leave_the_labels_alike():
+def test_skewed_sizes_keep_the_label_proportions():
     labels = torch.arange(2).repeat(5000)
     for partition in (LogNormalSizes(4, 0.5), QuantitySkew(4, 5.0)):
         for part in partition(labels):
             assert abs(labels[part].double().mean() - 0.5) < 2.5 / math.sqrt(len(part))  # five standard deviations
 
 
-def test_power_law_is_heavy_tailed_and_equal_without_a_spread():
+def test_power_law_is_heavy_tailed_and_equal_with_zero_sigma():
     labels = torch.arange(10).repeat(6000)
     sizes = sorted(len(part) for part in PowerLaw(1000)(labels))
     assert sizes[0] >= 10
@@ -276,14 +276,14 @@ def test_power_law_is_heavy_tailed_and_equal_without_a_spread():
     assert {len(part) for part in PowerLaw(10, sigma=0.0)(labels)} == {6000}
 
 
-def test_labels_without_some_class_numbers_are_dealt_out_like_others():
+def test_non_contiguous_labels_are_supported():
     labels = torch.tensor([7, 7, 7, -2, -2, -2])
     for partition in (BalancedDirichlet(2, 0.5), Similarity(2, 0.5), ClassesPerClient(2, 2), PowerLaw(2, 2, 1.0, 1)):
         assert_every_index_once(partition(labels), 6)
 
 
 @pytest.mark.parametrize("clients", [5_000, pytest.param(100_000, marks=pytest.mark.thorough)])
-def test_thousands_of_clients(clients):
+def test_partitions_support_thousands_of_clients(clients):
     labels = torch.arange(2 * clients) % 10
     for partition in (
         BalancedDirichlet(clients, 0.3),
@@ -331,11 +331,11 @@ ZEROS = torch.zeros(6, dtype=torch.int64)
         (lambda: QuantitySkew(3, 1.0, seed=-1), r"seed=-1"),
     ],
 )
-def test_refusals_name_the_argument_and_the_value(make, message):
+def test_errors_name_the_argument_and_value(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
 
 
-def test_a_partition_is_shown_as_written():
+def test_repr_shows_the_arguments():
     shown = "PowerLaw(num_clients=3, seed=0, classes_per_client=2, sigma=2.0, min_per_class=5)"
     assert repr(PowerLaw(3)) == shown

@@ -36,7 +36,7 @@ def bubbles(figure):
     }
 
 
-def test_the_table_by_hand():
+def test_skew_table_matches_hand_computed_values():
     table = skew_table(SPLIT)
     assert (table.clients, table.empty_clients, table.examples, table.classes) == (3, 1, 8, 2)
     assert (table.min_size, table.median_size, table.max_size) == (0, 4.0, 4)
@@ -47,11 +47,11 @@ def test_the_table_by_hand():
 
 
 @pytest.mark.parametrize(("sizes", "gini"), [((5, 5, 5), 0.0), ((0, 0, 0, 8), 0.75), ((1, 3), 0.25), ((7,), 0.0)])
-def test_gini_of_the_sizes(sizes, gini):
+def test_gini_of_sizes_matches_expected_values(sizes, gini):
     assert skew_table([torch.zeros(n, dtype=torch.int64) for n in sizes]).size_gini == pytest.approx(gini)
 
 
-def test_the_table_is_shown_with_names():
+def test_skew_table_prints_labeled_rows():
     assert str(skew_table(SPLIT)).splitlines() == [
         "clients              3 (1 empty)",
         "examples             8 of 2 classes",
@@ -62,7 +62,7 @@ def test_the_table_is_shown_with_names():
     ]
 
 
-def test_the_label_distance_is_that_of_the_summary():
+def test_label_distance_matches_the_summary():
     clients = Digits(num_clients=12, alpha=0.2).clients
     assert f"label skew     {skew_table(clients).label_distance:.2f}" in clients.summary()
 
@@ -91,7 +91,7 @@ class Listed(Dataset):
         return index
 
 
-def test_every_kind_of_clients_tells_its_labels():
+def test_skew_table_supports_every_kind_of_clients():
     labels = torch.arange(40) % 4
     source = TensorDataset(torch.zeros(40, 1), labels)
     for part in (Iid(4), Dirichlet(4, 0.5)):
@@ -108,7 +108,7 @@ def test_every_kind_of_clients_tells_its_labels():
     assert vars(skew_table([[0, 0], [1]])) == vars(skew_table(named))
 
 
-def test_labels_shared_by_many_clients_are_read_once():
+def test_shared_labels_are_read_once():
     source = Listed()
     table = skew_table(FederatedDataset([Subset(source, [0, 1]), Subset(source, [2, 3]), Subset(source, [])]))
     assert (table.examples, table.max_size, table.empty_clients) == (4, 2, 1)
@@ -116,7 +116,7 @@ def test_labels_shared_by_many_clients_are_read_once():
 
 
 @needs_matplotlib
-def test_the_figure_shows_who_has_what():
+def test_figure_shows_class_counts_per_client():
     figure = split_figure(SPLIT)
     areas = bubbles(figure)
     assert set(areas) == {(0, 0), (0, 1), (1, 0)}  # eve has nothing
@@ -128,7 +128,7 @@ def test_the_figure_shows_who_has_what():
 
 
 @needs_matplotlib
-def test_the_figure_picks_clients_evenly_and_counts_all_sizes():
+def test_figure_samples_clients_evenly_and_counts_all_sizes():
     figure = split_figure([torch.tensor([client]) for client in range(101)], max_clients=5)
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["0", "25", "50", "75", "100"]
     assert titles(figure)[0] == "examples by class, 5 of 101 clients"
@@ -137,7 +137,7 @@ def test_the_figure_picks_clients_evenly_and_counts_all_sizes():
 
 
 @needs_matplotlib
-def test_the_figure_is_drawn_without_pyplot(tmp_path):
+def test_figure_does_not_import_pyplot(tmp_path):
     before = "matplotlib.pyplot" in sys.modules
     split_figure(SPLIT).savefig(tmp_path / "split.png")
     assert ("matplotlib.pyplot" in sys.modules) == before
@@ -151,7 +151,7 @@ NUMBERS = [  # the mean of all is 3, with variance 4, of which 1 is left within 
 ]
 
 
-def test_real_targets_have_a_table_of_their_own():
+def test_real_valued_targets_have_their_own_table():
     table = skew_table(FederatedDataset(NUMBERS))
     assert (table.clients, table.empty_clients, table.examples, table.classes) == (3, 1, 4, 0)
     assert table.target_share == pytest.approx(4 / 5)
@@ -169,7 +169,7 @@ def test_real_targets_have_a_table_of_their_own():
 
 
 @needs_matplotlib
-def test_the_figure_shows_where_real_targets_lie():
+def test_figure_shows_the_range_of_real_valued_targets():
     figure = split_figure(FederatedDataset(NUMBERS))
     assert titles(figure) == ["examples by target, 3 clients", "sizes"]
     (medians,) = figure.axes[0].lines
@@ -182,17 +182,17 @@ def test_the_figure_shows_where_real_targets_lie():
     assert sum(bar.get_height() for bar in figure.axes[1].patches) == 3
 
 
-def test_classes_come_before_numbers_that_follow_them():
+def test_class_labels_take_precedence_over_trailing_numbers():
     weighted = TensorDataset(torch.zeros(2, 3), torch.tensor([0, 1]), torch.rand(2))
     assert skew_table(FederatedDataset([weighted])).classes == 2
 
 
-def test_classes_beside_numbers_are_refused():
+def test_mixed_class_and_real_valued_targets_are_rejected():
     with pytest.raises(FederatedError, match="Some clients have classes to predict, and others real numbers"):
         skew_table(FederatedDataset([NUMBERS[0], TensorDataset(torch.zeros(2, 3), torch.tensor([0, 1]))]))
 
 
-def test_missing_matplotlib_is_named(monkeypatch):
+def test_missing_matplotlib_raises_an_install_hint(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(FederatedError, match="pip install matplotlib"):
         split_figure(SPLIT)
@@ -218,13 +218,13 @@ def test_missing_matplotlib_is_named(monkeypatch):
         ),
     ],
 )
-def test_refusals_say_what_was_found(make, message):
+def test_errors_say_what_was_found(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
 
 
 @needs_matplotlib
-def test_the_command_draws_and_prints(tmp_path, capsys):
+def test_command_saves_the_figure_and_prints_the_table(tmp_path, capsys):
     out = tmp_path / "new" / "split.png"
     picture(["--config", QUICKSTART, "--data.num_clients", "12", "--out", str(out)])
     shown = capsys.readouterr().out
@@ -235,7 +235,7 @@ def test_the_command_draws_and_prints(tmp_path, capsys):
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_the_command_takes_every_partition_and_stacked_configurations(tmp_path, capsys):
+def test_command_supports_partitions_and_stacked_configurations(tmp_path, capsys):
     (tmp_path / "more.yaml").write_text(
         yaml.safe_dump(
             {
@@ -272,7 +272,7 @@ def test_the_command_takes_every_partition_and_stacked_configurations(tmp_path, 
     ],
     ids=lambda a: " ".join(a)[-20:],
 )
-def test_wrong_arguments_of_the_command_are_named(args, message, capsys, tmp_path, monkeypatch):
+def test_command_names_invalid_arguments(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = [] if "--config" in args else ["--config", QUICKSTART]
     with pytest.raises((SystemExit, FederatedError)) as error:
@@ -280,7 +280,7 @@ def test_wrong_arguments_of_the_command_are_named(args, message, capsys, tmp_pat
     assert message in capsys.readouterr().err + str(error.value)
 
 
-def test_the_page_shows_every_partition():
+def test_docs_page_shows_every_partition():
     page = (ROOT / "docs" / "partitions.md").read_text()
     classes = {name: found for name, found in vars(data).items() if isinstance(found, type)}
     for name in {name for name, found in classes.items() if issubclass(found, Partition)} - {"Partition", "ByKey"}:

@@ -72,7 +72,7 @@ def simulated(folder: Path) -> Any:
     return parameters(module)
 
 
-def test_the_words_of_an_absent_client_are_waited_for(tmp_path: Path) -> None:
+def test_words_of_an_absent_client_are_awaited(tmp_path: Path) -> None:
     class Absents(Sites):
         def exchange(self, tasks: Any, registrations: Any) -> Iterator[Message | Refusal | Absent]:
             yield Absent(self.order[-1:], "its line is cut")
@@ -84,7 +84,7 @@ def test_the_words_of_an_absent_client_are_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_sites_number_the_words_of_all_alike_whatever_the_order_and_after_ends_of_sites_and_server(
+def test_sites_number_words_alike_in_any_order_and_after_kills(
     tmp_path: Path,
 ) -> None:
     expected = simulated(tmp_path)
@@ -128,7 +128,7 @@ def test_sites_number_the_words_of_all_alike_whatever_the_order_and_after_ends_o
         killed.run(MAKE(), checkpoint, agree_on=["ward", "sex"])
 
 
-def test_words_leave_only_if_the_operator_and_the_data_module_have_said_so(tmp_path: Path) -> None:
+def test_words_leave_a_site_only_if_operator_and_data_module_allow(tmp_path: Path) -> None:
     sites = Sites(tmp_path)
     sites.shared["south"] = ["sex"]
     said = r"column 'ward', and the site of client 'south' lets those of \['sex'\] leave. Its operator may add columns"
@@ -152,7 +152,7 @@ def test_words_leave_only_if_the_operator_and_the_data_module_have_said_so(tmp_p
         FederatedSite(MAKE(), model(), table(tmp_path / "west.csv"), "west", tmp_path / "x", share_words="ward")
 
 
-def test_a_late_site_with_another_word_and_one_without_room_are_refused_by_name(tmp_path: Path) -> None:
+def test_late_site_with_unknown_word_or_without_room_is_rejected(tmp_path: Path) -> None:
     sites = Sites(tmp_path, make=partial(MAKE, on_client_error="drop", max_failed_share=0.9))
     late = {"words", "register"}
 
@@ -180,7 +180,7 @@ def test_a_late_site_with_another_word_and_one_without_room_are_refused_by_name(
         write(tmp_path / "west.csv", ["west"])
 
 
-def test_a_late_site_with_another_word_takes_part_if_the_column_may_hold_unknown_ones(tmp_path: Path) -> None:
+def test_late_site_with_unknown_word_joins_if_unknowns_are_allowed(tmp_path: Path) -> None:
     make = partial(MAKE, on_client_error="drop", max_failed_share=0.9, clients_per_round=3)
     sites = Sites(tmp_path, ["west", "north", "south"], make)
     for client in WARDS:
@@ -205,7 +205,7 @@ def test_a_late_site_with_another_word_takes_part_if_the_column_may_hold_unknown
               {"ward": ["a", "a"]},
               {"ward": [str(n) for n in range(1001)]}], ids=lambda words: repr(words)[:30],
 )  # fmt: skip
-def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_path: Path) -> None:
+def test_invalid_words_are_rejected_by_server_and_sites(words: Any, tmp_path: Path) -> None:
     sites = Sites(tmp_path)
 
     def comes(task: Message) -> Message:
@@ -229,7 +229,7 @@ def test_words_that_are_none_are_refused_by_server_and_sites(words: Any, tmp_pat
 
 
 @pytest.mark.parametrize("word", ["", "NA", " eye", "eye "])
-def test_a_site_cannot_make_a_category_of_the_missing_values_of_others(word: str, tmp_path: Path) -> None:
+def test_site_cannot_add_a_missing_value_marker_as_a_word(word: str, tmp_path: Path) -> None:
     sites = Sites(tmp_path)
 
     def comes(task: Message) -> Message:
@@ -245,7 +245,7 @@ def test_a_site_cannot_make_a_category_of_the_missing_values_of_others(word: str
         sites.run()
 
 
-def test_more_words_than_sites_may_agree_on_are_refused_with_the_client_that_has_the_most(tmp_path: Path) -> None:
+def test_too_many_words_are_rejected_and_the_largest_client_is_named(tmp_path: Path) -> None:
     sites = Sites(tmp_path)
 
     def comes(task: Message) -> Message:
@@ -260,7 +260,7 @@ def test_more_words_than_sites_may_agree_on_are_refused_with_the_client_that_has
     assert not [reply for reply in sites.replies if reply.header["phase"] == "register"]
 
 
-def test_words_that_look_alike_are_named_in_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_similar_looking_words_are_logged_by_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sites = Sites(tmp_path)
     for client in WARDS:
         sites.options[client] = {"room": 9}
@@ -272,7 +272,7 @@ def test_words_that_look_alike_are_named_in_the_servers_log(tmp_path: Path, capl
     assert said in caplog.text
 
 
-def test_a_server_cannot_try_out_the_words_of_a_column_that_is_not_shared(tmp_path: Path) -> None:
+def test_server_cannot_probe_the_words_of_an_unshared_column(tmp_path: Path) -> None:
     sites = Sites(tmp_path)
     sites.run(MAKE(max_rounds=1))
     registration = next(task for task in sites.tasks if task.header["phase"] == "register" and task.client == "west")
@@ -283,7 +283,7 @@ def test_a_server_cannot_try_out_the_words_of_a_column_that_is_not_shared(tmp_pa
             sites.answer(replace(registration, header={**registration.header, "words": {"ward": words}}))
 
 
-def test_the_servers_validation_set_may_come_of_the_agreed_words(tmp_path: Path) -> None:
+def test_server_validation_set_can_use_the_agreed_words(tmp_path: Path) -> None:
     trainer = MAKE(max_rounds=1, limit_val_batches=1.0)
     Sites(tmp_path).run(trainer, val=lambda words: make_val(dict(words)))
     assert "val_acc" in trainer.callback_metrics

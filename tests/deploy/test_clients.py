@@ -155,9 +155,7 @@ def stored(state: dict[str, Tensor]) -> MemoryClientStore:
 
 
 @pytest.mark.parametrize(("method", "engine"), covering(list(METHODS), ENGINES))
-def test_a_client_alone_answers_with_the_bits_of_the_simulation_in_any_order_of_rounds(
-    method: str, engine: str, simulated: Any
-) -> None:
+def test_single_client_matches_simulation_bits_in_any_round_order(method: str, engine: str, simulated: Any) -> None:
     options = {"chunk_size": 1} if engine == "vectorized" else {}
     _, notes = simulated(2, run_of(method, engine, clients_per_round=4, **options), model())
     rounds = {note.task.round: [n for n in notes if n.task.round == note.task.round] for note in notes}
@@ -181,7 +179,7 @@ class Skips(Net):
         return super().training_step(batch, batch_idx) if len(batch[0]) > 1 else None
 
 
-def test_a_client_that_cannot_be_vectorized_after_all_starts_again_with_the_sequential_engine() -> None:
+def test_client_that_cannot_be_vectorized_restarts_sequentially() -> None:
     def answer(engine: str) -> Reply:
         with closing(ClientsOutsideFit(run_of("Scaffold", engine), model(kind=Skips), Site([2]), [2])) as site:
             x = site.prepared.flat.y.clone()
@@ -205,7 +203,7 @@ class Crowded(Net):
 
 
 @pytest.mark.thorough
-def test_clients_that_do_not_fit_at_once_start_again_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_clients_restart_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(fits: int, chunk_size: int) -> list[Reply]:
         given, here = run_of("Scaffold", "vectorized", chunk_size=chunk_size), [0, 1, 2, 3]
         with closing(ClientsOutsideFit(given, model(kind=Crowded), Site(here), here)) as site:
@@ -235,7 +233,7 @@ SCHEDULES: dict[str, Any] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", list(SCHEDULES))
-def test_learning_rates_are_those_of_a_round_at_once_forwards_and_backwards(name: str) -> None:
+def test_learning_rates_can_jump_to_any_round(name: str) -> None:
     class Rates(FederatedCallback):
         def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
             seen.append([dict(group, params=None) for group in trainer.optimizers[0].param_groups])
@@ -250,7 +248,7 @@ def test_learning_rates_are_those_of_a_round_at_once_forwards_and_backwards(name
             assert site.trainer.current_epoch == number == site.trainer.global_step
 
 
-def test_a_schedule_that_follows_a_metric_needs_its_state() -> None:
+def test_metric_driven_schedule_requires_its_state() -> None:
     plateau = partial(ReduceLROnPlateau, patience=0, factor=0.1)
     with closing(ClientsOutsideFit(run_of("FedAvg", "sequential"), model(plateau), Site())) as site:
         prepared = site.work.engine.prepared
@@ -267,7 +265,7 @@ def test_a_schedule_that_follows_a_metric_needs_its_state() -> None:
 
 
 @pytest.mark.parametrize("method", few(METHODS, ["Scaffold-i"]))  # test_same_bits has the others
-def test_a_server_and_its_sites_end_where_a_simulation_does(method: str) -> None:
+def test_server_with_sites_matches_the_simulation(method: str) -> None:
     fitted, module = run_of(method, "sequential", clients_per_round=3), model()
     fitted.fit(module, Site())
     with ExitStack() as stack:
@@ -302,14 +300,14 @@ def test_a_server_and_its_sites_end_where_a_simulation_does(method: str) -> None
     assert same({i: state.clients.get(i) for i in range(4)}, {i: store.get(i) for i, store in enumerate(stores)})
 
 
-def test_a_fit_and_work_outside_it_do_not_mix() -> None:
+def test_work_outside_a_fit_rejects_a_fitted_trainer() -> None:
     fitted = run_of("FedAvg", "sequential")
     fitted.fit(model(), Site())
     with pytest.raises(FederatedError, match="that has run none, found 4 rounds done"):
         ClientsOutsideFit(fitted, model(), Site())
 
 
-def test_what_cannot_be_federated_is_refused_as_in_a_fit() -> None:
+def test_unsupported_modules_are_rejected_as_in_a_fit() -> None:
     module = model()
     module.automatic_optimization = False
     with pytest.raises(FederatedError, match="manual optimization.*Mime"):
@@ -320,7 +318,7 @@ def test_what_cannot_be_federated_is_refused_as_in_a_fit() -> None:
         ClientsOutsideFit(run_of("MimeLite", "sequential"), momentum, Site())
 
 
-def test_hooks_that_begin_and_end_a_fit_are_called_of_the_module() -> None:
+def test_module_hooks_around_a_fit_are_called() -> None:
     class Hooked(Net):
         def setup(self, stage: str) -> None:
             hooks.append("sets up " + str(stage == "fit"))

@@ -11,7 +11,7 @@ from lightning_fed.deploy import configured
 from lightning_fed.deploy.configured import share_clients, write_app
 
 
-def test_clients_are_dealt_out_to_the_sites() -> None:
+def test_clients_are_distributed_over_the_sites() -> None:
     assert share_clients("deploy", [0, 1, 2, 3, "x"], 2) == [[0, 2, "x"], [1, 3]]
     with pytest.raises(FederatedError, match="deploy: --sites 3 is more than the 2 clients"):
         share_clients("deploy", [0, 1], 3)
@@ -20,7 +20,7 @@ def test_clients_are_dealt_out_to_the_sites() -> None:
             share_clients("deploy", [wrong], 1)
 
 
-def test_templates_are_written_as_a_tree_once(tmp_path: Path) -> None:
+def test_templates_are_written_once_as_a_tree(tmp_path: Path) -> None:
     templates, out, config = tmp_path / "templates", tmp_path / "out", tmp_path / "config.yaml"
     (templates / "deep").mkdir(parents=True)
     (templates / "deep" / "a.json.in").write_text("[$number]")
@@ -42,7 +42,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 
 @pytest.mark.parametrize(("transport", "called"), [("flower", "Flower"), ("nvflare", "NVFlare")])
-def test_the_extra_of_a_transport_is_named(transport: str, called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transport_extra_is_named(transport: str, called: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configured, "find_spec", lambda name: None)
     said = rf'deploy {transport}: {called} is missing: pip install "lightning_fed\[{transport}\]"'
     with pytest.raises(FederatedError, match=said):
@@ -50,7 +50,7 @@ def test_the_extra_of_a_transport_is_named(transport: str, called: str, monkeypa
 
 
 @pytest.mark.parametrize(("option", "value"), [("--rounds", "0"), ("--sites", "0"), ("--sites", "31")])
-def test_bad_numbers_are_refused_before_anything_is_written(
+def test_invalid_numbers_are_rejected_before_anything_is_written(
     option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(configured, "find_spec", lambda name: name)

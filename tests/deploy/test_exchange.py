@@ -26,7 +26,7 @@ MAKE = partial(make_trainer, "Scaffold ii")
 ALL = partial(make_trainer, "FedAvg", clients_per_round=1.0)
 
 
-def test_second_copies_and_stale_replies_change_nothing_and_are_named_once(
+def test_duplicate_and_stale_replies_are_ignored_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire, module, earlier = Wire(tmp_path, MAKE), model(), list[Message]()
@@ -46,7 +46,7 @@ def test_second_copies_and_stale_replies_change_nothing_and_are_named_once(
     assert len(found) == len(set(found))
 
 
-def test_the_log_names_who_is_asked_who_is_missing_and_how_many_have_answered(
+def test_log_names_asked_and_missing_clients_and_counts_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "_WAIT", 0.02)
@@ -79,13 +79,13 @@ def test_the_log_names_who_is_asked_who_is_missing_and_how_many_have_answered(
     wait_until(lambda: threading.active_count() <= threads)
 
 
-def test_a_line_of_the_log_names_a_few_clients() -> None:
+def test_log_line_names_only_a_few_clients() -> None:
     assert exchange._named(["bank", 2]) == "'bank', 2"
     assert exchange._named(list(range(1000))) == "0, 1, 2, 3, 4, ..."
 
 
 @pytest.mark.thorough
-def test_a_fit_ends_with_the_names_of_clients_that_do_not_answer_and_why(
+def test_fit_raises_with_names_and_reasons_of_unresponsive_clients(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire = Wire(tmp_path, ALL)
@@ -106,7 +106,7 @@ def test_a_fit_ends_with_the_names_of_clients_that_do_not_answer_and_why(
     assert torch.equal(parameters(module), parameters(simulated(ALL).lightning_module))
 
 
-def test_a_fit_does_not_begin_without_a_client(tmp_path: Path) -> None:
+def test_fit_requires_every_client_to_register(tmp_path: Path) -> None:
     wire = Wire(tmp_path, MAKE)
     wire.comes = lambda task: [] if task.client == 3 else [wire.answer(task)]
     with pytest.raises(FederatedError, match="1 client has not answered to 'register': 3"):
@@ -114,7 +114,7 @@ def test_a_fit_does_not_begin_without_a_client(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", few(["FedAvg", "Scaffold ii", "Mime"], ["Scaffold ii", "Mime"]))
-def test_clients_that_do_not_answer_leave_the_round_where_that_is_wanted(method: str, tmp_path: Path) -> None:
+def test_unresponsive_clients_leave_the_round_with_drop(method: str, tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, method, clients_per_round=1.0, on_client_error="drop", max_rounds=2))
 
     def comes(task: Message) -> list[Message]:
@@ -127,7 +127,7 @@ def test_clients_that_do_not_answer_leave_the_round_where_that_is_wanted(method:
     assert "has sent no reply to" in reports[0].failed[1]
 
 
-def test_absent_clients_are_waited_for_only_where_the_round_needs_them(tmp_path: Path) -> None:
+def test_absent_clients_are_awaited_only_if_the_round_requires_them(tmp_path: Path) -> None:
     """Of three that are absent one comes back, and the round can do without the other two only once it has replied."""
 
     class Absents(Wire):
@@ -154,7 +154,7 @@ def test_absent_clients_are_waited_for_only_where_the_round_needs_them(tmp_path:
         assert list(reports[0].cohort) == ([2, 3] if drops else [0, 1, 2, 3])
 
 
-def test_a_round_does_not_go_on_with_nobody(tmp_path: Path) -> None:
+def test_round_does_not_continue_with_an_empty_cohort(tmp_path: Path) -> None:
     class Absents(Wire):
         def exchange(self, tasks: Mapping[Any, Message], registrations: Mapping[Any, Message]) -> Iterator[Any]:
             if next(iter(tasks.values())).header["phase"] == "train":
@@ -166,7 +166,7 @@ def test_a_round_does_not_go_on_with_nobody(tmp_path: Path) -> None:
     assert len(reports[0].cohort) > 0
 
 
-def test_a_client_whose_reply_is_not_valid_is_not_waited_for_but_may_send_another(
+def test_client_with_an_invalid_reply_is_not_awaited_but_can_resend(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Stale messages do not end the wait: they may be of a transport that delivers twice."""
@@ -208,7 +208,7 @@ def failing() -> Failing:
     return Failing()
 
 
-def test_a_client_that_fails_says_why_and_leaves_the_round_where_that_is_wanted(tmp_path: Path) -> None:
+def test_failing_client_reports_why_and_leaves_the_round_with_drop(tmp_path: Path) -> None:
     make = partial(ALL, on_client_error="drop")
     wire, module = Wire(tmp_path / "drop", make, failing), failing()
     _, reports = wire.run(module)
@@ -220,7 +220,7 @@ def test_a_client_that_fails_says_why_and_leaves_the_round_where_that_is_wanted(
     assert wire.closed
 
 
-def test_an_error_of_the_fit_ends_the_exchange(tmp_path: Path) -> None:
+def test_error_in_the_fit_ends_the_exchange(tmp_path: Path) -> None:
     class Breaks(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             trainer.fit_loop.training_losses([0, 1])
@@ -247,7 +247,7 @@ def sigterm() -> Iterator[Callable[[Any], None]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 @pytest.mark.parametrize("phase", ["register", "train"])
-def test_a_signal_ends_the_wait_for_replies_at_once(phase: str, number: int, tmp_path: Path, sigterm: Any) -> None:
+def test_signal_ends_the_wait_for_replies_immediately(phase: str, number: int, tmp_path: Path, sigterm: Any) -> None:
     before = signal.getsignal(signal.SIGINT)
     sigterm(signal.SIG_DFL)
     wire = Wire(tmp_path, ALL)
@@ -267,7 +267,7 @@ def test_a_signal_ends_the_wait_for_replies_at_once(phase: str, number: int, tmp
     assert wire.closed
 
 
-def test_a_signal_that_others_handle_too_is_left_to_them(tmp_path: Path, sigterm: Any) -> None:
+def test_signal_with_another_handler_is_left_to_it(tmp_path: Path, sigterm: Any) -> None:
     heard = list[int]()
     sigterm(lambda number, frame: heard.append(number))
     wire = Wire(tmp_path, ALL)
@@ -302,7 +302,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_messages_of_anything_else_are_refused_by_name_and_not_taken_for_a_reply(
+def test_mismatched_messages_are_rejected_and_not_taken_as_replies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire, module = Wire(tmp_path, ALL), model()
@@ -321,7 +321,7 @@ def test_messages_of_anything_else_are_refused_by_name_and_not_taken_for_a_reply
     assert torch.equal(parameters(module), parameters(simulated(ALL).lightning_module))
 
 
-def test_a_client_that_was_not_asked_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reply_from_a_client_that_was_not_asked_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
 
     def comes(task: Message) -> list[Message]:

@@ -110,7 +110,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", few(DIFFERENT, list(DIFFERENT)[::3]))
-def test_a_site_with_other_settings_refuses_to_register(name: str, tmp_path: Path) -> None:
+def test_site_with_different_settings_cannot_register(name: str, tmp_path: Path) -> None:
     options, make_model, why = DIFFERENT[name]
     own, wire = make_trainer(**{"method": "Scaffold ii", **options}), Wire(tmp_path, MAKE)
     said = f"'register': 2.*Client 2: The site of client 2 has other settings than the server: .*{why}"
@@ -120,7 +120,7 @@ def test_a_site_with_other_settings_refuses_to_register(name: str, tmp_path: Pat
             wire.run()
 
 
-def test_a_site_whose_personal_parameters_begin_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_site_with_different_initial_personal_parameters_is_rejected(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", personal=["net.3.*"]), Net)
     with pytest.raises(FederatedError, match="its parameters at the start that stay with"):
         wire.run()
@@ -134,20 +134,20 @@ class Frozen(Net):
         self.net[0].requires_grad_(False)
 
 
-def test_a_site_with_other_frozen_parameters_is_refused(tmp_path: Path) -> None:
+def test_site_with_different_frozen_parameters_is_rejected(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg"), Frozen)  # every one draws its own
     with pytest.raises(FederatedError, match="its frozen parameters is .*, the server's is"):
         wire.run()
 
 
-def test_local_work_that_a_callback_changes_is_refused(tmp_path: Path) -> None:
+def test_callback_that_changes_local_work_is_rejected(tmp_path: Path) -> None:
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
     with pytest.raises(FederatedError, match="GradientAccumulationScheduler changes the local work"):
         Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[scheduler])).run()
 
 
 @pytest.mark.parametrize("models", ["local", "personal"])
-def test_models_of_clients_are_not_saved_on_either_side(models: Any, tmp_path: Path) -> None:
+def test_saving_client_models_is_rejected_on_both_sides(models: Any, tmp_path: Path) -> None:
     plain = partial(make_trainer, "Ditto")
     wire = Wire(tmp_path, lambda: plain(callbacks=[ClientModels(models, folder=tmp_path / "models")]))
     for fitted in (None, plain()):  # first the server has the callback too
@@ -157,7 +157,7 @@ def test_models_of_clients_are_not_saved_on_either_side(models: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("measure", [LocalDrift, UpdateCosine, Inexactness])
-def test_measures_of_local_work_are_refused(measure: Any, tmp_path: Path) -> None:
+def test_callbacks_that_measure_local_work_are_rejected(measure: Any, tmp_path: Path) -> None:
     """No site calls them for the server, which would log nothing."""
     with pytest.raises(FederatedError, match=f"{measure.__name__} follows the local work of simulated clients"):
         Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[measure()])).run()
@@ -176,7 +176,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_the_registered_facts_of_the_optimizer_are_the_same_in_every_round(name: str) -> None:
+def test_optimizer_facts_are_the_same_in_every_round(name: str) -> None:
     layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     groups = [{"params": list(layers[0].parameters()), "lr": 0.2}, {"params": list(layers[1].parameters())}]
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1), momentum=0.9, foreach=True)
@@ -192,7 +192,7 @@ def test_the_registered_facts_of_the_optimizer_are_the_same_in_every_round(name:
     assert optimizer_facts(trainer) == first
 
 
-def test_groups_of_other_parameters_are_other_facts() -> None:
+def test_optimizer_facts_distinguish_parameter_groups() -> None:
     module = model()
     first, last = (list(module.net[number].parameters()) for number in (0, 3))
 
@@ -225,7 +225,7 @@ class Slower(FederatedCallback):
 
 
 @pytest.mark.parametrize("difference", ["schedule", "callback"])
-def test_a_round_that_begins_with_other_rates_on_the_server_is_refused(difference: str, tmp_path: Path) -> None:
+def test_round_with_different_learning_rates_on_the_server_is_rejected(difference: str, tmp_path: Path) -> None:
     make = partial(make_trainer, "FedAvg", max_rounds=2)
     wire = Wire(tmp_path, make, partial(with_lambda, 0.5))
     is_callback = difference == "callback"
@@ -237,7 +237,7 @@ def test_a_round_that_begins_with_other_rates_on_the_server_is_refused(differenc
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_resumed_in_the_middle_of_a_schedule_is_not_refused(tmp_path: Path) -> None:
+def test_run_resumed_in_mid_schedule_is_accepted(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg"))
     wire.run(save={3: tmp_path / "three.ckpt"})
     wire.kill()
@@ -245,7 +245,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_a_schedule_is_not_refused(tmp_pa
     assert trainer.fit_loop.round == 5
 
 
-def test_a_patch_of_a_library_is_a_warning_and_another_version_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_library_patch_mismatch_warns_and_version_mismatch_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="lightning_fed.deploy.site"):
         check_facts({"version of PyTorch": "2.13.0"}, {"version of PyTorch": "2.13.1"}, "bank")
     assert "The site of client 'bank': its version of PyTorch is 2.13.0, the server's is 2.13.1." in caplog.text
@@ -254,12 +254,12 @@ def test_a_patch_of_a_library_is_a_warning_and_another_version_is_refused(caplog
             check_facts({f"version of {name}": own}, {f"version of {name}": "2.13.1"}, "bank")
 
 
-def test_the_server_cannot_write_to_a_sites_log_by_a_fact() -> None:
+def test_server_cannot_write_to_a_site_log_through_facts() -> None:
     with pytest.raises(FederatedError, match=r"the server's is 2\\r\\x1b\[2J\. Start"):
         check_facts({"seed": "1"}, {"seed": "2\r\x1b[2J\nmore"}, "bank")
 
 
-def test_facts_that_differ_are_named_with_both_values() -> None:
+def test_differing_facts_are_named_with_both_values() -> None:
     check_facts({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, 3)
     with pytest.raises(FederatedError, match="The site of client 3 .* its b is 2, the server's is 4"):
         check_facts({"a": "1", "b": "2"}, {"a": "1", "b": "4"}, 3)
@@ -267,6 +267,6 @@ def test_facts_that_differ_are_named_with_both_values() -> None:
         check_facts({"a": "1", "c": "5"}, {"a": "1"}, 3)
 
 
-def test_a_fact_that_a_server_does_not_give_is_named() -> None:
+def test_fact_missing_on_the_server_is_named() -> None:
     with pytest.raises(FederatedError, match="its max_norm is None, the server's is not given"):
         check_facts({"max_norm": "None"}, {}, 3)

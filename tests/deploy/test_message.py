@@ -10,19 +10,19 @@ from lightning_fed.rounds.messages import TRAIN, Task
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04}.", bytes(100), (2**60).to_bytes(8, "little") + b"{}"])
-def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
+def test_invalid_message_bytes_are_rejected(content: bytes) -> None:
     with pytest.raises(FederatedError, match=f"These {len(content)} bytes are not a message"):
         Message.from_bytes(content)
 
 
-def test_a_header_that_would_fill_the_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_header_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     content = Message({"client": 1, "lists": [[]] * 50}).to_bytes()
     monkeypatch.setattr(message, "_LONGEST", 100)
     with pytest.raises(FederatedError, match=r"are not a message: a header of \d+ bytes, where 100 are the most"):
         Message.from_bytes(content)
 
 
-def test_a_message_survives_being_bytes() -> None:
+def test_message_round_trips_through_bytes() -> None:
     tensors = {"a": torch.arange(3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "c": torch.zeros(0, 2)}
     header = {"client": "Zürich", "loss": float("nan"), "list": [1, {"x": None}], "float": 0.1 + 0.2}
     found = Message.from_bytes(Message(header, tensors).to_bytes())
@@ -31,7 +31,7 @@ def test_a_message_survives_being_bytes() -> None:
     assert found.tensors["b"].dtype == torch.bfloat16
 
 
-def test_a_task_comes_out_of_a_message_as_it_went_in() -> None:
+def test_task_round_trips_through_a_message() -> None:
     server, buffers = {"c": torch.ones(3)}, {"mean": torch.zeros(2), "count": torch.tensor(4)}
     task = Task(
         2,
@@ -72,7 +72,7 @@ def test_a_task_comes_out_of_a_message_as_it_went_in() -> None:
         task_in(Message(header), 1, torch.zeros(3), own, {})
 
 
-def test_what_is_shared_among_clients_is_a_copy() -> None:
+def test_shared_tensors_are_copies() -> None:
     task = Task(0, TRAIN, (0,), {}, torch.zeros(3), {"c": torch.zeros(3)})
     tensors = shared_part(task, set())
     task.x.fill_(1.0)

@@ -34,7 +34,7 @@ def late(wire: Wire, comes_in: tuple[int, str] = (1, "train")) -> None:
 
 
 @pytest.mark.parametrize("method", few(["Scaffold ii", "FedProx adaptive", "Mime"], ["FedProx adaptive", "Mime"]))
-def test_a_late_client_takes_part_from_the_next_round_on_as_after_a_restart(method: str, tmp_path: Path) -> None:
+def test_late_client_joins_from_the_next_round_as_after_a_restart(method: str, tmp_path: Path) -> None:
     sampler = WeightedSampler(3, weights="examples")
     make = partial(make_trainer, method, clients_per_round=None, sampler=sampler, **DROPS)
     wire, module, again = Wire(tmp_path, make), model(), model()
@@ -53,7 +53,7 @@ def test_a_late_client_takes_part_from_the_next_round_on_as_after_a_restart(meth
     ("size", "batch_size", "said"),
     [(SIZES[LATE] + 1, 4, "size=23 here, and the server plans with size=22"), (SIZES[LATE], 3, "batches=8 here, .*=6")],
 )
-def test_a_client_whose_data_change_during_a_run_is_refused(
+def test_client_whose_data_change_during_a_run_is_rejected(
     size: int, batch_size: int, said: str, tmp_path: Path
 ) -> None:
     make = partial(make_trainer, "FedAvg", clients_per_round=1.0)
@@ -94,7 +94,7 @@ class Cure(FederatedCallback):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["FedAvg", "Scaffold ii"])
-def test_a_client_that_comes_late_counts_as_one_that_failed_in_the_rounds_before(method: str, tmp_path: Path) -> None:
+def test_late_client_counts_as_failed_in_earlier_rounds(method: str, tmp_path: Path) -> None:
     """So N counts it from the start, on which SCAFFOLD's mean of control variates rests."""
     expected = make_trainer(method, callbacks=[Cure(2)], **DROPS)
     expected.fit(model(), Ill(clients=clients(SIZES), batch_size=4))
@@ -104,7 +104,7 @@ def test_a_client_that_comes_late_counts_as_one_that_failed_in_the_rounds_before
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
-def test_an_unregistered_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
+def test_unregistered_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=3, **DROPS))
     late(wire)
     _, reports = wire.run()
@@ -118,7 +118,7 @@ def test_an_unregistered_client_is_named_and_too_many_end_the_run(tmp_path: Path
         strict.run()
 
 
-def test_a_late_client_that_runs_something_else_is_refused_and_the_run_goes_on(
+def test_mismatched_late_client_is_rejected_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = partial(make_trainer, "FedAvg", **DROPS)
@@ -152,7 +152,7 @@ def registration(size: int, **more: Any) -> dict[str, Any]:
     return {"size": size, "batches": min(3, size), "val_size": 0, "batch_size": 4, **more}
 
 
-def test_an_unregistered_client_counts_with_the_mean_size_until_it_is_accepted() -> None:
+def test_unregistered_client_counts_with_mean_size_until_accepted() -> None:
     found = Registrations(["a", "b", "c"])
     found.add("c", registration(10))
     found.add("a", registration(5))
@@ -166,7 +166,7 @@ def test_an_unregistered_client_counts_with_the_mean_size_until_it_is_accepted()
     assert (found.unregistered, found.known["b"]) == (set(), Registration(3, 3, 4))
 
 
-def test_a_registration_without_counts_is_refused() -> None:
+def test_registration_with_invalid_counts_is_rejected() -> None:
     with pytest.raises(FederatedError, match="has 11 examples, more than max_examples=10 allows"):
         Registrations(["a"], max_examples=10).add("a", registration(11))
     Registrations(["a"], max_examples=10).add("a", registration(10))
@@ -187,12 +187,12 @@ def test_a_registration_without_counts_is_refused() -> None:
             Registrations(["a"]).add("a", {**registration(1), name: value})
 
 
-def test_a_client_has_no_more_batches_than_examples() -> None:
+def test_client_with_more_batches_than_examples_is_rejected() -> None:
     with pytest.raises(FederatedError, match="its batches is 12, and a whole number from 0 to 11 is expected"):
         Registrations(["a"]).add("a", {**registration(11), "batches": 12})
 
 
-def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> None:
+def test_batch_size_different_from_the_runs_is_rejected() -> None:
     sites = Registrations(["bank", "clinic"], batch_size=4)
     sites.add("bank", registration(8))
     with pytest.raises(FederatedError, match="The site of client 'clinic' has batch_size=16, and the run's is 4. Give"):
@@ -200,7 +200,7 @@ def test_sites_with_another_batch_size_than_the_runs_are_refused_by_name() -> No
     assert list(sites.known) == ["bank"]
 
 
-def test_different_batch_sizes_that_nobody_asked_for_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_different_batch_sizes_warn_if_the_run_sets_none(caplog: pytest.LogCaptureFixture) -> None:
     sites = Registrations(["bank", "clinic", "plant"])
     with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
         sites.add("bank", registration(8))
@@ -216,7 +216,7 @@ def said(*columns: Any) -> dict[str, Any]:
     return {"size": 3, "batches": 1, "val_size": 0, "batch_size": 4, "columns": list(columns)}
 
 
-def test_sites_must_mean_the_same_by_their_columns() -> None:
+def test_sites_with_different_columns_are_rejected() -> None:
     sites = Registrations(["a", "b", "c", "d"])
     sites.add("a", said("age", "sex=f", "sex=m"))
     sites.add("b", said())  # a data module that does not know
@@ -238,7 +238,7 @@ def test_sites_must_mean_the_same_by_their_columns() -> None:
 
 
 @needs_pyarrow
-def test_tables_of_two_sites_that_number_their_classes_differently_are_refused(tmp_path: Path) -> None:
+def test_sites_with_different_class_numbering_are_rejected(tmp_path: Path) -> None:
     from lightning_fed.data import ClientTable
     from lightning_fed.deploy import FederatedSite
 

@@ -20,13 +20,13 @@ from tests.helpers.training import classification
 MAKE = partial(make_trainer, "Scaffold ii")
 
 
-def test_a_callback_that_looks_at_clients_data_is_refused_on_the_server(tmp_path: Path) -> None:
+def test_callback_that_reads_client_data_is_rejected_on_the_server(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[GradientDissimilarity()]))
     with pytest.raises(FederatedError, match="are on its site"):
         wire.run()
 
 
-def test_it_knows_the_sizes_of_data_that_it_does_not_have_once_clients_have_said_hello(tmp_path: Path) -> None:
+def test_remote_clients_know_data_sizes_after_registration(tmp_path: Path) -> None:
     wire, given = Wire(tmp_path, partial(MAKE, max_rounds=1), with_val=True), {}
 
     def comes(task: Message) -> list[Message]:
@@ -49,13 +49,13 @@ def test_it_knows_the_sizes_of_data_that_it_does_not_have_once_clients_have_said
             look("a")
 
 
-def test_what_cannot_be_the_ids_of_clients_is_refused() -> None:
+def test_invalid_client_ids_are_rejected() -> None:
     for wrong, said in (([1.5], "must be an int or a str; found 1.5"), ("abc", "RemoteClients.client_ids is")):
         with pytest.raises(FederatedError, match=said):
             RemoteClients(InProcess([]), wrong)  # type: ignore[arg-type]
 
 
-def test_sites_must_have_the_batch_size_that_the_run_has_if_it_has_one(tmp_path: Path) -> None:
+def test_sites_must_match_the_batch_size_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match="batch_size"):
         RemoteClients(InProcess([]), ["a"], batch_size=0)
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
@@ -64,7 +64,7 @@ def test_sites_must_have_the_batch_size_that_the_run_has_if_it_has_one(tmp_path:
         wire.make().fit(model(), wire.clients(batch_size=16))
 
 
-def test_what_is_no_transport_is_refused_and_so_is_what_it_yields(tmp_path: Path) -> None:
+def test_invalid_transport_and_invalid_replies_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match=r"RemoteClients\(transport=a list\): a transport has a method exchange"):
         RemoteClients([], ["a"])  # type: ignore[arg-type]
     wire = Wire(tmp_path, MAKE)
@@ -88,7 +88,7 @@ def validated() -> Validated:
     return Validated()
 
 
-def test_checkpoints_validation_and_early_stopping_are_those_of_any_fit(tmp_path: Path) -> None:
+def test_checkpoints_validation_and_early_stopping_match_a_local_fit(tmp_path: Path) -> None:
     def make(**options: Any) -> FederatedTrainer:
         writes = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", monitor="val_loss", save_last=True)
         callbacks = [EarlyStopping("val_loss", patience=1), writes]
@@ -118,7 +118,7 @@ def test_checkpoints_validation_and_early_stopping_are_those_of_any_fit(tmp_path
     assert tested["tested"] == pytest.approx((5 * 5 + 5 * 5 + 2 * 2) / 12)
 
 
-def test_a_plain_trainer_and_several_processes_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_plain_trainer_and_several_processes_are_rejected(tmp_path: Path, monkeypatch: Any) -> None:
     wire = Wire(tmp_path, MAKE)
     with pytest.raises(FederatedError, match="train with FederatedTrainer"):
         pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(
@@ -130,7 +130,7 @@ def test_a_plain_trainer_and_several_processes_are_refused(tmp_path: Path, monke
     assert not wire.phases
 
 
-def test_a_checkpoint_with_other_names_of_states_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_state_names_of_an_earlier_version_is_rejected(tmp_path: Path) -> None:
     """Sites of earlier versions kept states by the number of the round alone."""
     wire, trainer = Wire(tmp_path, MAKE), MAKE(max_rounds=1)
     trainer.fit(model(), wire.clients())

@@ -28,7 +28,7 @@ def private(**options: Any) -> FederatedTrainer:
 
 
 @pytest.mark.thorough
-def test_sites_clip_and_say_no_more_and_the_server_adds_the_noise(tmp_path: Path) -> None:
+def test_sites_clip_updates_and_the_server_adds_the_noise(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(private, max_rounds=2))
 
     def checked(task: Message) -> list[Message]:
@@ -73,7 +73,7 @@ def validated() -> Validated:
 
 
 @pytest.mark.thorough
-def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> None:
+def test_sites_measure_for_callbacks_of_the_server(tmp_path: Path) -> None:
     def make() -> FederatedTrainer:
         measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2), TrainingLoss()]
         return make_trainer("FedProx adaptive", callbacks=measures, limit_val_batches=1.0, max_rounds=3)
@@ -100,7 +100,7 @@ def test_sites_measure_what_the_servers_callbacks_ask_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
+def test_sites_measure_personal_client_models(tmp_path: Path) -> None:
     def make() -> FederatedTrainer:
         measures = [ClientAccuracy(), PersonalizedAccuracy(local_steps=2, every_n_rounds=2)]
         return make_trainer("Scaffold ii", personal=["net.3.*"], callbacks=measures, max_rounds=3)
@@ -114,7 +114,7 @@ def test_sites_measure_clients_own_models(tmp_path: Path) -> None:
     assert found == pytest.approx(wanted)
 
 
-def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_measurement_continues_without_unresponsive_clients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> FederatedTrainer:
         return make_trainer("FedAvg", callbacks=[TrainingLoss()], on_client_error="drop", max_rounds=2)
 
@@ -134,7 +134,7 @@ def test_a_measure_goes_on_without_clients_that_do_not_answer(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("action", ["drop", "raise"])
-def test_a_site_that_measures_something_else_ends_a_run_only_where_that_is_wanted(action: str, tmp_path: Path) -> None:
+def test_site_with_a_wrong_measurement_raises_or_is_dropped(action: str, tmp_path: Path) -> None:
     options = {"limit_val_batches": 1.0, "max_rounds": 1, "on_client_error": action}
     make = partial(make_trainer, "FedAvg", callbacks=[measures := ClientAccuracy()], **options)
     wire = Wire(tmp_path, make, validated, with_val=True)
@@ -160,9 +160,7 @@ def test_a_site_that_measures_something_else_ends_a_run_only_where_that_is_wante
     [("val_acc", 2, 0), ("val_acc", 0, 3), ("client/loss", 2, 0)],
     ids=["a metric of validation", "without a sanity check", "a metric of the round"],
 )
-def test_a_site_cannot_set_a_value_that_is_the_servers(
-    name: str, sanity_steps: int, known: int, tmp_path: Path
-) -> None:
+def test_site_cannot_override_a_server_metric(name: str, sanity_steps: int, known: int, tmp_path: Path) -> None:
     """From the first validation on, be it the sanity check: ``known`` values are read before the server has its own."""
     rounds = {"max_rounds": 3, "check_val_every_n_epoch": 2, "num_sanity_val_steps": sanity_steps}
     make = partial(make_trainer, "FedAvg", limit_val_batches=1.0, clients_per_round=1.0, **rounds)
@@ -188,7 +186,7 @@ def test_a_site_cannot_set_a_value_that_is_the_servers(
     assert fitted.callback_metrics["train_loss"] > 0, "what only clients log stays"
 
 
-def test_one_client_cannot_move_the_schedules_of_all_without_end(tmp_path: Path) -> None:
+def test_client_cannot_extend_schedules_without_limit(tmp_path: Path) -> None:
     make = partial(make_trainer, "FedAvg", local_schedule="total", max_rounds=1, clients_per_round=1.0)
     wire = Wire(tmp_path, partial(make, on_client_error="drop"), stepped)
 
@@ -214,7 +212,7 @@ class Tightens(FederatedCallback):
 
 
 @pytest.mark.parametrize(("name", "told"), [("mu", "method options"), ("gradient_clip_val", "gradient_clip_val")])
-def test_what_a_callback_changes_and_sites_do_not_is_refused(name: str, told: str, tmp_path: Path) -> None:
+def test_callback_change_unknown_to_sites_is_rejected(name: str, told: str, tmp_path: Path) -> None:
     make = partial(make_trainer, "FedProx", max_rounds=2)
     wire = Wire(tmp_path, make)
     with pytest.raises(FederatedError, match=f"A callback has changed {told} from .* to .*0.5.* by round 1, and sites"):

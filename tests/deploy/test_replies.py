@@ -124,9 +124,7 @@ WRONG: dict[str, tuple[Callable[[Message], Message], str]] = {
 }
 
 
-def test_a_reply_that_cannot_be_is_refused_and_the_round_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_reply_is_rejected_and_the_round_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire, module, left = Wire(tmp_path, MAKE), model(), dict(WRONG)
 
     def comes(task: Message) -> list[Message]:
@@ -171,7 +169,7 @@ def phases(tmp_path_factory: pytest.TempPathFactory) -> list[Phase]:
 
 
 @pytest.mark.thorough
-def test_nobody_moves_without_a_step(phases: list[Phase]) -> None:
+def test_reply_with_zero_steps_changes_nothing(phases: list[Phase]) -> None:
     phase = next(phase for phase in phases if phase.reply.header["phase"] == "train")
     found = phase.read(told(phase.reply, steps=0))
     assert not found.send
@@ -180,7 +178,7 @@ def test_nobody_moves_without_a_step(phases: list[Phase]) -> None:
 
 
 @pytest.mark.thorough
-def test_a_loss_over_no_examples_is_refused(phases: list[Phase]) -> None:
+def test_loss_with_an_invalid_example_count_is_rejected(phases: list[Phase]) -> None:
     phase = next(phase for phase in phases if phase.reply.header["phase"] == "loss")
     assert phase.read(phase.reply).loss_examples > 0
     with pytest.raises(FederatedError, match="its loss_examples is 0, and a whole number from 1 to 22"):
@@ -189,7 +187,7 @@ def test_a_loss_over_no_examples_is_refused(phases: list[Phase]) -> None:
         phase.read(changed(phase.reply, loss_examples=23))
 
 
-def test_the_size_of_a_client_is_the_registered_one(phases: list[Phase]) -> None:
+def test_client_size_is_taken_from_its_registration(phases: list[Phase]) -> None:
     phase = next(phase for phase in phases if phase.reply.header["phase"] == "train")
     (report,) = phase.read(told(phase.reply, size=2**53)).reports
     assert report.size == 22
@@ -212,7 +210,7 @@ names = st.sampled_from(
 
 
 @given(st.data())
-def test_whatever_a_reply_says_it_is_read_or_refused(phases: list[Phase], data: st.DataObject) -> None:
+def test_arbitrary_reply_is_either_read_or_rejected(phases: list[Phase], data: st.DataObject) -> None:
     phase = data.draw(st.sampled_from(phases))
     sound = phase.reply
     known = st.sampled_from([*sound.header, "failed", "measured"])
@@ -244,7 +242,7 @@ def test_whatever_a_reply_says_it_is_read_or_refused(phases: list[Phase], data: 
         assert not math.isinf(report.loss)
 
 
-def test_the_norm_of_a_change_is_the_servers_own(tmp_path: Path) -> None:
+def test_update_norm_is_computed_by_the_server(tmp_path: Path) -> None:
     make = partial(
         make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=1, on_client_error="drop", max_update_ratio=10.0
     )
@@ -261,7 +259,7 @@ def test_the_norm_of_a_change_is_the_servers_own(tmp_path: Path) -> None:
     assert "max_update_ratio=10" in report.failed[1]
 
 
-def test_a_failure_is_told_in_one_line_without_control_characters(tmp_path: Path) -> None:
+def test_client_failure_is_reported_in_one_printable_line(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "FedAvg", clients_per_round=1.0, max_rounds=1, on_client_error="drop"))
 
     def comes(task: Message) -> list[Message]:
@@ -277,7 +275,7 @@ def test_a_failure_is_told_in_one_line_without_control_characters(tmp_path: Path
 
 
 @pytest.mark.thorough
-def test_what_every_method_sends_is_known_before_it_is_sent(tmp_path: Path, monkeypatch: Any) -> None:
+def test_expected_messages_are_known_for_every_method(tmp_path: Path, monkeypatch: Any) -> None:
     """So a message has exactly the shape and type that the method's own ``finish`` gives it."""
     seen: dict[str, Any] = {}
     of = Expected.of
@@ -290,7 +288,7 @@ def test_what_every_method_sends_is_known_before_it_is_sent(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("value", [-1, MOST + 1, 10**400, True, 1.0, float("inf"), "1", None, [], {"a": 1}])
-def test_a_count_is_a_whole_number_that_a_float_can_hold(value: Any) -> None:
+def test_count_must_be_an_integer_that_a_float_can_hold(value: Any) -> None:
     with pytest.raises(FederatedError, match="it is not valid: its a is .*, and a whole number from 0 to 2"):
         Fields("it", {"a": value}).count("a")
     assert [Fields("it", {"a": n}).count("a") for n in (0, MOST)] == [0, MOST]
@@ -298,14 +296,14 @@ def test_a_count_is_a_whole_number_that_a_float_can_hold(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, True, "1", None, [], {}])
-def test_a_number_is_one_that_a_float_can_hold(value: Any) -> None:
+def test_number_must_be_representable_as_a_finite_float(value: Any) -> None:
     with pytest.raises(FederatedError, match="its a is .*, and a finite number is expected"):
         Fields("it", {"a": value}).number("a")
     assert [Fields("it", {"a": n}).number("a") for n in (3, -0.5)] == [3.0, -0.5]
     assert math.isnan(Fields("it", {"a": math.nan}).number("a", 0))
 
 
-def test_numbers_by_name_are_finite_or_none_and_names_are_short() -> None:
+def test_named_numbers_reject_infinities_and_invalid_names() -> None:
     found = Fields("it", {"a": {"x": 1, "y": float("nan")}}).numbers("a")
     assert found["x"] == 1.0
     assert found["y"] != found["y"]
@@ -315,7 +313,7 @@ def test_numbers_by_name_are_finite_or_none_and_names_are_short() -> None:
             Fields("it", {"a": value}).numbers("a")
 
 
-def test_names_are_printable_texts() -> None:
+def test_names_must_be_printable_text() -> None:
     assert Fields("it", {"a": ["x", "y"]}).names("a") == ["x", "y"]
     assert Fields("it", {"a": {"x": "y"}}).texts("a") == {"x": "y"}
     for value in ("xy", {"x": 1}, [1], [["x"]], ["\x1b"]):
@@ -327,7 +325,7 @@ def test_names_are_printable_texts() -> None:
         Fields("it", None, "report")
 
 
-def test_a_tensor_has_exactly_a_name_a_shape_and_a_type() -> None:
+def test_tensor_requires_the_exact_name_shape_and_dtype() -> None:
     like = {"a": torch.zeros(2)}
     check_tensors("it", {"a": torch.ones(2)}, like)
     for value in (torch.zeros(()), torch.zeros(1, 2), torch.zeros(2).double()):
@@ -340,7 +338,7 @@ def test_a_tensor_has_exactly_a_name_a_shape_and_a_type() -> None:
     check_finite("it", "a", torch.zeros(2, dtype=torch.int64))
 
 
-def test_what_is_quoted_is_one_short_line() -> None:
+def test_quoted_text_is_one_short_line() -> None:
     assert printable("a\nb\x1b[0m\u2028ü") == "a\\nb\\x1b[0m\\u2028ü"
     assert printable("x" * 30, 10) == "x" * 10 + " ..."
     assert [quoted(value) for value in (None, 1.5, "a\tb", [[[]]], {"a": 1})] == [

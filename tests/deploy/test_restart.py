@@ -21,7 +21,7 @@ STATEFUL = ["Scaffold i", "Scaffold ii", "FedDyn"]
 
 
 @pytest.mark.parametrize("method", few(["FedAvg", "Mime", *STATEFUL], ["Scaffold i"]))
-def test_a_run_goes_on_from_the_servers_checkpoint_and_the_sites_folders(method: str, tmp_path: Path) -> None:
+def test_run_resumes_from_server_checkpoint_and_site_folders(method: str, tmp_path: Path) -> None:
     make = partial(make_trainer, method)
     expected = simulated(make)
     wire, module, two = Wire(tmp_path, make), model(), tmp_path / "two.ckpt"
@@ -33,7 +33,7 @@ def test_a_run_goes_on_from_the_servers_checkpoint_and_the_sites_folders(method:
 
 
 @pytest.mark.parametrize("method", few(["FedAvg", *STATEFUL], ["FedDyn"]))
-def test_a_run_that_began_in_simulation_goes_on_with_sites(method: str, tmp_path: Path) -> None:
+def test_simulated_run_resumes_with_sites(method: str, tmp_path: Path) -> None:
     make = partial(make_trainer, method)
     expected = simulated(make)
     begun = make_trainer(method, max_rounds=2)
@@ -47,7 +47,7 @@ def test_a_run_that_began_in_simulation_goes_on_with_sites(method: str, tmp_path
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
 
 
-def test_what_a_sampler_has_learned_of_sites_is_in_the_servers_checkpoint(tmp_path: Path) -> None:
+def test_sampler_state_is_saved_in_the_server_checkpoint(tmp_path: Path) -> None:
     options: dict[str, Any] = {"clients_per_round": None, "sampler": OortSampler(2, exploration=0.3)}
     make = partial(make_trainer, "FedAvg", **options)
     wire, module, two = Wire(tmp_path, make), model(), tmp_path / "two.ckpt"
@@ -62,9 +62,7 @@ def test_what_a_sampler_has_learned_of_sites_is_in_the_servers_checkpoint(tmp_pa
 
 
 @pytest.mark.parametrize("method", ["Scaffold ii"])
-def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_other_clients_objects(
-    method: str, tmp_path: Path
-) -> None:
+def test_second_fit_continues_a_simulation_with_remote_clients(method: str, tmp_path: Path) -> None:
     make, module = partial(make_trainer, method), model()
     wire, trainer = Wire(tmp_path, make), make(max_rounds=1)
     trainer.fit(module, make_data())
@@ -81,7 +79,7 @@ def test_a_trainer_goes_on_in_a_second_fit_from_simulation_to_sites_and_with_oth
 
 
 @pytest.mark.thorough
-def test_a_run_goes_back_to_simulation_unless_sites_keep_states(tmp_path: Path) -> None:
+def test_run_resumes_in_simulation_unless_sites_keep_states(tmp_path: Path) -> None:
     for method in ("FedAvg", "Scaffold ii"):
         wire = Wire(tmp_path / method, partial(make_trainer, method, max_rounds=2))
         wire.run(save={2: tmp_path / f"{method}.ckpt"})
@@ -125,7 +123,7 @@ def disturbed(method: str, folder: Path, seed: int) -> tuple[Any, int]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(33))
-def test_ends_at_random_moments_leave_no_trace(seed: int, tmp_path: Path) -> None:
+def test_random_kills_yield_identical_bits(seed: int, tmp_path: Path) -> None:
     method = list(METHODS)[(5 * seed + 6) % len(METHODS)]
     module, ends = disturbed(method, tmp_path, seed)
     assert ends
@@ -133,7 +131,7 @@ def test_ends_at_random_moments_leave_no_trace(seed: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("library", ["stand-in", pytest.param("peft", marks=pytest.mark.thorough)])
-def test_base_weights_of_adapters_are_those_of_the_round_that_a_task_is_of(
+def test_adapter_base_weights_match_the_round_of_a_task(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make: Any = partial(exact_trainer, clients_per_round=3, engine="sequential", limit_val_batches=0)

@@ -61,7 +61,7 @@ def rows() -> dict[str, list[str]]:
     return {name: numbers for name, *numbers in cells}
 
 
-def test_every_method_is_in_the_table() -> None:
+def test_table_lists_every_method() -> None:
     assert rows().keys() == NAMES.keys()
     assert {name for names in NAMES.values() for name in names} == set(METHODS)
 
@@ -102,9 +102,7 @@ def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str |
 
 
 @pytest.mark.parametrize(("method", "precision"), few(RUNS, FIRST_OF_ROWS))
-def test_rounds_over_sites_have_the_bits_of_the_simulation_and_the_bytes_of_the_table(
-    method: str, precision: Any, tmp_path: Path
-) -> None:
+def test_rounds_over_sites_match_simulation_bits_and_table_bytes(method: str, precision: Any, tmp_path: Path) -> None:
     (row,) = (row for row, names in NAMES.items() if method in names)
     assert_same_run(partial(make_trainer, method, precision=precision), tmp_path, row=row)
 
@@ -124,7 +122,7 @@ def normalised() -> Normalised:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["Scaffold ii", "FedCM"])
-def test_what_the_server_computes_itself_is_rounded_as_on_the_site(method: str, tmp_path: Path) -> None:
+def test_server_computations_are_rounded_as_on_the_site(method: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, method, precision="bf16-true"), tmp_path)
 
 
@@ -162,7 +160,7 @@ FEW_OPTIONS = [name for name in OPTIONS if name not in THOROUGH]
 
 
 @pytest.mark.parametrize("option", few(OPTIONS, FEW_OPTIONS))
-def test_options_of_the_rounds_work_over_sites(option: str, tmp_path: Path) -> None:
+def test_round_options_match_the_simulation(option: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "FedProx", **OPTIONS[option]), tmp_path)
 
 
@@ -181,7 +179,7 @@ def warming() -> Warming:
 
 
 @pytest.mark.parametrize("mode", ["continue", "total", pytest.param("restart", marks=pytest.mark.thorough)])
-def test_schedules_by_local_step_are_followed_as_in_the_simulation(mode: str, tmp_path: Path) -> None:
+def test_local_step_schedules_match_the_simulation(mode: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "Scaffold ii", local_schedule=mode), tmp_path, warming)
 
 
@@ -217,7 +215,7 @@ def own_steps(kind: type[OwnSteps] = OwnSteps) -> OwnSteps:
     return kind()
 
 
-def test_a_module_that_steps_its_optimizers_trains_over_sites_but_not_with_schedules(tmp_path: Path) -> None:
+def test_manual_optimizer_steps_match_simulation_but_reject_schedules(tmp_path: Path) -> None:
     options: dict[str, Any] = {"local_optimizer_state": "keep", "local_epochs": None, "local_steps": 4}
     assert_same_run(partial(make_trainer, "FedCM", **options), tmp_path, own_steps)
     stepped = partial(own_steps, Stepped)
@@ -248,7 +246,7 @@ def scaled() -> Scaled:
 
 
 @pytest.mark.thorough
-def test_settings_of_single_clients_are_those_of_the_simulation(tmp_path: Path) -> None:
+def test_per_client_settings_match_the_simulation(tmp_path: Path) -> None:
     def make(max_rounds: int) -> FederatedTrainer:
         return make_trainer("Scaffold ii", callbacks=[OwnSettings()], max_rounds=max_rounds)
 
@@ -272,12 +270,12 @@ def followed() -> Followed:
     return Followed()
 
 
-def test_parameters_as_buffers_are_treated_as_in_the_simulation(tmp_path: Path) -> None:
+def test_parameters_as_buffers_match_the_simulation(tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "FedAvg", as_buffers=["teacher.*"]), tmp_path, followed)
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "server"])
-def test_buffers_are_treated_as_in_the_simulation(buffers: str, tmp_path: Path) -> None:
+def test_buffers_match_the_simulation(buffers: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, "Scaffold ii", buffers=buffers), tmp_path, normalised)
 
 
@@ -298,5 +296,5 @@ def cooling() -> Cooling:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["Mime", "FedProx adaptive"])
-def test_hooks_of_epochs_are_called_on_sites(method: str, tmp_path: Path) -> None:
+def test_epoch_hooks_are_called_on_sites(method: str, tmp_path: Path) -> None:
     assert_same_run(partial(make_trainer, method), tmp_path, cooling)

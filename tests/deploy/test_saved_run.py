@@ -25,7 +25,7 @@ def rounds_in(checkpoint: Path) -> int:
 
 
 @pytest.mark.thorough
-def test_every_round_is_saved_and_the_one_before_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_round_is_saved_and_the_previous_one_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire, checkpoint = Wire(tmp_path, partial(make_trainer, METHOD)), tmp_path / "new" / "last.ckpt"
     with caplog.at_level("INFO", logger="lightning_fed.deploy"):
         run(wire, checkpoint, max_rounds=2)
@@ -40,7 +40,7 @@ def test_every_round_is_saved_and_the_one_before_stays(tmp_path: Path, caplog: p
     assert f"The run continues from {checkpoint}." in caplog.messages
 
 
-def test_two_runs_do_not_work_with_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_cannot_share_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_run, "_PATIENCE", 0.1)
     wire, checkpoint = Wire(tmp_path, partial(make_trainer, METHOD)), tmp_path / "last.ckpt"
     with (

@@ -56,7 +56,7 @@ class Worst(Net):
         return loss
 
 
-def test_logged_values_that_are_no_means_are_named_in_the_sites_log(
+def test_logged_values_that_are_not_means_are_named_in_the_site_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fitted, _ = Wire(tmp_path, partial(make_trainer, "FedAvg", max_rounds=2), Worst).run()
@@ -66,7 +66,7 @@ def test_logged_values_that_are_no_means_are_named_in_the_sites_log(
     assert not {"worst", "of_all"} & fitted.callback_metrics.keys()
 
 
-def test_a_site_refuses_tasks_that_are_not_for_it(tmp_path: Path) -> None:
+def test_site_rejects_tasks_that_are_not_for_it(tmp_path: Path) -> None:
     make = partial(MAKE, clients_per_round=1.0, max_rounds=2)
     wire, other = Wire(tmp_path / "one", make), Wire(tmp_path / "other", make)
     registrations, train = noted(wire), noted(other, "train")
@@ -99,7 +99,7 @@ def sixty(names: list[str]) -> FederatedDataModule:
     "method",
     few(["Scaffold ii", "Mime", "FedDane", "FedDane own", "Scaffold ii gradient"], ["Scaffold ii", "FedDane own"]),
 )
-def test_sixty_clients_on_three_sites_have_the_bits_of_the_simulation(method: str, tmp_path: Path) -> None:
+def test_sixty_clients_on_three_sites_match_simulation_bits(method: str, tmp_path: Path) -> None:
     def make() -> FederatedTrainer:
         return make_trainer(method, clients_per_round=10, max_rounds=3)
 
@@ -116,7 +116,7 @@ def test_sixty_clients_on_three_sites_have_the_bits_of_the_simulation(method: st
 
 
 @pytest.mark.thorough
-def test_two_hundred_rounds_leave_no_more_behind_than_twenty(tmp_path: Path) -> None:
+def test_two_hundred_rounds_leak_no_resources(tmp_path: Path) -> None:
     psutil = pytest.importorskip("psutil", reason="no psutil, which counts descriptors")
     gc.collect()  # sites of earlier tests hold their locks until then
     process, wire = psutil.Process(), Wire(tmp_path, partial(make_trainer, "Scaffold ii", max_rounds=200))

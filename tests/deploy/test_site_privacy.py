@@ -83,7 +83,7 @@ def train_tasks(wire: Wire, **fit: Any) -> tuple[list[Message], list[Message]]:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", pytest.param("shuffle", marks=pytest.mark.thorough)])
-def test_noise_and_batches_are_those_of_a_loop_that_knows_the_sites_secrets(sampling: Any, tmp_path: Path) -> None:
+def test_noise_and_batches_match_a_loop_with_the_site_secrets(sampling: Any, tmp_path: Path) -> None:
     privacy = ClientPrivacy(0.8, 0.3, 1e-3, sampling)
     make = partial(MAKE, client_privacy=privacy, clients_per_round=4, precision="64-true", server_optimizer=None)
     wire, module = Wire(tmp_path, make, plain), plain()
@@ -134,7 +134,7 @@ def test_noise_and_batches_are_those_of_a_loop_that_knows_the_sites_secrets(samp
         pytest.param("FedCM", {"client_privacy": ClientPrivacy(0.8, 0.3, 1e-3, "shuffle")}, marks=pytest.mark.thorough),
     ],
 )
-def test_with_the_runs_seed_in_place_of_the_secret_bits_and_epsilons_are_the_simulations(
+def test_run_seed_as_secret_matches_simulation_bits_and_epsilons(
     method: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = partial(make_trainer, method, **{"client_privacy": ON, "max_rounds": 3, **options})
@@ -150,7 +150,7 @@ def test_with_the_runs_seed_in_place_of_the_secret_bits_and_epsilons_are_the_sim
         assert site._privacy.epsilon(client) == spent.get(client, 0.0)
 
 
-def test_nothing_leaves_but_messages_and_nobody_without_the_secret_can_repeat_them(
+def test_only_messages_leave_and_repeating_them_requires_the_secret(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_fed.deploy.site")
@@ -192,7 +192,7 @@ def registration_of(wire: Wire, task: Message) -> Message:
     )
 
 
-def test_every_task_that_differs_has_its_own_noise_and_counts_and_the_same_task_does_not(tmp_path: Path) -> None:
+def test_only_distinct_tasks_get_new_noise_and_spend_epsilon(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
     tasks, (reply, *_) = train_tasks(wire)
     task, client = tasks[0], int(tasks[0].client)
@@ -218,7 +218,7 @@ def test_every_task_that_differs_has_its_own_noise_and_counts_and_the_same_task_
     assert thrice == pytest.approx(ON.epsilon({-(-SIZES[client] // 4): 2 * steps + 1}))
 
 
-def test_a_site_does_not_answer_beyond_its_budget_whatever_the_server_and_the_run(tmp_path: Path) -> None:
+def test_site_does_not_answer_beyond_its_privacy_budget(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
     tasks, _ = train_tasks(wire)
     task, client = tasks[0], int(tasks[0].client)
@@ -247,7 +247,7 @@ def test_a_site_does_not_answer_beyond_its_budget_whatever_the_server_and_the_ru
         FederatedSite(make_trainer("FedAvg"), *given[1:], max_epsilon=3)
 
 
-def test_an_answer_that_would_show_changed_data_under_the_same_noise_is_refused(tmp_path: Path) -> None:
+def test_changed_data_under_the_same_noise_are_rejected(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
     tasks, _ = train_tasks(wire)
     task, client = tasks[0], int(tasks[0].client)
@@ -262,7 +262,7 @@ def test_an_answer_that_would_show_changed_data_under_the_same_noise_is_refused(
     wire.answer(task)  # with the data as they were
 
 
-def test_examples_do_not_show_in_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_do_not_reveal_examples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1), lambda: plain(Broken))
     with pytest.raises(FederatedError, match="has failed in its work. Its own log has the reason") as caught:
         wire.run()
@@ -272,7 +272,7 @@ def test_examples_do_not_show_in_errors(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum(epsilon > 0 for epsilon in spent.values()) == 3, "that it failed is an answer"
 
 
-def test_no_error_of_any_part_of_a_site_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_do_not_leave_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
     (task, *_), _ = train_tasks(wire)
     site = wire.site(int(task.client))
@@ -281,9 +281,7 @@ def test_no_error_of_any_part_of_a_site_leaves_it(tmp_path: Path, monkeypatch: p
         site.answer(task)
 
 
-def test_a_site_answers_nothing_with_batches_whose_examples_depend_on_each_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_batches_with_dependent_examples_get_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wire = Wire(tmp_path, partial(MAKE, max_rounds=1))
     mixed = FederatedDataModule(clients={0: clients(SIZES)[0]}, batch_size=4, augment=mixup)
     wire.sites[0] = FederatedSite(wire.make(), model(), mixed, 0, tmp_path / "0")
@@ -297,7 +295,7 @@ def mixup(batch: Any, stream: torch.Generator) -> Any:
     return 0.7 * x + 0.3 * x.flip(0), y
 
 
-def test_an_example_without_a_finite_gradient_counts_as_nothing(tmp_path: Path) -> None:
+def test_example_without_a_finite_gradient_is_ignored(tmp_path: Path) -> None:
     def answer(name: str, bad: bool) -> Tensor:
         own = [(x.double(), y) for x, y in clients(SIZES)[1]]
         own[3] = (own[3][0] * (float("inf") if bad else 0.0), own[3][1])
@@ -322,7 +320,9 @@ class Zero(Plain):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["FedAvg", "Scaffold ii"])
-def test_killed_sites_and_servers_leave_no_trace(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_sites_and_servers_keep_identical_bits_and_epsilons(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fits = count(1)  # the run's name is part of a task, a fit's is not
     monkeypatch.setattr(secrets, "token_hex", lambda size: "0123456789abcdef" if size == 8 else f"{next(fits):08x}")
     make, found = partial(make_trainer, method, client_privacy=ON, max_rounds=3), []
@@ -358,7 +358,7 @@ def test_killed_sites_and_servers_leave_no_trace(method: str, tmp_path: Path, mo
     assert found[0] == found[1]
 
 
-def test_a_damaged_account_or_secret_is_refused_and_an_unfinished_line_is_not(tmp_path: Path) -> None:
+def test_corrupt_account_or_secret_is_rejected_but_partial_line_is_not(tmp_path: Path) -> None:
     at = {"format": 1, "run": "0123456789abcdef", "phase": "train", "round": 0, "attempt": 0, "client": "a"}
     task, reply = Message({**at, "steps": 3}, {"x": torch.zeros(2)}), Message({**at, "loss": 1.0})
     first = SitePrivacy(tmp_path / "privacy", ON)
@@ -386,7 +386,7 @@ def test_a_damaged_account_or_secret_is_refused_and_an_unfinished_line_is_not(tm
         SitePrivacy(tmp_path / "privacy", ON)
 
 
-def test_a_full_disk_lets_no_answer_out_and_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+def test_full_disk_blocks_the_answer_and_leaves_no_partial_line(tmp_path: Path) -> None:
     at = {"format": 1, "run": "0123456789abcdef", "phase": "train", "round": 0, "attempt": 0, "client": "a"}
     task, reply = Message({**at, "steps": 3}, {"x": torch.zeros(2)}), Message({**at, "loss": 1.0})
     resource = pytest.importorskip("resource")
@@ -407,7 +407,7 @@ def test_a_full_disk_lets_no_answer_out_and_leaves_no_part_of_a_line(tmp_path: P
     assert again.epsilon("a") == site.epsilon("a") == ON.epsilon({5: 5})
 
 
-def test_a_task_that_failed_costs_more_only_if_its_answer_does(tmp_path: Path) -> None:
+def test_retried_task_costs_more_only_if_its_answer_does(tmp_path: Path) -> None:
     at = {"format": 1, "run": "0123456789abcdef", "phase": "train", "round": 0, "attempt": 0, "client": "a"}
     task, reply = Message({**at, "steps": 3}, {"x": torch.zeros(2)}), Message({**at, "loss": 1.0})
     site = SitePrivacy(tmp_path / "privacy", ON)
@@ -425,7 +425,7 @@ def test_a_task_that_failed_costs_more_only_if_its_answer_does(tmp_path: Path) -
         assert privacy.epsilon("a") == one
 
 
-def test_a_mended_folder_can_be_used_at_once(tmp_path: Path) -> None:
+def test_repaired_folder_can_be_used_immediately(tmp_path: Path) -> None:
     secret = tmp_path / "privacy" / "secret"
     given = MAKE(), model(), make_data([0]), 0, tmp_path
     secret.parent.mkdir()
@@ -438,13 +438,13 @@ def test_a_mended_folder_can_be_used_at_once(tmp_path: Path) -> None:
     assert kept.tb, "which holds the first site, as a notebook does"
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_unusable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "privacy").write_text("a file")
     with pytest.raises(FederatedError, match="The site's folder .*privacy cannot be used: File exists"):
         SitePrivacy(tmp_path / "privacy", ON)
 
 
-def test_tasks_that_differ_in_anything_have_other_digests() -> None:
+def test_different_tasks_have_different_digests() -> None:
     header = {"run": "a", "phase": "train", "round": 0, "attempt": 0, "client": 0, "steps": 3}
     base = Message(header, {"x": torch.tensor([1.0, 2.0]), "server.c": torch.zeros(2)})
     other = [replace(base, header={**header, name: value}) for name, value in
@@ -467,7 +467,7 @@ def test_tasks_that_differ_in_anything_have_other_digests() -> None:
     assert seed_of(bytes(32), found[0]) not in (seed_of(bytes(32), found[1]), seed_of(bytes([1] * 32), found[0]))
 
 
-def test_server_and_site_must_have_the_same_noise_and_no_callback_may_measure(tmp_path: Path) -> None:
+def test_private_sites_require_equal_noise_and_no_measuring_callback(tmp_path: Path) -> None:
     wire = Wire(tmp_path, MAKE)
     for other in (ClientPrivacy(0.7, 0.3, 1e-3), ClientPrivacy(0.8, 0.3, 1e-3, "shuffle"), None):
         with pytest.raises(FederatedError, match="has other settings than the server: its client_privacy is"):

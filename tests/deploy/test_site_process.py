@@ -66,7 +66,7 @@ def _listens(path: Path) -> bool:
 
 @pytest.mark.thorough
 @needs_linux
-def test_a_sites_process_stays_until_it_is_killed_or_its_parent_ends(site: Callable[..., SiteProcess]) -> None:
+def test_site_process_stays_until_killed_or_its_parent_ends(site: Callable[..., SiteProcess]) -> None:
     first = site()
     answers = first.answer({"0": b"nothing"})
     assert f"OSError: no such disk (the site's log is {first.state_dir}/site.log)" in refused(answers["0"])
@@ -90,7 +90,7 @@ def test_a_sites_process_stays_until_it_is_killed_or_its_parent_ends(site: Calla
 
 
 @needs_linux
-def test_nobody_else_can_open_its_socket_or_its_folder(site: Callable[..., SiteProcess]) -> None:
+def test_other_users_cannot_open_the_socket_or_folder(site: Callable[..., SiteProcess]) -> None:
     process = site()
     process.answer({"0": b"nothing"})
     for path, mode in ((process.socket.parent, 0o700), (process.socket, 0o600), (process.state_dir, 0o700)):
@@ -99,7 +99,7 @@ def test_nobody_else_can_open_its_socket_or_its_folder(site: Callable[..., SiteP
 
 
 @needs_linux
-def test_the_process_runs_the_app_that_was_sent(
+def test_site_process_runs_the_app_that_was_sent(
     site: Callable[..., SiteProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started_in = tmp_path / "checkout"
@@ -115,7 +115,7 @@ def test_the_process_runs_the_app_that_was_sent(
 
 @pytest.mark.thorough
 @needs_linux
-def test_the_log_says_why_a_process_does_not_start(site: Callable[..., SiteProcess], tmp_path: Path) -> None:
+def test_log_explains_why_a_process_does_not_start(site: Callable[..., SiteProcess], tmp_path: Path) -> None:
     process = site()
     folder = tmp_path / "hidden"
     (folder / "filelock").mkdir(parents=True)
@@ -138,7 +138,7 @@ def refused(answer: bytes) -> str:
     return found.reason
 
 
-def test_a_folder_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_others_can_open_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = socket_of(tmp_path / "site").parent
     folder.chmod(0o750)
@@ -150,7 +150,7 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: p
         socket_of(tmp_path / "site")
 
 
-def test_a_task_that_comes_in_part_is_not_answered_and_does_not_end_the_process(tmp_path: Path, capsys: Any) -> None:
+def test_partial_task_is_not_answered_and_does_not_end_the_process(tmp_path: Path, capsys: Any) -> None:
     resident = SiteWorker({"node_config": {"client-id": 0, "state-dir": str(tmp_path)}})
     asked: list[bytes] = []
     resident.answer = asked.append  # type: ignore[assignment,method-assign]
@@ -169,7 +169,7 @@ def test_a_task_that_comes_in_part_is_not_answered_and_does_not_end_the_process(
     assert not asked
 
 
-def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_error_in_user_code_is_named_and_does_not_persist(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "broken_app.py").write_text(APP)
     monkeypatch.syspath_prepend(str(tmp_path))
     makers = {name: f"broken_app:{name}" for name in ("trainer", "model", "data")}
@@ -181,7 +181,7 @@ def test_an_error_in_the_users_code_is_named_and_does_not_stay(tmp_path: Path, m
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_refusal_that_quotes_what_is_no_text_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_with_invalid_unicode_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = SiteWorker({"node_config": {"client-id": 0}})
 
     def refuse() -> None:
@@ -191,7 +191,7 @@ def test_a_refusal_that_quotes_what_is_no_text_does_not_end_the_process(monkeypa
     assert printable(refused(resident.answer(b"task"))) == r"its \ud800 is 5"
 
 
-def test_the_limits_of_a_nodes_configuration_are_those_of_the_site(tmp_path: Path, monkeypatch: Any) -> None:
+def test_node_configuration_limits_apply_to_the_site(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("METHOD", "FedAvg")
     makers = dict(zip(("trainer", "model", "data"), (*NAMES, DATA), strict=True))
     node_config: dict[str, Any] = {"client-id": 0, "state-dir": str(tmp_path / "site"), "share-words": " ward,sex, "}
@@ -218,7 +218,7 @@ def data(config): raise ValueError("the patient 7")
 
 
 @needs_opacus
-def test_an_error_in_the_users_code_stays_on_a_private_site(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_error_in_user_code_does_not_leave_a_private_site(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "private_app.py").write_text(PRIVATE)
     monkeypatch.syspath_prepend(str(tmp_path))
     makers = {name: f"private_app:{name}" for name in ("trainer", "model", "data")}
@@ -243,7 +243,7 @@ for number in range(6):
 
 
 @pytest.mark.thorough
-def test_the_log_of_a_site_does_not_grow_without_end(tmp_path: Path) -> None:
+def test_site_log_size_is_limited(tmp_path: Path) -> None:
     with open(open_log(tmp_path), "wb") as log:
         subprocess.run([sys.executable, "-c", WRITES, str(tmp_path)], stdout=log, stderr=log, check=True)
         subprocess.run([sys.executable, "-c", WRITES, str(tmp_path / "other")], stdout=log, stderr=log, check=True)
@@ -253,7 +253,7 @@ def test_the_log_of_a_site_does_not_grow_without_end(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_a_node_names_its_clients() -> None:
+def test_node_configuration_names_its_clients() -> None:
     assert clients_of({"client-id": 3}) == [3]
     assert clients_of({"client-id": "north"}) == ["north"]
     assert clients_of({"client-id": "0, 12,007"}) == [0, 12, "007"]
@@ -264,7 +264,7 @@ def test_a_node_names_its_clients() -> None:
     assert state_dir_of({"client-id": 1, "state-dir": "/srv/site"}) == Path("/srv/site")
 
 
-def test_functions_are_found_by_name() -> None:
+def test_functions_round_trip_through_their_qualified_names() -> None:
     assert named("make_model", model) == "tests.deploy.site_models:model"
     assert called(named("make_model", model)) is model
     for wrong in (lambda: None, "no name", "module:", partial(model)):

@@ -18,7 +18,7 @@ from tests.deploy.wire import Wire, make_data, make_trainer
 MAKE = partial(make_trainer, "Scaffold ii")
 
 
-def test_two_processes_do_not_share_a_sites_folder(tmp_path: Path) -> None:
+def test_two_processes_cannot_share_a_site_folder(tmp_path: Path) -> None:
     with (
         FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path),
         pytest.raises(FederatedError, match="Another process works with the site's folder"),
@@ -27,7 +27,7 @@ def test_two_processes_do_not_share_a_sites_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_site_keeps_the_last_two_versions_of_a_clients_state_and_no_more(tmp_path: Path) -> None:
+def test_site_keeps_only_the_last_two_versions_of_a_state(tmp_path: Path) -> None:
     wire = Wire(tmp_path, partial(make_trainer, "Scaffold ii", clients_per_round=1.0))
     wire.run()
     assert sorted(path.name[:3] for path in (tmp_path / "2").rglob("*.state")) == ["2.4", "2.5"]
@@ -45,7 +45,7 @@ def states(tmp_path: Path) -> Iterator[SiteStates]:
     found.close()
 
 
-def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) -> None:
+def test_state_is_read_in_the_requested_version(states: SiteStates) -> None:
     for words in ({}, {"ward": ["eye"]}):
         states.agree("r", {"clients": [3], "words": words})
         assert states.agreed("r") == {"clients": [3], "words": words}
@@ -65,7 +65,7 @@ def test_a_state_is_read_in_the_version_that_is_asked_for(states: SiteStates) ->
         states.read("r", 3, 0, of(1))
 
 
-def test_a_late_copy_of_an_old_task_does_not_delete_newer_states(states: SiteStates) -> None:
+def test_late_duplicate_of_an_old_task_keeps_newer_states(states: SiteStates) -> None:
     states.agree("r", {"clients": [3], "words": {}})
     for before, version in ((0, 1), (1, 4), (4, 6)):
         states.write("r", 0, of(before), of(version), {"c": torch.full((2,), float(version))})
@@ -77,7 +77,7 @@ def test_a_late_copy_of_an_old_task_does_not_delete_newer_states(states: SiteSta
     assert len(list((states.folder / "r").glob("*.state"))) == 3
 
 
-def test_of_two_servers_of_a_run_the_one_that_falls_behind_is_refused(states: SiteStates) -> None:
+def test_slower_of_two_servers_of_a_run_is_rejected(states: SiteStates) -> None:
     ahead, behind = 8 * "a", 8 * "b"
     states.agree("r", {"clients": [3], "words": {}})
     states.write("r", 0, (0, 8 * "0"), (1, behind), {"c": torch.zeros(2)})
@@ -87,7 +87,7 @@ def test_of_two_servers_of_a_run_the_one_that_falls_behind_is_refused(states: Si
         states.read("r", 3, 0, (1, behind))
 
 
-def test_a_state_that_cannot_be_written_is_named_and_the_one_before_stays(
+def test_failed_state_write_is_named_and_keeps_the_previous_state(
     states: SiteStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states.agree("r", {"clients": [3], "words": {}})
@@ -107,14 +107,14 @@ def test_a_state_that_cannot_be_written_is_named_and_the_one_before_stays(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of folders are those of POSIX")
-def test_a_folder_into_which_others_can_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_writable_by_others_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for mode, told in ((0o755, 0), (0o777, 1)):
         tmp_path.chmod(mode)
         SiteStates(tmp_path).close()
         assert caplog.text.count("Others can write into the site's folder") == told
 
 
-def test_a_damaged_file_is_named(states: SiteStates) -> None:
+def test_corrupt_file_is_named(states: SiteStates) -> None:
     assert states.agreed("r") is None
     states.agree("r", [3])
     states.write("r", 0, of(0), of(1), {"c": torch.ones(2)})
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_named(states: SiteStates) -> None:
         states.agreed("r")
 
 
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     half = tmp_path / "r" / ".0.1.a.state.new"
     half.parent.mkdir()
     half.write_bytes(b"half")
@@ -134,7 +134,7 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
     assert not half.exists()
 
 
-def test_the_clients_of_a_run_stay_the_same(tmp_path: Path) -> None:
+def test_clients_of_a_run_cannot_change(tmp_path: Path) -> None:
     states = SiteStates(tmp_path)
     run, first = "0123456789abcdef", {"clients": ["a", "b"], "words": {}}
     states.agree(run, first)

@@ -101,13 +101,13 @@ REFUSED: dict[str, tuple[Message, str]] = {
 }  # fmt: skip
 
 
-def test_a_server_cannot_write_to_a_sites_log(site: FederatedSite, caplog: pytest.LogCaptureFixture) -> None:
+def test_server_cannot_write_to_a_site_log(site: FederatedSite, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(FederatedError, match="is not valid: its a\nb is 5"):
         site.answer(registration(words={"a\nb": 5}))
     assert r"its a\nb is 5" in caplog.messages[-1]
 
 
-def test_first_gradients_are_refused_after_the_first_round(tmp_path: Path) -> None:
+def test_initial_gradients_are_rejected_after_the_first_round(tmp_path: Path) -> None:
     make = partial(make_trainer, "Scaffold ii gradient")
     with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
         site.answer(registration(make))
@@ -118,7 +118,7 @@ def test_first_gradients_are_refused_after_the_first_round(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_sites_trainer_would_not_do_is_refused_by_name(site: FederatedSite, name: str, tmp_path: Path) -> None:
+def test_tasks_that_the_site_trainer_would_not_run_are_rejected(site: FederatedSite, name: str, tmp_path: Path) -> None:
     message, words = REFUSED[name]
     with pytest.raises(FederatedError, match=words):
         site.answer(message)
@@ -143,7 +143,7 @@ def one_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FederatedSite
 @given(
     st.sampled_from([registration(), task(), measure()]), st.dictionaries(st.sampled_from(names), values, max_size=3)
 )
-def test_whatever_a_message_says_a_site_answers_or_refuses(
+def test_arbitrary_message_is_either_answered_or_rejected(
     one_site: FederatedSite, message: Message, changed: dict[str, Any]
 ) -> None:
     message = Message({**message.header, **changed}, message.tensors)
@@ -161,7 +161,7 @@ def test_whatever_a_message_says_a_site_answers_or_refuses(
         ({"local_epochs": 2}, [0, 15, 3 * 2**20], [-1, 3 * 2**20 + 1]),
     ],
 )
-def test_the_step_of_the_runs_schedule_is_one_that_it_can_be_at(
+def test_schedule_step_must_be_reachable_in_the_round(
     options: dict[str, Any], right: list[int], wrong: list[int]
 ) -> None:
     trainer = make_trainer("FedAvg", local_schedule="total", **options)
@@ -172,7 +172,7 @@ def test_the_step_of_the_runs_schedule_is_one_that_it_can_be_at(
             check_numbers(task(round=3, first_step=step), STEPS, trainer)
 
 
-def test_a_kept_state_survives_a_round_that_cannot_be(tmp_path: Path) -> None:
+def test_kept_state_survives_an_invalid_round(tmp_path: Path) -> None:
     make = partial(make_trainer, "Scaffold ii")
     c = {"server.c": torch.zeros_like(parameters(model()))}
     with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
@@ -193,7 +193,7 @@ class Normed(Net):
 
 
 @pytest.mark.parametrize("personal", [[], ["net.4.*"]])
-def test_a_run_with_other_clients_starts_where_the_module_did(personal: list[str], tmp_path: Path) -> None:
+def test_run_with_other_clients_starts_from_the_initial_module(personal: list[str], tmp_path: Path) -> None:
     make = partial(make_trainer, "FedAvg", personal=personal, buffers="average")
     x = {"x": (first := normed()).net[0].weight.new_zeros(0)}
 
@@ -217,7 +217,7 @@ def normed() -> Normed:
     return Normed()
 
 
-def test_a_measure_that_lacks_what_it_needs_is_refused(tmp_path: Path) -> None:
+def test_measurement_without_required_values_is_rejected(tmp_path: Path) -> None:
     make = partial(make_trainer, "FedExP")
     with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / "site") as site:
         site.answer(registration(make))
@@ -225,7 +225,7 @@ def test_a_measure_that_lacks_what_it_needs_is_refused(tmp_path: Path) -> None:
             site.answer(measure(own=True, round=1))
 
 
-def test_a_measure_of_another_round_between_two_phases_changes_nothing(tmp_path: Path) -> None:
+def test_measurement_of_another_round_between_phases_has_no_effect(tmp_path: Path) -> None:
     make, x, answers = partial(make_trainer, "Mime"), parameters(model()), list[Message]()
     for name in ("with", "without"):
         with FederatedSite(make(), model(), make_data([CLIENT]), CLIENT, tmp_path / name) as site:
@@ -256,7 +256,7 @@ def test_two_servers_that_continue_one_run_do_not_share_states(tmp_path: Path) -
     assert all(torch.equal(value, together.tensors[name]) for name, value in alone.tensors.items())
 
 
-def test_two_runs_take_turns_on_a_site_and_keep_apart(tmp_path: Path) -> None:
+def test_interleaved_runs_on_a_site_stay_independent(tmp_path: Path) -> None:
     make, x = partial(make_trainer, "Mime"), parameters(model())
 
     def phases(site: FederatedSite, run: str, value: float) -> Iterator[Message]:
@@ -276,7 +276,7 @@ def test_two_runs_take_turns_on_a_site_and_keep_apart(tmp_path: Path) -> None:
         assert all(torch.equal(value, found.tensors[name]) for name, value in alone.tensors.items())
 
 
-def test_under_differential_privacy_no_measure_leaves_a_site(tmp_path: Path) -> None:
+def test_differential_privacy_blocks_measurements(tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="differential privacy needs Opacus")
 
     def make() -> Any:
@@ -296,7 +296,7 @@ class Validated(Net):
         self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
 
 
-def test_a_site_measures_as_long_as_its_own_callback_would(tmp_path: Path) -> None:
+def test_measurement_steps_are_limited_by_the_site_callback(tmp_path: Path) -> None:
     def make() -> Any:
         return make_trainer(
             "FedAvg", callbacks=[PersonalizedAccuracy(local_steps=STEPS + 3, monitor="val_loss", mode="min")]
@@ -310,7 +310,7 @@ def test_a_site_measures_as_long_as_its_own_callback_would(tmp_path: Path) -> No
             site.answer(measure(what="val", local_steps=STEPS + 4))
 
 
-def test_what_a_site_keeps_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_site_files_are_accessible_only_to_their_user(tmp_path: Path) -> None:
     make, folder = partial(make_trainer, "Scaffold ii"), tmp_path / "site"
     before = os.umask(0)
     try:
@@ -324,7 +324,7 @@ def test_what_a_site_keeps_is_for_its_user_alone(tmp_path: Path) -> None:
     assert {name: mode for name, mode in modes.items() if mode & 0o077} == {}
 
 
-def test_every_answer_and_refusal_is_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_answer_and_refusal_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make = partial(make_trainer, "FedAvg", logger=True)
     with (
         caplog.at_level(logging.INFO, "lightning_fed.deploy.site"),

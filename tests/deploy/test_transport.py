@@ -29,7 +29,7 @@ def test_sites_in_one_process_answer_for_all_their_clients(tmp_path: Path) -> No
     assert torch.equal(parameters(module), parameters(simulated(MAKE).lightning_module))
 
 
-def test_a_client_of_two_sites_is_refused(tmp_path: Path) -> None:
+def test_client_on_two_sites_is_rejected(tmp_path: Path) -> None:
     with ExitStack() as stack:
         shares = enumerate(([0, 1], [1, 2]))
         made = [FederatedSite(MAKE(), model(), make_data(ids), ids, tmp_path / str(n)) for n, ids in shares]
@@ -38,7 +38,7 @@ def test_a_client_of_two_sites_is_refused(tmp_path: Path) -> None:
             InProcess(sites)
 
 
-def test_bytes_are_the_reply_of_the_client_that_has_sent_them_or_none() -> None:
+def test_reply_bytes_are_accepted_only_from_their_own_client() -> None:
     reply = Message({"client": "a", "phase": "train"})
     assert reply_from("a", reply.to_bytes()) == reply
     assert reply_from("b", reply.to_bytes()) == Refusal("b", "The reply is from client 'a'.")
@@ -48,7 +48,7 @@ def test_bytes_are_the_reply_of_the_client_that_has_sent_them_or_none() -> None:
         assert refused.client == "a"
 
 
-def test_greetings_travel_after_the_tasks_and_a_client_without_a_site_is_refused() -> None:
+def test_in_process_transport_refuses_clients_without_a_site() -> None:
     task = Message({"client": "a"})
     assert list(InProcess([]).exchange({"a": task}, {"b": task})) == [
         Refusal("a", "no site here has it"),

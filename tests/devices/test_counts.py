@@ -41,16 +41,14 @@ def steps_of(counts: Any, method: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("method", "most"), [("FedAvg", 27.2), ("Scaffold", 30.2), ("Mime", 56.2)])
-def test_a_local_step_takes_few_kernels_and_no_host_read(counts: Any, method: str, most: float) -> None:
+def test_local_step_uses_few_kernels_and_no_host_reads(counts: Any, method: str, most: float) -> None:
     kernels, reads = steps_of(counts, method)
     assert kernels <= most
     assert reads == 0
 
 
 @pytest.mark.parametrize(("method", "most"), [("FedAvg", 7), ("Scaffold", 9), ("Mime", 8)])
-def test_a_sequential_round_reads_from_the_device_as_often_with_few_clients_as_with_many(
-    counts: Any, method: str, most: int
-) -> None:
+def test_sequential_round_host_reads_do_not_grow_with_clients(counts: Any, method: str, most: int) -> None:
     work = {"local_steps": 2, "local_epochs": None}
     few, many = (
         counts.count(method, "sequential", counts.CASES["shared"], clients_per_round=clients, **work)
@@ -59,7 +57,7 @@ def test_a_sequential_round_reads_from_the_device_as_often_with_few_clients_as_w
     assert few["host reads"] == many["host reads"] <= most
 
 
-def test_a_round_of_a_large_model_reads_from_the_device_as_often_as_that_of_a_small_one(counts: Any) -> None:
+def test_sequential_round_host_reads_do_not_grow_with_model_size(counts: Any) -> None:
     work = {"local_steps": 1, "local_epochs": None, "clients_per_round": 1}
     assert counts.count("FedAvg", "sequential", counts.CASES["deep"], **work)["host reads"] <= 7
 
@@ -68,7 +66,7 @@ def test_a_round_of_a_large_model_reads_from_the_device_as_often_as_that_of_a_sm
     ("case", "method", "reads", "kernels"),
     [("shared", "FedAvg", 9, 362), ("unequal", "FedAvg", 13, 737)],
 )
-def test_a_vectorized_round_takes_few_kernels_and_host_reads(
+def test_vectorized_round_uses_few_kernels_and_host_reads(
     counts: Any, case: str, method: str, reads: int, kernels: int
 ) -> None:
     found = counts.count(method, "vectorized", counts.CASES[case])
@@ -78,13 +76,13 @@ def test_a_vectorized_round_takes_few_kernels_and_host_reads(
 
 @pytest.mark.parametrize("case", ["shared", "own", "pinned"])
 @pytest.mark.parametrize(("engine", "most"), [("sequential", 10), ("vectorized", 4)])
-def test_data_that_fit_are_sent_once(counts: Any, engine: str, most: int, case: str) -> None:
+def test_data_that_fit_are_transferred_once(counts: Any, engine: str, most: int, case: str) -> None:
     found = counts.count("FedAvg", engine, counts.CASES[case])
     assert found["to device"] <= most
     assert found["bytes to device"] <= 16_160, "the order of the examples of ten clients, and small numbers"
 
 
-def test_data_that_do_not_fit_are_sent_batch_by_batch(counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_do_not_fit_are_transferred_per_batch(counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_data, "_SHARE", 10**9)
     found = counts.count("FedAvg", "sequential", counts.CASES["pinned"])
     assert (found["to device"], found["bytes to device"]) == (200, 144_000)
@@ -123,7 +121,7 @@ class Writes(FederatedCallback):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_what_is_written_to_data_between_rounds_is_trained_on(place: Place, engine: str) -> None:
+def test_data_changed_between_rounds_are_used_in_training(place: Place, engine: str) -> None:
     ends = []
     for options in ({}, place.options()):
         own = [classification(n, seed=n) for n in (8, 12)]
@@ -153,20 +151,20 @@ class Heard(FederatedCallback):
         self.losses.append(client_report.loss)
 
 
-def test_a_hook_that_may_read_a_report_finds_its_numbers(place: Place) -> None:
+def test_hook_that_reads_a_report_gets_its_numbers(place: Place) -> None:
     heard = Heard()
     fit(seeded(dropout=0.0), callbacks=[heard], max_rounds=1, **place.options())
     assert len(heard.losses) == 3
     assert all(map(math.isfinite, heard.losses))
 
 
-def test_the_progress_bar_makes_nobody_wait(counts: Any) -> None:
+def test_progress_bar_causes_no_additional_host_reads(counts: Any) -> None:
     shown = {"enable_progress_bar": True, "local_steps": 1, "local_epochs": None, "max_rounds": 3}
     assert counts.count("FedAvg", "sequential", counts.CASES["shared"], **shown)["host reads"] <= 7
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Scaffold("i")], ids=repr)
-def test_reports_that_are_read_late_have_the_numbers_of_a_cpu(place: Place, method: Any) -> None:
+def test_deferred_reports_match_the_cpu(place: Place, method: Any) -> None:
     found = []
     for options in ({}, place.options()):
         reports = Reports()
@@ -180,7 +178,7 @@ def test_reports_that_are_read_late_have_the_numbers_of_a_cpu(place: Place, meth
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Mime(SGDm())], ids=repr)
-def test_a_client_that_is_not_finite_is_named_as_on_a_cpu(place: Place, method: Any) -> None:
+def test_non_finite_client_is_named_as_on_the_cpu(place: Place, method: Any) -> None:
     messages = []
     for options in ({}, place.options()):
         own = [classification(n, seed=n) for n in (8, 12, 4)]
@@ -192,7 +190,7 @@ def test_a_client_that_is_not_finite_is_named_as_on_a_cpu(place: Place, method: 
     assert messages[0] == messages[1]
 
 
-def test_the_benchmark_prints_a_round_beside_a_plain_loop(counts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_prints_a_round_next_to_a_plain_loop(counts: Any, capsys: pytest.CaptureFixture[str]) -> None:
     counts.main(["--case", "shared", "--method", "FedAvg", "--engine", "vectorized"])
     plain, vectorized = capsys.readouterr().out.splitlines()[-2:]
     assert plain.startswith("| shared | FedAvg | plain loop | ")

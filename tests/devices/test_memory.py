@@ -85,34 +85,34 @@ def state_of(t: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "auto"])
-def test_as_many_run_at_once_as_half_of_the_memory_holds(mini: Any, place: Place, engine: str, recwarn: Any) -> None:
+def test_chunk_size_fills_half_of_the_memory(mini: Any, place: Place, engine: str, recwarn: Any) -> None:
     mini.set_limit(0, 1000 * KB)
     found = fitted(place, engine).fit_loop.clients
     assert (found.engine_names, found.chunk_size) == (["vectorized"], 4)  # of 98 kB each
     assert not [warning for warning in recwarn if "memory" in str(warning.message)]
 
 
-def test_it_does_not_matter_what_else_is_in_memory(mini: Any, place: Place) -> None:
+def test_chunk_size_is_independent_of_other_memory_use(mini: Any, place: Place) -> None:
     mini.set_limit(0, 1000 * KB)
     other = torch.zeros(100 * KB, device=place.device)
     assert fitted(place).fit_loop.clients.chunk_size == 4
     del other
 
 
-def test_a_first_client_with_less_than_a_batch_counts_as_a_batch(mini: Any, place: Place) -> None:
+def test_first_client_with_a_partial_batch_counts_as_a_full_batch(mini: Any, place: Place) -> None:
     mini.set_limit(0, 1000 * KB)
     few_examples = FederatedDataModule(clients((1, *(8,) * (COHORT - 1))), batch_size=4)
     assert fitted(place, data=few_examples).fit_loop.clients.chunk_size == 4
 
 
-def test_a_device_that_does_not_hold_two_at_once_runs_one(mini: Any, place: Place, recwarn: Any) -> None:
+def test_device_that_fits_only_one_client_uses_chunk_size_one(mini: Any, place: Place, recwarn: Any) -> None:
     mini.set_limit(0, 180 * KB)
     found = fitted(place, "auto").fit_loop.clients
     assert (found.engine_names, found.chunk_size) == (["vectorized"], 1)
     assert not [warning for warning in recwarn if "memory" in str(warning.message)]
 
 
-def test_full_batches_are_larger_than_those_of_local_steps(mini: Any, place: Place, recwarn: Any) -> None:
+def test_chunk_size_accounts_for_full_batch_gradients(mini: Any, place: Place, recwarn: Any) -> None:
     mini.set_limit(0, 4000 * KB)
     options: dict[str, Any] = {"algorithm": Mime(SGDm()), "model": seeded(Wide, dropout=0.0), "data": even(32)}
     assert fitted(place, **options).fit_loop.clients.chunk_size == 16  # all of them, but not with 32 examples each
@@ -132,7 +132,9 @@ METHODS: dict[str, tuple[Algorithm, Any]] = {
 
 @pytest.mark.parametrize("dropout", few([0.0, 0.3], [0.3]))
 @pytest.mark.parametrize("method", few(METHODS, ["states"]))
-def test_half_as_many_run_from_the_same_x_and_streams(mini: Any, place: Place, method: str, dropout: float) -> None:
+def test_out_of_memory_round_restarts_with_half_the_clients(
+    mini: Any, place: Place, method: str, dropout: float
+) -> None:
     algorithm, optimizer = METHODS[method]
 
     def start(chunk_size: int, limits: Limits) -> Any:
@@ -160,7 +162,7 @@ class Rows(Wide):
         self.body = nn.Linear(600, 8)
 
 
-def test_auto_takes_the_sequential_engine_if_that_takes_less(
+def test_auto_falls_back_to_sequential_if_it_needs_less_memory(
     mini: Any, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_data, "_SHARE", 10**9)  # copies of the data would be most of both peaks
@@ -185,7 +187,7 @@ def test_auto_takes_the_sequential_engine_if_that_takes_less(
 
 @pytest.mark.filterwarnings("ignore:.*has run out of memory")
 @pytest.mark.parametrize("engine", ["vectorized", "auto", "sequential"])
-def test_a_device_that_does_not_hold_one_is_named_with_what_to_change(mini: Any, place: Place, engine: str) -> None:
+def test_device_too_small_for_one_client_raises_with_a_remedy(mini: Any, place: Place, engine: str) -> None:
     text = r"Client \d+ failed in its local work in round 0, .*mini out of memory.*Use a smaller batch_size"
     with pytest.raises(ClientError, match=text) as caught:
         fitted(place, engine, callbacks=[Limits(mini, 50 * KB)], on_client_error="drop", max_failed_share=0.9)
@@ -196,7 +198,7 @@ def test_a_device_that_does_not_hold_one_is_named_with_what_to_change(mini: Any,
 # ---------------------------------------------------------------------- in checkpoints and processes
 
 
-def test_a_resumed_run_has_the_chunk_of_the_device_it_began_on(mini: Any, place: Place, tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_chunk_size_of_its_first_device(mini: Any, place: Place, tmp_path: Path) -> None:
     mini.set_limit(0, 1000 * KB)
     whole, half = (fitted(place, max_rounds=rounds) for rounds in (3, 1))
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -206,7 +208,7 @@ def test_a_resumed_run_has_the_chunk_of_the_device_it_began_on(mini: Any, place:
     assert same(state_of(found), state_of(whole))
 
 
-def test_processes_run_as_many_as_the_one_that_can_run_the_fewest(mini: Any, place: Place) -> None:
+def test_processes_use_the_smallest_chunk_size_of_all(mini: Any, place: Place) -> None:
     mini.set_limit(0, 1000 * KB)
     work = fitted(place, "auto").fit_loop.clients
     for others, expected in ((8, 4), (2, 2), (None, None)):  # None: another takes the sequential engine

@@ -41,7 +41,7 @@ METHODS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_computes_what_it_computes_on_the_cpu(place: Place, name: str, engine: str) -> None:
+def test_method_on_device_matches_the_cpu(place: Place, name: str, engine: str) -> None:
     algorithm, options = METHODS[name]
     options = {"algorithm": algorithm, "engine": engine, "max_rounds": 3, "local_epochs": 1, **options}
     on_cpu, here = fit(seeded(dropout=0.0), **options), fit(seeded(dropout=0.0), **{**options, **place.options()})

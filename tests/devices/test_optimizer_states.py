@@ -55,21 +55,21 @@ RUNS: dict[str, dict[str, Any]] = {"kept by clients": KEPT, "kept by the server"
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_round_reads_no_more_from_the_device(place: Place, mini: Any, name: str, tmp_path: Path) -> None:
+def test_resumed_round_has_no_additional_host_reads(place: Place, mini: Any, name: str, tmp_path: Path) -> None:
     saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{epoch}")
     before = counts_of(place, mini, callbacks=[saving], enable_checkpointing=True, **RUNS[name])
     resumed = counts_of(place, mini, ckpt_path=tmp_path / "epoch=1.ckpt", **RUNS[name])
     assert host_reads(resumed) == host_reads(before)
 
 
-def test_states_on_disk_are_read_without_waiting_for_the_device(place: Place, mini: Any, tmp_path: Path) -> None:
+def test_states_on_disk_cause_no_additional_host_reads(place: Place, mini: Any, tmp_path: Path) -> None:
     in_memory = counts_of(place, mini, client_states="memory", **KEPT)
     on_disk = counts_of(place, mini, client_states="disk", client_states_dir=str(tmp_path), **KEPT)
     assert host_reads(on_disk) == host_reads(in_memory)
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
-def test_a_statistic_lives_where_the_optimizer_makes_it(place: Place, kind: Any) -> None:
+def test_optimizer_statistics_have_the_device_the_optimizer_uses(place: Place, kind: Any) -> None:
     model = nn.Linear(4, 2).to(place.device)
     optimizer = kind(model.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     model(torch.ones(1, 4, device=place.device)).sum().backward()
@@ -83,7 +83,7 @@ def test_a_statistic_lives_where_the_optimizer_makes_it(place: Place, kind: Any)
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_states_that_clients_keep_are_in_host_memory(place: Place, engine: str, where: str, tmp_path: Path) -> None:
+def test_client_states_are_kept_in_host_memory(place: Place, engine: str, where: str, tmp_path: Path) -> None:
     record = Trajectory()
     there = {"client_states_dir": str(tmp_path)} if where == "disk" else {}
     options = {"algorithm": Scaffold(), "engine": engine, "client_states": where, **there, **place.options()}
@@ -94,7 +94,7 @@ def test_states_that_clients_keep_are_in_host_memory(place: Place, engine: str, 
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_small_states_of_a_round_leave_the_device_together(place: Place, mini: Any, engine: str) -> None:
+def test_small_states_of_a_round_use_one_device_transfer(place: Place, mini: Any, engine: str) -> None:
     options = {"engine": engine, "clients_per_round": 1.0}
     without = counts_of(place, mini, **options)
     keeping = counts_of(place, mini, algorithm=Scaffold(), **options)

@@ -44,7 +44,7 @@ def values_of(outcomes: Outcomes, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_states_travel_between_devices(outcomes: Outcomes, name: str) -> None:
+def test_states_are_exchanged_between_devices(outcomes: Outcomes, name: str) -> None:
     first, second = values_of(outcomes, name)
     kind, options = RUNS[name]
     alone = seeded(kind)
@@ -55,14 +55,14 @@ def test_states_travel_between_devices(outcomes: Outcomes, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_process_puts_nothing_on_the_others_device(outcomes: Outcomes, name: str) -> None:
+def test_process_allocates_nothing_on_the_other_device(outcomes: Outcomes, name: str) -> None:
     for value in values_of(outcomes, name):
         assert value["bytes on the other's device"] == 0
         own, others = value["gathered"]
         assert torch.equal(own + 1, others)
 
 
-def test_every_processs_scaler_is_resumed(outcomes: Outcomes) -> None:
+def test_gradient_scaler_of_every_process_is_restored(outcomes: Outcomes) -> None:
     scales = []
     for value in values_of(outcomes, "scaled"):
         (whole, scale), (resumed, resumed_scale) = value["whole"], value["resumed"]
@@ -72,7 +72,7 @@ def test_every_processs_scaler_is_resumed(outcomes: Outcomes) -> None:
     assert scales[0] != scales[1]
 
 
-def test_scalers_of_other_processes_are_not_dropped_silently(outcomes: Outcomes, place: Place, folder: Path) -> None:
+def test_dropping_scalers_of_other_processes_warns(outcomes: Outcomes, place: Place, folder: Path) -> None:
     saved = folder / "epoch=0.ckpt"
     assert rounds_in(saved) == 1
     with pytest.warns(UserWarning, match=re.escape("written by 2 processes with a gradient scaler each, and this run")):

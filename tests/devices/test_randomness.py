@@ -9,7 +9,7 @@ from tests.helpers.training import fit, seeded
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_dropout_depends_on_the_seed_and_not_on_where_the_stream_was(place: Place, engine: str) -> None:
+def test_dropout_depends_only_on_the_seed(place: Place, engine: str) -> None:
     found = []
     for before, seed in ((1, 3), (2, 3), (2, 4)):
         torch.manual_seed(before)
@@ -18,7 +18,7 @@ def test_dropout_depends_on_the_seed_and_not_on_where_the_stream_was(place: Plac
     assert not torch.equal(found[1], found[2])
 
 
-def test_the_state_of_the_devices_stream_can_be_preserved(place: Place) -> None:
+def test_device_random_state_can_be_preserved(place: Place) -> None:
     device = place.device
     torch.manual_seed(0)
     with preserved_random_state(device):
@@ -26,7 +26,7 @@ def test_the_state_of_the_devices_stream_can_be_preserved(place: Place) -> None:
     assert torch.equal(torch.rand(4, device=device), inside)
 
 
-def test_auto_takes_the_vectorized_engine_for_random_layers(place: Place) -> None:
+def test_auto_uses_the_vectorized_engine_for_random_layers(place: Place) -> None:
     options = {"seed": 3, **place.options()}
     assert torch.equal(
         fit(seeded(dropout=0.4), engine="auto", **options), fit(seeded(dropout=0.4), engine="vectorized", **options)

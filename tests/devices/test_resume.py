@@ -42,13 +42,13 @@ def run(place: Place, name: str, tmp_path: Path, starts_here: bool, ends_here: b
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_resumes_on_its_device_bit_for_bit(place: Place, name: str, tmp_path: Path) -> None:
+def test_run_resumes_on_its_device_with_identical_bits(place: Place, name: str, tmp_path: Path) -> None:
     resumed, whole = run(place, name, tmp_path, True, True)
     assert torch.equal(resumed, whole)
 
 
 @pytest.mark.parametrize("starts_here", [True, False])
 @pytest.mark.parametrize("name", ["client states on disk", "kept optimizers"])
-def test_a_run_resumes_on_another_device(place: Place, name: str, starts_here: bool, tmp_path: Path) -> None:
+def test_run_resumes_on_another_device(place: Place, name: str, starts_here: bool, tmp_path: Path) -> None:
     resumed, whole = run(place, name, tmp_path, starts_here, not starts_here)
     torch.testing.assert_close(resumed, whole, rtol=0, atol=place.tolerance)

@@ -10,7 +10,9 @@ from tests.devices.conftest import Place
 from tests.helpers.aggregation import cohort
 
 
-def test_messages_are_converted_by_bytes(place: Place, mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aggregation_converts_messages_in_bounded_blocks(
+    place: Place, mini: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count, numel, block = 128, 20_000, 2**16
     monkeypatch.setattr(mean, "_BLOCK_ON_DEVICE", block)
     rows = torch.randn(count, numel)

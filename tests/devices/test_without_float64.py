@@ -83,7 +83,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_computes_what_it_computes_on_the_cpu(place: Place, name: str) -> None:
+def test_run_on_device_matches_the_cpu(place: Place, name: str) -> None:
     options = {"max_rounds": 2, **RUNS[name]}
     on_cpu = fit(seeded(dropout=0.0), **options)
     here = fit(seeded(dropout=0.0), **{**options, **place.options()})
@@ -103,7 +103,7 @@ def test_buffers_are_averaged_and_the_run_resumes(place: Place, tmp_path: Path) 
     assert all(torch.equal(here[name].cpu(), value) for name, value in on_cpu.items())
 
 
-def test_what_float32_would_lose_is_kept(place: Place) -> None:
+def test_means_keep_float64_precision(place: Place) -> None:
     aggregation = Aggregation({"m": "uniform"}, "examples", cohort([1, 1, 1]), 3)
     for i, value in enumerate((1e8, 1.0, -1e8)):
         add_one(aggregation, i, 1, {"m": torch.tensor([value], device=place.device)})
@@ -112,6 +112,6 @@ def test_what_float32_would_lose_is_kept(place: Place) -> None:
     assert float(means["m"]) == pytest.approx(1 / 3, rel=1e-6)
 
 
-def test_gradients_are_compared(place: Place) -> None:
+def test_gradient_dissimilarity_is_computed_on_the_device(place: Place) -> None:
     pairs = [(torch.tensor([v, 1.0], device=place.device), 0.5) for v in (3.0, -3.0)]
     assert pytest.approx(9.0) == gradient_dissimilarity(pairs).G2

@@ -23,14 +23,14 @@ def house(picture):
 
 
 @pytest.mark.thorough
-def test_all_arrows_of_the_house_point_down(picture, house):
+def test_all_package_dependencies_point_down(picture, house):
     level, arrows = picture.floors(house), picture.arrows(house)
     assert {"core", "engines", "rounds", "server", "tracing", "trainer"} <= house.keys()
     assert all(level[upper] > level[lower] for upper, lower in arrows)
     assert all(level[room] > level[below] for room in house for below in house[room])
 
 
-def test_arrows_that_follow_from_others_are_left_out(picture):
+def test_transitive_arrows_are_omitted(picture):
     house = {"loop": {"engines", "core"}, "engines": {"core"}, "core": set(), "tracing": set()}
     assert picture.floors(house) == {"core": 0, "tracing": 0, "engines": 1, "loop": 2}
     assert picture.arrows(house) == [("engines", "core"), ("loop", "engines")]
@@ -49,6 +49,6 @@ def test_imports_are_read_from_the_code(picture, tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_picture_is_drawn_from_the_imports_of_today(picture, house):
+def test_picture_is_up_to_date_with_the_imports(picture, house):
     drawn = picture.draw(house)
     assert (DOCS / "images" / "architecture.svg").read_text() == drawn, "run python docs/architecture_picture.py"

@@ -81,7 +81,7 @@ WITH_CODE = [p for p in PAGES if blocks(p)]
     few(WITH_CODE, [p for p in WITH_CODE if p.relative_to(ROOT).as_posix() not in LONG]),
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
-def test_code_runs(path: Path) -> None:
+def test_documented_code_runs(path: Path) -> None:
     logger = logging.getLogger("pytorch_lightning")
     level = logger.level
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -96,7 +96,7 @@ def test_code_runs(path: Path) -> None:
         logger.setLevel(level)  # a page makes trials quiet
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_resolve() -> None:
     broken = []
     for path in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
@@ -109,7 +109,7 @@ def test_links_lead_somewhere() -> None:
     assert not broken
 
 
-def test_the_pages_that_others_link_to_are_there() -> None:
+def test_required_pages_exist() -> None:
     assert {ROOT / "docs" / name for name in ("methods.md", "adding_a_method.md")} <= set(PAGES)
     assert all(blocks(p) for p in (ROOT / "README.md", ROOT / "docs" / "adding_a_method.md"))
 
@@ -127,7 +127,7 @@ def name_of(call: ast.Call) -> str:
 
 
 @pytest.mark.parametrize("call", signatures(), ids=name_of)
-def test_signatures_are_the_real_ones(call: ast.Call) -> None:
+def test_documented_signatures_match_the_code(call: ast.Call) -> None:
     name = name_of(call)
     cls = getattr(algorithms, name, None) or getattr(server, name)
     required = [ast.unparse(argument) for argument in call.args]
@@ -143,7 +143,7 @@ def test_signatures_are_the_real_ones(call: ast.Call) -> None:
             cls()
 
 
-def test_every_method_and_optimizer_has_its_signature() -> None:
+def test_every_method_and_optimizer_has_a_documented_signature() -> None:
     kinds = (algorithms.Algorithm, algorithms.BaseOptimizer, torch.optim.Optimizer)
     classes = {n for module in (algorithms, server) for n in module.__all__ if issubclass(getattr(module, n), kinds)}
     written = {name_of(call) for call in signatures()}
@@ -177,7 +177,7 @@ def costs() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("row", few(costs(), costs()[::3]), ids=lambda row: row[0].strip("`"))
-def test_costs_are_the_real_ones(row: list[str]) -> None:
+def test_documented_costs_match_the_measured_ones(row: list[str]) -> None:
     code, per_step, full, counted, on_server, on_client = row
     algorithm = eval(code.strip("`"), vars(algorithms))
     clients, steps, calls = 2, (1, 2), []
@@ -198,7 +198,7 @@ def test_costs_are_the_real_ones(row: list[str]) -> None:
         assert sum(v.numel() for v in values.values()) // size == int(want)
 
 
-def test_every_method_has_its_cost() -> None:
+def test_every_method_has_a_documented_cost() -> None:
     written = {row[0].strip("`").split("(")[0] for row in costs()}
     methods = {n for n in algorithms.__all__ if issubclass(getattr(algorithms, n), algorithms.Algorithm)}
     of_a_part = {"FedBN", "FedPer", "FedRep", "LGFedAvg"}  # FedAvg's, of the part of the model that is shared

@@ -45,7 +45,9 @@ def new_algorithm() -> Any:
 
 
 @pytest.mark.parametrize("path", few(EXAMPLES, [p for p in EXAMPLES if p.stem not in RUN_BELOW]), ids=lambda p: p.stem)
-def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs_for_two_rounds(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # and taken back with what ``seed_everything`` makes of it
     accuracy = load(path).main(max_rounds=2)
     assert math.isfinite(accuracy)
@@ -54,7 +56,7 @@ def test_two_rounds(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.thorough
-def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs_and_shows_the_expected_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat", reason="no nbformat, which reads notebooks")
     nbclient = pytest.importorskip("nbclient", reason="no nbclient, which runs notebooks")
     pytest.importorskip("ipykernel", reason="no ipykernel, which notebooks run in")
@@ -120,7 +122,7 @@ def test_two_processes_share_a_run(launch: Callable[..., str]) -> None:
 
 
 @pytest.mark.thorough
-def test_classes_of_ones_own_on_the_command_line(
+def test_custom_classes_work_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
@@ -137,7 +139,7 @@ def test_classes_of_ones_own_on_the_command_line(
     assert not list((FOLDER / "cli").glob("lightning_logs"))
 
 
-def test_personalisation_is_shown_for_every_client(capsys: pytest.CaptureFixture[str]) -> None:
+def test_personalization_is_shown_for_every_client(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.1 < load(FOLDER / "per_client.py").main(max_rounds=2) <= 1.0
     table = capsys.readouterr().out.partition("gap\n")[2].splitlines()[:20]
     for row in table:
@@ -147,7 +149,7 @@ def test_personalisation_is_shown_for_every_client(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.thorough
-def test_a_frozen_backbone_neither_moves_nor_travels(tmp_path: Path) -> None:
+def test_frozen_backbone_is_unchanged_and_not_sent(tmp_path: Path) -> None:
     finetune = load(FOLDER / "finetune_torchvision.py")
     saved = finetune.get_model("resnet18").state_dict()
     torch.save(saved, tmp_path / "weights.pth")
@@ -161,7 +163,7 @@ def test_a_frozen_backbone_neither_moves_nor_travels(tmp_path: Path) -> None:
     assert trainer.fit_loop.state.x.numel() == 10 * 512 + 10
 
 
-def test_no_statistics_where_all_layers_are_trained() -> None:
+def test_fully_trained_model_has_no_batch_statistics() -> None:
     finetune = load(FOLDER / "finetune_torchvision.py")
     model = finetune.FineTuned(num_classes=10, train_backbone=True)
     assert not list(model.net.buffers())
@@ -170,13 +172,13 @@ def test_no_statistics_where_all_layers_are_trained() -> None:
         finetune.FineTuned(num_classes=10, weights="DEFAULT", train_backbone=True)
 
 
-def test_the_index_names_every_example() -> None:
+def test_index_lists_every_example() -> None:
     index = (FOLDER / "README.md").read_text()
     files = {p.relative_to(FOLDER).as_posix() for p in FOLDER.rglob("*") if p.suffix in (".ipynb", ".py", ".yaml")}
     assert set(re.findall(r"\]\(([\w/]+\.\w+)\)", index)) == files
 
 
-def test_fedacg_is_the_papers() -> None:
+def test_fedacg_matches_a_hand_computation() -> None:
     a, b, lam, beta, lr = [1.0, 0.5, 2.0], [-3.0, 1.0, 0.5], 0.75, 0.5, 0.25
     cohorts = [[0, 1], [2], [1, 2], [0, 2]]
     theta, m, want = 1.0, 0.0, []
@@ -198,7 +200,7 @@ def test_fedacg_is_the_papers() -> None:
     torch.testing.assert_close(torch.cat(got), torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=0)
 
 
-def test_fedacg_without_momentum_and_pull_is_fedavg() -> None:
+def test_fedacg_without_momentum_and_penalty_matches_fedavg() -> None:
     x, rounds = torch.ones(2, dtype=torch.float64), [Round({0: [None], 1: [None] * 3})] * 3
     problem = quadratic([1.0, 0.5], [-3.0, 1.0]), [5, 1], x, rounds
     ours = play(new_algorithm().FedACG(lam=0.0, beta=0.0), *problem).x

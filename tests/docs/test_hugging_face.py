@@ -41,7 +41,7 @@ class Bert(pl.LightningModule):
         (False, {}, r"engine='auto' takes 'vectorized', up to \d+ clients at once: .*"),
     ],
 )
-def test_auto_says_what_it_takes_in_one_line(
+def test_auto_explains_its_engine_in_one_line(
     masked: bool, config: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Bert(masked, **config)
@@ -78,7 +78,7 @@ class Adapted(Bert):
 
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_nothing_and_resumes(reentrant: bool, adapter: bool, tmp_path: Path) -> None:
+def test_gradient_checkpointing_keeps_the_results_and_resumes(reentrant: bool, adapter: bool, tmp_path: Path) -> None:
     stream = torch.Generator().manual_seed(0)
     dataset = torch.utils.data.TensorDataset(torch.randint(0, 20, (12, 5), generator=stream), torch.arange(12) % 2)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}

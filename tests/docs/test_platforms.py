@@ -8,7 +8,7 @@ import torch
 PAGE = Path(__file__).parents[2] / "docs" / "platforms.md"
 
 
-def test_the_page_on_platforms_has_the_error_of_a_torchvision_built_for_another_pytorch() -> None:
+def test_platforms_page_quotes_the_torchvision_mismatch_error() -> None:
     """Its native library does not load then, so the first operator that it describes to PyTorch does not exist.
 
     Here ``lightning_fed`` has declared that operator, so another name stands in for it.

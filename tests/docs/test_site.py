@@ -66,7 +66,7 @@ def named(nav: Any) -> Iterator[str]:
             yield from named(entry)
 
 
-def test_the_navigation_names_every_page_once() -> None:
+def test_navigation_lists_every_page_once() -> None:
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert site()["not_in_nav"].split() == ["papers/*_details.md"]
     found = list(named(site()["nav"]))
@@ -77,7 +77,7 @@ def test_the_navigation_names_every_page_once() -> None:
     assert set(found) == {page for page in pages if not page.endswith("_details.md")} | made
 
 
-def test_the_menu_has_the_titles_of_the_reference() -> None:
+def test_menu_titles_match_the_reference() -> None:
     titles = dict(entry for each in site()["nav"] for entry in titled(each))
     assert {name: titles[f"api/{name}.md"] for name in reference()} == {
         n: page["title"] for n, page in reference().items()
@@ -95,7 +95,7 @@ def titled(nav: Any) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.thorough
-def test_the_list_of_results_has_them_all() -> None:
+def test_results_index_is_up_to_date() -> None:
     spec = spec_from_file_location("papers_index", ROOT / "docs" / "papers_index.py")
     assert spec is not None
     assert spec.loader is not None
@@ -108,7 +108,7 @@ def test_the_list_of_results_has_them_all() -> None:
     assert not large
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_citation_matches_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == __version__
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
@@ -120,7 +120,7 @@ def reference() -> dict[str, Any]:
     return dict(yaml.safe_load((ROOT / "docs" / "reference.yaml").read_text()))
 
 
-def test_the_reference_has_each_public_name_once() -> None:
+def test_reference_lists_each_public_name_once() -> None:
     public: dict[str, set[str]] = {}
     for path in (ROOT / "lightning_fed").rglob("__init__.py"):
         for node in ast.parse(path.read_text()).body:
@@ -134,7 +134,7 @@ def test_the_reference_has_each_public_name_once() -> None:
     assert set(names) == set().union(*public.values())
 
 
-def test_links_have_titles_and_not_file_names() -> None:
+def test_links_have_titles_instead_of_file_names() -> None:
     faults = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
@@ -158,7 +158,7 @@ def test_code_has_at_most_76_columns() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("address", [None, "https://example.org/me/lightning_fed"])
-def test_an_address_links_pages_and_names_to_their_sources(address: str | None) -> None:
+def test_repository_address_links_pages_and_names_to_sources(address: str | None) -> None:
     pytest.importorskip("mkdocs", reason='no MkDocs, which builds the site: pip install -e ".[docs]"')
     hooks = module_at("build_hooks", ROOT / "docs" / "build_hooks.py")
     page = SimpleNamespace(file=SimpleNamespace(src_uri="contributing.md"), meta={}, edit_url=None)
@@ -191,7 +191,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.thorough
-def test_the_site_builds_without_warnings_and_fetches_nothing(built: Path) -> None:
+def test_site_builds_without_warnings_or_external_resources(built: Path) -> None:
     formulas = (built / "methods.html").read_text()
     assert formulas.count("<math") > 100
     assert "\\(" not in re.sub(r"<code.*?</code>", "", formulas, flags=re.S)
@@ -210,7 +210,7 @@ def test_the_site_builds_without_warnings_and_fetches_nothing(built: Path) -> No
 
 
 @pytest.mark.thorough
-def test_a_page_of_the_reference_has_a_table_and_no_overridden_hook(built: Path) -> None:
+def test_reference_page_has_a_table_and_no_overridden_hooks(built: Path) -> None:
     methods, writing, callbacks, models = (
         (built / "api" / f"{name}.html").read_text() for name in ("algorithms", "writing", "callbacks", "models")
     )
@@ -227,7 +227,7 @@ def test_a_page_of_the_reference_has_a_table_and_no_overridden_hook(built: Path)
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)
-def test_a_browser_shows_every_page_as_it_should(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_browser_renders_every_page_correctly(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     look = site_check()
     if look.browser() is None:
         pytest.skip(f"no browser that shows the site: install one of {', '.join(look.BROWSERS)}")
@@ -260,7 +260,7 @@ def test_a_browser_shows_every_page_as_it_should(built: Path, capsys: pytest.Cap
         ),
     ],
 )
-def test_a_fault_of_a_page_is_found(
+def test_site_check_detects_page_faults(
     content: str, fault: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     look = site_check()
@@ -336,7 +336,7 @@ def configurations() -> list[Any]:
 
 
 @pytest.mark.parametrize("content", few(configurations(), [shown.id for shown in configurations()[::3]]))
-def test_a_configuration_that_is_shown_can_be_read(content: dict[str, Any], tmp_path: Path) -> None:
+def test_documented_configuration_can_be_parsed(content: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "shown.yaml"
     path.write_text(yaml.safe_dump(content))
     below = [] if {"model", "data", "trainer"} <= set(content) else ["--config", QUICKSTART]
@@ -344,9 +344,9 @@ def test_a_configuration_that_is_shown_can_be_read(content: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize("wrong", ["trainer: {max_round: 3}", "data: {class_path: lightning_fed.data.Digit}"])
-def test_a_configuration_with_an_unknown_name_is_found(wrong: str, tmp_path: Path) -> None:
+def test_configuration_with_an_unknown_name_is_rejected(wrong: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        test_a_configuration_that_is_shown_can_be_read(yaml.safe_load(wrong), tmp_path)
+        test_documented_configuration_can_be_parsed(yaml.safe_load(wrong), tmp_path)
 
 
 STARTS = ("lightning-fed ", "python ", "srun ", "torchrun ", "pytest ", "pip ")
@@ -442,7 +442,7 @@ def check_installation(words: list[str]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("every", [False, True])
-def test_a_command_that_is_shown_is_a_real_one(every: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_commands_are_valid(every: bool, capsys: pytest.CaptureFixture[str]) -> None:
     shown, faults = list(commands(every)), []
     assert len(shown) > 100
     for place, command in shown:
@@ -467,7 +467,7 @@ def megabytes(text: str) -> list[float]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rounds", [1, 50])
-def test_the_quickstart_shows_what_a_run_prints(
+def test_quickstart_output_matches_a_run(
     rounds: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -503,12 +503,12 @@ def test_the_quickstart_shows_what_a_run_prints(
         "pytest tests/orakel",
     ],
 )
-def test_a_command_that_does_not_exist_is_found(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_detected(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         check(command, capsys)
 
 
-def test_the_quickstart_quotes_errors_that_the_package_raises() -> None:
+def test_quickstart_quotes_errors_that_the_package_raises() -> None:
     page = (ROOT / "docs/quickstart.md").read_text().partition("## Common errors")[2]
     code = "".join(path.read_text() for path in (ROOT / "lightning_fed").rglob("*.py"))
     quoted = [text.removesuffix(" ...") for text in re.findall(r"^- \*\*`([^`]+)`\*\*", page, re.MULTILINE)]

@@ -20,7 +20,7 @@ from tests.helpers.training import clients
 X = torch.arange(10.0)
 
 
-def test_each_parameter_reads_its_part_and_what_it_reads_counts_as_read() -> None:
+def test_per_parameter_steps_are_sliced_and_track_reads() -> None:
     server = TrackedState({"c": X + 10, "d": X}, set())
     mean = TrackedState({"x": X + 20}, set())
     rates = torch.cat([torch.full((6,), 0.1), torch.full((4,), 0.2)])
@@ -47,7 +47,7 @@ def chunk(**options: Any) -> ChunkResult:
     return ChunkResult(members, y, y[:, :3] - 1, {}, sends_delta=True, reports=reports, asked=[0, 1], **options)
 
 
-def test_what_clients_keep_does_not_hold_on_to_the_chunk() -> None:
+def test_kept_client_states_do_not_hold_the_chunk() -> None:
     states = torch.arange(6.0).view(2, 3)
     result = chunk(keep={"c": states})
     kept = result.new_states()
@@ -57,7 +57,7 @@ def test_what_clients_keep_does_not_hold_on_to_the_chunk() -> None:
     assert chunk(keep={}).new_states() == [{}, {}]
 
 
-def test_personal_parameters_are_no_part_of_what_is_exchanged() -> None:
+def test_personal_parameters_are_not_exchanged() -> None:
     assert chunk(keep={}).shared.tolist() == [[0.0, 1.0, 2.0], [4.0, 5.0, 6.0]]
 
 
@@ -106,21 +106,21 @@ def of_client(x: Tensor) -> tuple[Tensor, float]:
     return torch.cat([g.flatten() for g in gradients]) + 0.01 * x, float(loss) * len(labels)  # with weight decay
 
 
-def test_gradient_and_loss_of_a_client_are_those_of_all_its_examples(asked: dict[float, Asks]) -> None:
+def test_client_gradient_and_loss_cover_all_its_examples(asked: dict[float, Asks]) -> None:
     found = asked[0.0]
     gradient, loss = of_client(found.x)
     torch.testing.assert_close(found.gradients[0], gradient, rtol=1e-11, atol=1e-13)
     assert found.losses[0] == pytest.approx(loss, rel=1e-12)
 
 
-def test_random_layers_draw_from_a_stream_of_the_round_and_the_client(asked: dict[float, Asks]) -> None:
+def test_random_layers_use_a_stream_per_round_and_client(asked: dict[float, Asks]) -> None:
     first, again, other = asked[0.5].gradients
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert asked[0.5].losses[0] == asked[0.5].losses[1] == pytest.approx(of_client(asked[0.5].x)[1]), "in eval mode"
 
 
-def test_what_a_client_that_failed_left_behind_is_taken_back(asked: dict[float, Asks]) -> None:
+def test_side_effects_of_a_failed_client_are_undone(asked: dict[float, Asks]) -> None:
     count, hook, gradient = asked[0.0].left
     assert (count, gradient) == (0, None)
     assert hook != "elsewhere"

@@ -61,7 +61,7 @@ def using(module: pl.LightningModule, *callbacks: pl.Callback, datamodule: Any =
     return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), datamodule=datamodule, strategy=strategy)
 
 
-def test_every_hook_of_single_batches_is_found_in_module_and_callbacks() -> None:
+def test_batch_hooks_of_modules_and_callbacks_are_detected() -> None:
     for hook, own in MODULE_HOOKS.items():
         hooked = type("Hooked", (Ordinary,), {hook: own})
         assert overridden_hooks(using(hooked())) == [f"Hooked.{hook}"]
@@ -73,14 +73,14 @@ def test_every_hook_of_single_batches_is_found_in_module_and_callbacks() -> None
     assert {*CALLBACK_STEP_HOOKS, "on_train_batch_start", "on_train_batch_end"} == {*CALLBACK_HOOKS}
 
 
-def test_hooks_of_single_batches_are_refused_by_the_vectorized_engine() -> None:
+def test_vectorized_engine_rejects_batch_hooks() -> None:
     hooked = type("Hooked", (Ordinary,), {"on_after_backward": lambda self: None})
     refused(hooked, r"Hooked\.on_after_backward is called for every batch")
     callback = LambdaCallback(on_train_batch_end=lambda *_: None)
     refused(Ordinary, r"LambdaCallback\.on_train_batch_end is called for every batch", callbacks=[callback])
 
 
-def test_transfer_hooks_are_found_in_module_and_data_module() -> None:
+def test_transfer_hooks_of_modules_and_data_modules_are_detected() -> None:
     class Moves(Ordinary):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return batch
@@ -94,7 +94,7 @@ def test_transfer_hooks_are_found_in_module_and_data_module() -> None:
     assert has_transfer_hooks(using(Ordinary(), datamodule=MovesData(clients(), batch_size=4)))
 
 
-def test_timers_look_at_the_clock_once_a_round() -> None:
+def test_timers_check_the_clock_once_per_round() -> None:
     timer = Timer(interval="step")
     assert uses_batch_hook(timer, "on_train_batch_end")
     time_by_rounds(using(Ordinary(), pl.Callback(), timer))
@@ -118,11 +118,11 @@ class PerBatch(ModelCheckpoint):
     ],
     ids=["None", "step", "a subclass"],
 )
-def test_callbacks_of_lightning_that_do_something_for_every_batch_are_refused(callback: pl.Callback, hook: str) -> None:
+def test_lightning_callbacks_that_act_per_batch_are_rejected(callback: pl.Callback, hook: str) -> None:
     refused(Ordinary, rf"{hook} is called for every batch", callbacks=[callback], enable_checkpointing=True)
 
 
-def test_hooks_of_single_batches_in_a_checkpoint_callback_are_called(tmp_path: Path) -> None:
+def test_batch_hooks_of_a_checkpoint_callback_are_called(tmp_path: Path) -> None:
     callback = PerBatch(tmp_path)
     trainer(callbacks=callback, enable_checkpointing=True, max_rounds=1).fit(Ordinary(), data())
     assert callback.heard
@@ -151,7 +151,7 @@ class DoubledIn(SingleDeviceStrategy):
 
 
 @pytest.mark.parametrize("plugin", [Doubled, DoubledAfterwards], ids=lambda plugin: plugin.__name__)
-def test_a_users_precision_plugin_is_called_between_batch_and_step(plugin: type[Precision]) -> None:
+def test_custom_precision_plugin_is_called_between_batch_and_step(plugin: type[Precision]) -> None:
     assert torch.equal(fit(plugins=plugin(), max_rounds=1), fit(seeded(lr=0.2), max_rounds=1))
     hook = plugin_step_hooks(SimpleNamespace(precision_plugin=plugin(), strategy=SingleDeviceStrategy("cpu")))
     refused(Ordinary, rf"{hook[0]} is called for every batch", plugins=plugin())
@@ -159,7 +159,7 @@ def test_a_users_precision_plugin_is_called_between_batch_and_step(plugin: type[
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_users_strategy_moves_every_batch(engine: str) -> None:
+def test_custom_strategy_transfers_every_batch(engine: str) -> None:
     doubled = [torch.utils.data.TensorDataset(2 * x.tensors[0], x.tensors[1]) for x in clients()]
     expected = fit(seeded(Ordinary), FederatedDataModule(doubled, batch_size=4), engine=engine, max_rounds=1)
     moved = FederatedDataModule(clients(), batch_size=4)
@@ -167,7 +167,7 @@ def test_a_users_strategy_moves_every_batch(engine: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_hooks_of_a_users_strategy_are_found_and_those_of_lightning_are_not() -> None:
+def test_only_hooks_of_custom_strategies_are_detected() -> None:
     seen = []
 
     class Watches(SingleDeviceStrategy):
@@ -196,7 +196,7 @@ class Scaling(Ordinary):
     [(Mime(), "full-batch"), (ServerOnly(), "full-batch"), (FedSAM(0.1), "second")],
     ids=["Mime", "ServerOnly", "FedSAM"],
 )
-def test_a_hook_that_other_gradients_do_not_pass_is_named(algorithm: Algorithm, others: str) -> None:
+def test_hook_that_is_not_called_for_other_gradients_warns(algorithm: Algorithm, others: str) -> None:
     message = rf"takes {others} gradients, for which these hooks are not called: Scaling\.on_after_backward\. If"
     local = {"local_epochs": None if isinstance(algorithm, ServerOnly) else 1}
     with pytest.warns(UserWarning, match=message):
@@ -208,7 +208,7 @@ def test_a_hook_that_other_gradients_do_not_pass_is_named(algorithm: Algorithm, 
     [(Scaling, FedAvg()), (Ordinary, Mime()), (Watching, Mime())],
     ids=["FedAvg", "no hook", "a hook before backward"],
 )
-def test_a_hook_that_sees_all_gradients_gives_no_warning(
+def test_hook_that_is_called_for_all_gradients_does_not_warn(
     module: type[Ordinary], algorithm: Algorithm, recwarn: pytest.WarningsRecorder
 ) -> None:
     fit(seeded(module), algorithm=algorithm, max_rounds=1)

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_fed.engines.changes import Snapshot, TensorCopies, attribute_tensors, parts_of
 
 
-def test_snapshots_look_into_collections_and_plain_objects() -> None:
+def test_snapshots_cover_collections_and_plain_objects() -> None:
     module = nn.Linear(2, 2)
     module.own, module.pairs = SimpleNamespace(value=0.0), {"a": [1, {"b": (2.0, torch.zeros(1))}]}
     module.not_a_number = float("nan")
@@ -46,7 +46,7 @@ def taken(module: nn.Module) -> Snapshot:
     return snapshot
 
 
-def test_equal_numbers_are_no_change_and_equal_objects_are() -> None:
+def test_snapshots_compare_numbers_by_value_and_objects_by_identity() -> None:
     module = nn.Linear(2, 2)
     module.rate, module.rates, module.pair = 0.5, {"all": [0.5, float("nan")], "pair": [1, 2]}, (1, 2)
     snapshot = taken(module)
@@ -61,7 +61,7 @@ def test_equal_numbers_are_no_change_and_equal_objects_are() -> None:
     assert snapshot.changed() == ("attribute", "pair")
 
 
-def test_snapshots_see_generators_arrays_hooks_and_layers() -> None:
+def test_snapshots_cover_generators_arrays_hooks_and_layers() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module.array, module.generator = np.zeros(2), torch.Generator()
     snapshot = taken(module)
@@ -80,7 +80,7 @@ def test_snapshots_see_generators_arrays_hooks_and_layers() -> None:
     assert list(module._modules) == ["0"]
 
 
-def test_other_objects_in_place_of_parameters_are_told_apart() -> None:
+def test_replaced_parameter_objects_are_reported_separately() -> None:
     """Whether that matters depends on who looks: an engine replaces some buffers when it writes them."""
     module = nn.BatchNorm1d(2)
     snapshot = taken(module)
@@ -97,7 +97,7 @@ class Node:
         self.parent, self.children, self.value = parent, list["Node"](), 0.0
 
 
-def test_snapshots_look_into_deep_configurations() -> None:
+def test_snapshots_cover_deep_configurations() -> None:
     module = nn.Linear(2, 2)
     module.root = leaf = Node()
     for _ in range(5):
@@ -116,7 +116,7 @@ class Slotted:
     inner: list[float]
 
 
-def test_snapshots_look_into_slots() -> None:
+def test_snapshots_cover_slots() -> None:
     module = nn.Linear(2, 2)
     module.own = Slotted(1.0, [1.0])
     snapshot = taken(module)
@@ -147,7 +147,7 @@ class Named(set):  # type: ignore[type-arg]
         self.name = name
 
 
-def test_collections_that_cannot_be_written_or_copied_are_left_alone() -> None:
+def test_unwritable_or_uncopyable_collections_are_not_modified() -> None:
     module = nn.Linear(2, 2)
     module.config, module.named, module.waiting = Frozen(rate=1), Named("labels", [1, 2]), deque([1, 2])
     position, snapshot = iter(module.waiting), taken(module)
@@ -174,7 +174,7 @@ class Hides:
         raise RuntimeError("hidden")
 
 
-def test_objects_that_answer_for_others_are_not_asked() -> None:
+def test_proxies_and_delegating_objects_are_not_queried() -> None:
     module = nn.Linear(2, 2)
     node, gone = Node(), Node()
     module.delegates, module.empty, module.hides = Delegates(), Delegates(), Hides()
@@ -187,7 +187,7 @@ def test_objects_that_answer_for_others_are_not_asked() -> None:
     assert snapshot.changed() == ("attribute", "delegates")
 
 
-def test_a_logger_that_notes_its_levels_has_not_changed() -> None:
+def test_logger_level_cache_is_not_a_change() -> None:
     module = nn.Linear(2, 2)
     module.log_of_steps = logging.getLogger(f"{__name__}.{id(module)}")
     snapshot = taken(module)
@@ -196,7 +196,7 @@ def test_a_logger_that_notes_its_levels_has_not_changed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_numbers_in_views_and_of_any_type_are_compared_and_put_back() -> None:
+def test_tensor_views_of_any_dtype_are_compared_and_restored() -> None:
     module, made = nn.Linear(2, 2), torch.ones(3, dtype=torch.complex64) * 1j
     module.conjugate, module.negative = made.conj(), made.conj().imag
     module.low, module.mask = torch.zeros(20_000).to(torch.float8_e4m3fn), torch.zeros(20_000, dtype=torch.bool)
@@ -210,7 +210,7 @@ def test_numbers_in_views_and_of_any_type_are_compared_and_put_back() -> None:
     assert (module.negative.tolist(), module.mask.sum()) == ([-1.0] * 3, 0)
 
 
-def test_few_numbers_in_an_array_are_put_back() -> None:
+def test_changed_array_entries_are_restored() -> None:
     module = nn.Linear(2, 2)
     module.bank, module.scalar, module.times = np.zeros((40, 50)), np.array(1.0), np.zeros(2, "datetime64[s]")
     snapshot = taken(module)

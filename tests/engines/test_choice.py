@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", few(CASES, ["full gradients at once"]))
-def test_auto_restarts_the_round_with_the_sequential_engine_and_says_so_once(name: str) -> None:
+def test_auto_restarts_the_round_sequentially_and_warns_once(name: str) -> None:
     with pytest.warns(UserWarning, match=RESTARTS) as said:
         found = run("auto", **CASES[name])
     assert sum(RESTARTS in str(warning.message) for warning in said) == 1
@@ -72,7 +72,7 @@ def test_auto_restarts_the_round_with_the_sequential_engine_and_says_so_once(nam
 
 
 @pytest.mark.parametrize("name", few(CASES, ["a recurrent cell"]))
-def test_vectorized_is_refused_and_no_client_is_blamed(name: str) -> None:
+def test_vectorized_raises_without_blaming_a_client(name: str) -> None:
     with pytest.raises(FederatedError, match="'vectorized' cannot run clients of .* in round 0") as refusal:
         run("vectorized", **CASES[name])
     assert "Client" not in str(refusal.value)
@@ -100,7 +100,7 @@ class Compares(FederatedCallback):
 
 
 @pytest.mark.thorough
-def test_reports_hooks_and_the_model_shown_in_them_are_those_of_every_client() -> None:
+def test_reports_and_hooks_after_a_restart_match_sequential() -> None:
     records = [FromRestart(), FromRestart()]
     with pytest.warns(UserWarning, match=RESTARTS):
         found = run("auto", **CASES["local steps"], callbacks=[records[0], Compares()])
@@ -112,7 +112,7 @@ def test_reports_hooks_and_the_model_shown_in_them_are_those_of_every_client() -
     assert [r.cohort for r in records[0].rounds] == [r.cohort for r in records[1].rounds]
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_yields_identical_bits(tmp_path: Path) -> None:
     options = {"make": PickyInFullBatches, "algorithm": Mime(SGDm()), "datamodule": full}
     with pytest.warns(UserWarning, match=RESTARTS):
         whole, half = (run("auto", max_rounds=rounds, **options) for rounds in (4, 2))
@@ -138,7 +138,7 @@ def with_invalid() -> FederatedDataModule:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:engine='auto' restarts")
-def test_a_client_that_fails_alone_is_left_out() -> None:
+def test_single_failing_client_is_dropped() -> None:
     options = {"make": Fails, "datamodule": with_invalid, "on_client_error": "drop", "max_failed_share": 0.5}
     found, expected = (run(engine, limit_val_batches=0, **options) for engine in ("auto", "sequential"))
     assert_agree(found, expected)
@@ -147,7 +147,7 @@ def test_a_client_that_fails_alone_is_left_out() -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:engine='auto' restarts")
 @pytest.mark.parametrize("name", ["local steps", "full gradients at once"])
-def test_two_processes_end_where_one_does(name: str, tmp_path: Path) -> None:
+def test_two_processes_match_one(name: str, tmp_path: Path) -> None:
     case = {"clients_per_round": 4, "max_rounds": 2, "limit_val_batches": 0, **CASES[name]}
     alone = results_of(run("sequential", **case))["state"]
     for outcome in in_processes(partial(run_in_two, case), tmp_path):
@@ -173,7 +173,7 @@ class Distills(Misses):
 
 
 @pytest.mark.parametrize(("make", "is_named"), [(Distills, True), (Misses, False)])
-def test_an_attribute_that_a_hook_sets_after_the_trial_step_has_a_remedy(make: Any, is_named: bool) -> None:
+def test_error_for_attribute_set_after_trial_step_has_a_remedy(make: Any, is_named: bool) -> None:
     with pytest.raises(FederatedError, match="trial step in round 0: AttributeError: .*'teacher'") as raised:
         run("vectorized", make, max_rounds=1)
     assert ("give what they set a first value of the same kind in __init__" in str(raised.value)) is is_named
@@ -186,6 +186,6 @@ class Freezes(Ordinary):
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "auto"])
-def test_a_step_that_freezes_a_parameter_is_refused_by_its_name(engine: str) -> None:
+def test_step_that_freezes_a_parameter_is_rejected(engine: str) -> None:
     with pytest.raises(FederatedError, match="^Freezes or a callback has frozen the parameter"):
         run(engine, Freezes, max_rounds=1)

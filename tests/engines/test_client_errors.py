@@ -36,7 +36,7 @@ class Step(Ordinary):
         return self.then(self, loss, batch)
 
 
-def test_what_vmap_says_at_length_is_said_in_short_and_whole_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_vmap_error_is_shortened_and_logged_in_full(caplog: pytest.LogCaptureFixture) -> None:
     def write_shared(module: Any, loss: Tensor, batch: Any) -> Tensor:
         shared = torch.zeros(FEATURES)
         shared[batch[0][0] > 0] = 1.0  # refused by vmap in 393 letters
@@ -53,7 +53,7 @@ def test_what_vmap_says_at_length_is_said_in_short_and_whole_in_the_log(caplog: 
     assert whole.endswith("please file a bug report instead.")
 
 
-def test_an_error_of_an_unknown_kind_is_named_by_its_type_and_line() -> None:
+def test_unknown_error_is_described_by_type_and_line() -> None:
     class LongError(RuntimeError):
         pass
 
@@ -70,7 +70,7 @@ def report(steps: int = 3, loss: float = 0.5, norm: float = 1.0) -> ClientReport
     return ClientReport("ann", 7, steps, loss, {}, norm, 0.0)
 
 
-def test_a_client_is_at_fault_if_its_loss_or_its_parameters_are_not_finite() -> None:
+def test_client_with_non_finite_loss_or_parameters_is_blamed() -> None:
     assert fault_of(report(), lambda: [0.5] * 3, 2) is None
     assert fault_of(report(steps=0, loss=float("nan")), list, 2) is None, "it has no loss"
     for found, what in ((report(loss=float("inf")), "a loss"), (report(norm=float("nan")), "parameters")):
@@ -98,7 +98,7 @@ def test_a_client_is_at_fault_if_its_loss_or_its_parameters_are_not_finite() -> 
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_an_error_is_named_by_client_round_and_step(error: Exception, says: str, culprit: str | None) -> None:
+def test_error_names_client_round_and_step(error: Exception, says: str, culprit: str | None) -> None:
     names = NamesClient("ann", 4, "its work", lambda: 2)
     where = "Client 'ann' failed in its work in round 4, local step 3: "
     with pytest.raises(ClientError, match=where) as caught, names:
@@ -107,25 +107,25 @@ def test_an_error_is_named_by_client_round_and_step(error: Exception, says: str,
     assert (caught.value.culprit, caught.value.__cause__) == (culprit, error)
 
 
-def test_behind_the_last_step_no_further_one_is_named() -> None:
+def test_error_after_the_last_step_names_no_further_step() -> None:
     names = NamesClient("ann", 0, "its work", lambda: 4, planned=4)
     with pytest.raises(ClientError, match="in round 0, after its 4 local steps: ValueError"), names:
         raise ValueError
 
 
-def test_before_the_first_step_no_step_is_named() -> None:
+def test_error_before_the_first_step_names_no_step() -> None:
     names = NamesClient("ann", 0, "its gradient", lambda: None)
     with pytest.raises(ClientError, match="in its gradient in round 0: ValueError"), names:
         raise ValueError
 
 
 @pytest.mark.parametrize("request_", [KeyboardInterrupt(), SIGTERMException(), PeerError("process 1 has failed")])
-def test_a_request_to_stop_and_a_failure_elsewhere_are_nobodys(request_: BaseException) -> None:
+def test_stop_requests_and_outside_failures_blame_no_client(request_: BaseException) -> None:
     with pytest.raises(type(request_)), NamesClient("ann", 0, "its work", lambda: 0):
         raise request_
 
 
-def test_a_step_without_a_gradient_cannot_be_clipped_by_value_but_in_the_other_ways() -> None:
+def test_step_without_a_gradient_cannot_be_clipped_by_value() -> None:
     def skip(module: Any, loss: Tensor, batch: Any) -> Any:
         module.calls += 1
         return None if module.calls == 2 else loss
@@ -148,7 +148,7 @@ class FixedSize(Ordinary):
         return super().training_step(batch, batch_idx) + torch.zeros(4)[: len(batch[0])].add(batch[0][:, 0] * 0).sum()
 
 
-def test_a_module_for_one_size_of_batch_is_told_of_the_size_of_full_batches() -> None:
+def test_fixed_batch_size_module_raises_a_full_batch_size_hint() -> None:
     with pytest.raises(ClientError, match=r"full-batch gradient in round 0: RuntimeError.*set the data module's full_"):
         trainer(algorithm=Mime()).fit(FixedSize(), data())
     trainer(algorithm=Mime(), max_rounds=1).fit(FixedSize(), data(full_batch_size=4))
@@ -171,7 +171,7 @@ class Spectral(Ordinary):
 
 
 @pytest.mark.thorough
-def test_a_parameter_that_is_viewed_as_another_type_must_be_copied() -> None:
+def test_parameter_viewed_as_another_dtype_must_be_copied() -> None:
     with pytest.raises(ClientError, match=r"divisible by 2\. Parameters are parts of one vector here.*weight\.clone"):
         run("auto", partial(Spectral, copies=False), max_rounds=1)
     assert_agree(run("sequential", partial(Spectral, copies=True)), run("vectorized", partial(Spectral, copies=True)))

@@ -233,7 +233,7 @@ def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
 
 @pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
 @pytest.mark.parametrize("setter", few(SETTERS, [nested, configuration, new_tensor, momentum]))
-def test_vectorized_names_the_setting_and_the_client(setter: Setter, engine: dict[str, Any]) -> None:
+def test_vectorized_error_names_the_setting_and_the_client(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=1)
     found = f"on_client_start changes {SETTERS[setter]} for client [01],.*on_round_start.*engine='sequential'"
     with pytest.raises(FederatedError, match=found):
@@ -267,7 +267,7 @@ def gradient_hook(trainer: Any, module: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize(("setter", "name"), [(class_attribute, "Wide.scale"), (entry, "array")])
-def test_attributes_of_classes_and_entries_of_large_arrays_are_settings(setter: Setter, name: str) -> None:
+def test_class_attributes_and_large_array_entries_are_settings(setter: Setter, name: str) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], make=Wide, max_rounds=1)
     with pytest.warns(UserWarning, match=f"{RESTARTS}.*attribute {name!r} of Wide"):
         found = start(engine="auto")
@@ -275,14 +275,14 @@ def test_attributes_of_classes_and_entries_of_large_arrays_are_settings(setter: 
     assert (Wide.scale, found.lightning_module.array[777]) == (1.0, 1.0)
 
 
-def test_clients_at_once_have_no_hooks_of_parameters_of_their_own() -> None:
+def test_vectorized_rejects_per_client_parameter_hooks() -> None:
     start = setting(gradient_hook, lambda client, _: UNALIKE[client], max_rounds=1)
     with pytest.raises(FederatedError, match="on_client_start changes the hooks of the parameter 'head.weight' for cl"):
         start(engine="vectorized")
 
 
 @pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
-def test_what_a_value_of_all_clients_is_set_by_is_named(engine: dict[str, Any]) -> None:
+def test_error_for_a_setting_shared_by_clients_suggests_on_round_start(engine: dict[str, Any]) -> None:
     start = setting(rate, lambda _, round: 2.0, max_rounds=1)
     with pytest.raises(FederatedError, match=r"on_client_start changes the learning rate .* for client 0, .* in on_ro"):
         start(**engine)
@@ -292,7 +292,7 @@ def array(trainer: Any, module: Any, value: float) -> None:
     module.array[:] = value
 
 
-def test_contents_of_arrays_are_compared_too() -> None:
+def test_array_contents_are_compared() -> None:
     class WithArray(Adjustable):
         def __init__(self) -> None:
             super().__init__()
@@ -305,7 +305,7 @@ def test_contents_of_arrays_are_compared_too() -> None:
 
 @pytest.mark.parametrize("algorithm", few([Scaffold(option="i"), Ditto(0.1)], []), ids=lambda a: type(a).__name__)
 @pytest.mark.parametrize("chunk_size", few([1, 4], []))
-def test_full_gradients_and_own_solves_see_what_the_hooks_set(algorithm: Any, chunk_size: int) -> None:
+def test_full_gradients_and_custom_solves_use_hook_settings(algorithm: Any, chunk_size: int) -> None:
     for value in (lambda _, round: 1.0 + round, lambda client, _: UNALIKE[client]):
         start = setting(attribute, value, algorithm=algorithm, max_rounds=3)
         expected = start(engine="sequential")
@@ -314,7 +314,7 @@ def test_full_gradients_and_own_solves_see_what_the_hooks_set(algorithm: Any, ch
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(("setter", "name"), [(attribute, "attribute 'factor'"), (frozen, "parameter 'frozen.weight'")])
-def test_a_setting_that_full_gradients_were_taken_without_is_refused(setter: Setter, name: str, engine: str) -> None:
+def test_setting_missing_from_full_gradients_is_rejected(setter: Setter, name: str, engine: str) -> None:
     start = setting(setter, lambda _, round: 2.0, algorithm=Mime(SGDm()), max_rounds=1)
     with pytest.raises(FederatedError, match=f"{name} of Adjustable for client 0, after Mime has taken full-batch"):
         start(engine=engine)
@@ -326,7 +326,7 @@ def trainable(trainer: Any, module: Any, value: float) -> None:
 
 @pytest.mark.parametrize("hook", ["on_client_start", "on_client_end"])
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_parameter_that_a_hook_freezes_for_clients_is_refused(hook: str, engine: str) -> None:
+def test_freezing_a_parameter_per_client_is_rejected(hook: str, engine: str) -> None:
     """A method would still correct its gradient of zero, and move it."""
     callback = Sets(trainable, lambda client, _: float(client == 0), hook)
     with pytest.raises(FederatedError, match=r"has frozen the parameter 'head\.bias'"):
@@ -399,7 +399,7 @@ def everything(trainer: Any, module: Any, value: float) -> None:
     trainer.datamodule.not_there_before = [value]
 
 
-def test_all_that_a_hook_may_set_holds_for_its_client_alone() -> None:
+def test_combined_hook_settings_apply_to_their_client_only() -> None:
     callback = OnlyFor(everything)
     run("sequential", callbacks=[callback], **{**options_of(method), "datamodule": noisy, "max_rounds": 2})
     assert len(callback.found) == 2 * 6
@@ -407,7 +407,7 @@ def test_all_that_a_hook_may_set_holds_for_its_client_alone() -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_client_start", "on_train_batch_start"])
-def test_what_a_hook_has_set_is_put_back_if_the_round_is_left(hook: str) -> None:
+def test_hook_settings_are_restored_if_the_round_is_interrupted(hook: str) -> None:
     class Leaves(OnlyFor):
         def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
             super().on_client_start(trainer, pl_module, round, client_id)
@@ -427,7 +427,7 @@ def test_what_a_hook_has_set_is_put_back_if_the_round_is_left(hook: str) -> None
 
 
 @pytest.mark.parametrize("setter", few([*SETTERS, extra, extended], [attribute, configuration, slot, rate]))
-def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> None:
+def test_hook_setting_applies_to_its_client_only(setter: Setter) -> None:
     callback = OnlyFor(setter)
     options = {**options_of(setter), "max_rounds": 2}
     found = run("sequential", callbacks=[callback], **options)
@@ -445,7 +445,7 @@ def test_what_a_hook_sets_for_a_client_holds_for_it_alone(setter: Setter) -> Non
 
 
 @pytest.mark.thorough
-def test_what_a_hook_sets_for_a_client_is_not_missing_in_a_resumed_run(tmp_path: Path) -> None:
+def test_per_client_hook_setting_is_kept_in_a_resumed_run(tmp_path: Path) -> None:
     options = {**options_of(attribute), "engine": "sequential"}
     half = run(callbacks=[OnlyFor(attribute, round=1)], max_rounds=2, **options)
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -456,7 +456,7 @@ def test_what_a_hook_sets_for_a_client_is_not_missing_in_a_resumed_run(tmp_path:
     assert same(state_of(resumed), state_of(whole))
 
 
-def test_what_training_changes_is_not_put_back() -> None:
+def test_changes_made_by_training_are_kept() -> None:
     class Counts(Adjustable):
         taken = 0
 
@@ -468,7 +468,7 @@ def test_what_training_changes_is_not_put_back() -> None:
     assert t.lightning_module.taken == t.fit_loop.steps_taken
 
 
-def test_a_tensor_that_is_too_large_to_copy_may_not_be_written_for_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_too_large_to_copy_cannot_be_written_per_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_fed.engines.client_settings._COPIED", 2)
     with pytest.raises(FederatedError, match="on_client_start changes 'numbers' of Adjustable in place: 3 numbers"):
         run("sequential", callbacks=[OnlyFor(tensor_in_place)], **options_of(tensor_in_place))
@@ -480,7 +480,7 @@ def test_a_tensor_that_is_too_large_to_copy_may_not_be_written_for_one_client(mo
 
 @pytest.mark.parametrize("chunk_size", few([None, 1, 2], [None]))
 @pytest.mark.parametrize("setter", few([attribute, rate, data_module], [attribute]))
-def test_what_the_end_of_a_client_sets_is_for_the_next(setter: Setter, chunk_size: int | None) -> None:
+def test_setting_from_on_client_end_applies_to_the_next_client(setter: Setter, chunk_size: int | None) -> None:
     def start(engine: str, **options: Any) -> Any:
         callback = Sets(setter, lambda client, _: 1.0 + client, "on_client_end")
         return run(engine, callbacks=[callback], **options, **options_of(setter))
@@ -490,14 +490,14 @@ def test_what_the_end_of_a_client_sets_is_for_the_next(setter: Setter, chunk_siz
     assert same(state_of(found), state_of(start("sequential")))
 
 
-def test_vectorized_names_what_the_end_of_a_client_sets() -> None:
+def test_vectorized_error_names_the_setting_from_on_client_end() -> None:
     callback = Sets(attribute, lambda client, _: 1.0 + client, "on_client_end")
     with pytest.raises(FederatedError, match=r"on_client_end changes the attribute 'factor' .* after client \d"):
         run("vectorized", callbacks=[callback], **options_of(attribute))
 
 
 @pytest.mark.thorough
-def test_what_the_end_of_a_round_sets_is_for_the_next_round() -> None:
+def test_setting_after_the_last_client_applies_to_the_next_round() -> None:
     class Last(FederatedCallback):
         """Sets something once the last client of a round is done."""
 
@@ -550,7 +550,7 @@ class Relative(Record):
 @pytest.mark.parametrize(
     ("first", "chunk_size"), [pytest.param(f, c, id=f"{f}-{c}") for f in (0, 1) for c in (None, 1, 3)]
 )
-def test_hooks_start_from_what_they_found_at_the_start_of_the_round(first: int, chunk_size: int | None) -> None:
+def test_hooks_of_a_restarted_round_start_from_its_initial_state(first: int, chunk_size: int | None) -> None:
     records = Relative(first), Relative(first)
     with pytest.warns(UserWarning, match=f"{RESTARTS} {first}"):
         found = run("auto", callbacks=[records[0]], chunk_size=chunk_size, **options_of(attribute))
@@ -566,7 +566,7 @@ def test_hooks_start_from_what_they_found_at_the_start_of_the_round(first: int, 
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_goes_on_with_the_same_engine_and_bits(tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_engine_and_yields_identical_bits(tmp_path: Path) -> None:
     def value(client: int, round: int) -> float:
         return UNALIKE[client] if round == 0 else 1.0
 
@@ -581,7 +581,7 @@ def test_a_resumed_run_goes_on_with_the_same_engine_and_bits(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("hook", few(["on_client_start", "on_client_end"], []))
 @pytest.mark.parametrize("method", few([FedAvg, Scaffold], []))
-def test_clients_that_fail_are_left_out_all_the_same(hook: str, method: Any) -> None:
+def test_failing_clients_are_dropped_with_per_client_settings(hook: str, method: Any) -> None:
     def with_invalid() -> FederatedDataModule:
         parts = clients((8, 8, 8, 8))
         parts[2].tensors[0][0] = float("nan")
@@ -627,7 +627,9 @@ def results_in_two(hook: str) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("own", [None, RoundProgressBar, ClientModels, UpdateCosine])
-def test_nothing_is_compared_without_hooks_of_users(own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_not_compared_without_user_hooks(
+    own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Rounds(FederatedCallback):
         def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
             pl_module.factor = 1.0 + round
@@ -640,7 +642,7 @@ def test_nothing_is_compared_without_hooks_of_users(own: Any, tmp_path: Path, mo
 
 
 @pytest.mark.thorough
-def test_hooks_that_only_note_what_they_see_keep_the_engine() -> None:
+def test_hooks_that_only_observe_keep_the_engine() -> None:
     options = {"max_rounds": 2, "chunk_size": 1, **options_of(attribute)}
     with_hooks = run("auto", callbacks=[Record()], **options)
     assert with_hooks.fit_loop.clients.engine.name == "vectorized"
@@ -670,7 +672,7 @@ class Replaces(FederatedCallback):
 
 
 @pytest.mark.thorough
-def test_a_buffer_that_a_hook_replaces_is_not_for_clients_together() -> None:
+def test_buffer_replaced_by_a_hook_falls_back_to_sequential() -> None:
     stream, labels = torch.Generator().manual_seed(0), [[0, 1] * 4, [CLASSES - 1] * 8]
     sets = [TensorDataset(torch.randn(8, FEATURES, generator=stream), torch.tensor(y)) for y in labels]
     options = {"clients_per_round": 2, "callbacks": [Replaces()]}
@@ -716,7 +718,7 @@ def copied(module: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("module", "engine"), [(Counting, "sequential"), (Ordinary, "vectorized")])
-def test_hooks_find_the_model_that_the_client_starts_from(module: Any, engine: str) -> None:
+def test_hooks_see_the_model_the_client_starts_from(module: Any, engine: str) -> None:
     """Not that of the client before: a hook may keep the server's model as a teacher, say."""
     seen = Seen()
     options = {} if engine == "sequential" else {"chunk_size": 1}
@@ -728,7 +730,7 @@ def test_hooks_find_the_model_that_the_client_starts_from(module: Any, engine: s
             assert torch.equal(value, own), (number, client, name)
 
 
-def test_changes_of_weights_and_buffers_by_hooks_are_named_once() -> None:
+def test_hook_changes_to_weights_and_buffers_warn_once() -> None:
     """A client starts from the server's, so a hook that sets such a value has no effect."""
 
     def edit(trainer: Any, module: Any, value: float) -> None:
@@ -741,7 +743,7 @@ def test_changes_of_weights_and_buffers_by_hooks_are_named_once() -> None:
 
 
 @pytest.mark.thorough
-def test_weights_and_buffers_that_hooks_change_are_discarded_by_both_engines() -> None:
+def test_both_engines_discard_hook_changes_to_weights_and_buffers() -> None:
     def edit(trainer: Any, module: Any, value: float) -> None:
         with torch.no_grad():
             module.head.weight.fill_(value)
@@ -753,7 +755,7 @@ def test_weights_and_buffers_that_hooks_change_are_discarded_by_both_engines() -
 
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_a_teacher_that_follows_is_refused_by_name(engine: str) -> None:
+def test_teacher_that_follows_the_training_is_rejected(engine: str) -> None:
     with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*as_buffers=\['teacher\.\*'\]"):
         run(engine, Teacher)
 
@@ -772,7 +774,7 @@ def teacher(trainer: Any, module: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["vectorized"]))
-def test_parameters_that_are_treated_as_buffers_cannot_be_set_for_a_client_either(engine: str) -> None:
+def test_parameters_as_buffers_cannot_be_set_per_client(engine: str) -> None:
     options = {"make": Still, "datamodule": EVEN, "as_buffers": ["teacher.*"], "max_rounds": 1}
     with pytest.warns(UserWarning, match="on_client_start changes 'teacher.weight' of Still .*without effect"):
         found = run(engine, callbacks=[Sets(teacher, lambda client, _: UNALIKE[client])], **options)
@@ -805,7 +807,7 @@ class InLaterBatches(Teacher):
     ("module", "engine"),
     [(FromTheSecondRound, "sequential"), (InLaterBatches, "sequential"), (InLaterBatches, "vectorized")],
 )
-def test_a_teacher_that_begins_to_follow_later_is_refused_too(module: Any, engine: str) -> None:
+def test_teacher_that_starts_following_later_is_rejected(module: Any, engine: str) -> None:
     """Its changes would go from one client to the next: 130 % off after four rounds."""
     with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*as_buffers=\['teacher\.\*'\]"):
         run(engine, module, partial(data, (8, 8, 8, 24)))
@@ -822,6 +824,6 @@ class Outside(Teacher):
         return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.1)
 
 
-def test_the_pattern_that_is_offered_fits_no_trained_parameter() -> None:
+def test_suggested_pattern_matches_no_trained_parameter() -> None:
     with pytest.raises(FederatedError, match="as_buffers=\\['teacher\\.\\*'\\]"):
         run("sequential", Outside)

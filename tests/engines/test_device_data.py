@@ -9,7 +9,7 @@ from lightning_fed.data.batches.settings import BatchSettings
 from lightning_fed.engines.device_data import DeviceData
 
 
-def test_a_copy_on_the_device_is_made_again_after_a_write_and_lives_as_long_as_its_original(
+def test_device_copy_is_renewed_after_a_write_and_freed_with_original(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = DeviceData(torch.device("meta"))
@@ -25,7 +25,7 @@ def test_a_copy_on_the_device_is_made_again_after_a_write_and_lives_as_long_as_i
     assert not data._copies
 
 
-def test_all_copies_together_take_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_device_copies_together_use_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     data, originals = DeviceData(torch.device("meta")), [torch.zeros(10) for _ in range(5)]  # of 40 bytes
     memory = 400
 
@@ -41,7 +41,7 @@ def test_all_copies_together_take_a_part_of_the_memory(monkeypatch: pytest.Monke
     assert data.of_each((originals[4],))[0][0] is not originals[4]
 
 
-def test_only_batches_that_are_rows_of_tensors_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_batches_of_tensor_rows_are_placed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     data = DeviceData(torch.device("meta"))
     monkeypatch.setattr(data, "free", lambda: 10**6)
     x: Tensor = torch.zeros(4, 2)
@@ -57,7 +57,7 @@ def test_only_batches_that_are_rows_of_tensors_are_placed(monkeypatch: pytest.Mo
     assert DeviceData(torch.device("cpu")).to_device(rows) is rows
 
 
-def test_a_device_that_has_run_out_of_memory_gets_no_more_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_device_gets_no_more_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     data, x, y = DeviceData(torch.device("meta")), torch.zeros(2), torch.zeros(2)
     monkeypatch.setattr(data, "free", lambda: 10**6)
     assert data.of_each((x,))[0][0] is not x

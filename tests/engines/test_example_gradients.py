@@ -50,7 +50,9 @@ QUICK: dict[str, Any] = {"limit_val_batches": 0, "max_rounds": 2}
     ids=repr,
 )
 @pytest.mark.parametrize("at_once", [None, 3, 1])
-def test_without_noise_and_clipping_it_is_the_ordinary_run(algorithm: Any, options: Any, at_once: int | None) -> None:
+def test_run_without_noise_and_clipping_matches_an_ordinary_run(
+    algorithm: Any, options: Any, at_once: int | None
+) -> None:
     def make() -> Ordinary:
         return Ordinary(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=0.01))
 
@@ -113,14 +115,14 @@ def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
     ],
     ids=repr,
 )
-def test_clipping_noise_and_samples_are_those_of_a_loop(privacy: ClientPrivacy) -> None:
+def test_clipping_noise_and_samples_match_a_hand_written_loop(privacy: ClientPrivacy) -> None:
     found = run("sequential", client_privacy=privacy, clients_per_round=6, **QUICK)
     want = by_hand(privacy)
     torch.testing.assert_close(parameters(found.lightning_module), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.thorough
-def test_noise_has_the_stated_size_and_differs_by_step_round_and_client() -> None:
+def test_noise_has_stated_size_and_differs_per_step_round_and_client() -> None:
     class Flat(Ordinary):
         """Has a loss without a gradient, so that clients move by noise alone."""
 
@@ -152,7 +154,7 @@ def test_noise_has_the_stated_size_and_differs_by_step_round_and_client() -> Non
 
 
 @pytest.mark.thorough
-def test_nothing_without_noise_is_logged_and_the_privacy_is() -> None:
+def test_only_noisy_values_and_privacy_are_logged() -> None:
     t = run("auto", client_privacy=ON, **QUICK)
     assert t.fit_loop.run_state.clients.engine_names == ["sequential"]
     names = set(t.callback_metrics)
@@ -164,7 +166,7 @@ def test_nothing_without_noise_is_logged_and_the_privacy_is() -> None:
 
 
 @pytest.mark.parametrize("at_once", [None, pytest.param(1, marks=pytest.mark.thorough)])
-def test_a_resumed_run_has_the_same_bits_and_the_same_privacy(at_once: int | None, tmp_path: Any) -> None:
+def test_resumed_run_yields_identical_bits_and_epsilons(at_once: int | None, tmp_path: Any) -> None:
     privacy = ClientPrivacy(0.8, 0.3, 1e-3, "poisson", at_once)
     whole = trainer(client_privacy=privacy, max_rounds=3)
     whole.fit(model := seeded(), data())  # with dropout
@@ -197,7 +199,7 @@ class Smaller(FederatedCallback):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
-def test_batches_that_a_hook_has_changed_are_accounted_for(sampling: Any) -> None:
+def test_batches_changed_by_a_hook_are_accounted_for(sampling: Any) -> None:
     privacy = ClientPrivacy(0.8, 0.3, 1e-3, sampling)
     t = run("sequential", client_privacy=privacy, callbacks=[Smaller()], local_epochs=None, local_steps=4,
             clients_per_round=1.0, **QUICK)  # fmt: skip
@@ -206,7 +208,7 @@ def test_batches_that_a_hook_has_changed_are_accounted_for(sampling: Any) -> Non
 
 
 @pytest.mark.thorough
-def test_it_goes_together_with_privacy_of_clients_which_hides_who_spent_what() -> None:
+def test_client_level_privacy_hides_per_client_epsilons() -> None:
     t = run("sequential", client_privacy=ON, aggregator=DifferentialPrivacy(0.5, 1.0, 1e-3),
             sampler=BernoulliSampler(0.9), clients_per_round=None, **QUICK)  # fmt: skip
     assert {"privacy/epsilon", "server/update_norm"} == set(t.callback_metrics)
@@ -226,7 +228,7 @@ class OneByOne(Dataset[Any]):
 
 
 @pytest.mark.thorough
-def test_a_loader_and_an_attacked_clients_samples_work_too() -> None:
+def test_loaders_and_attacked_clients_are_supported() -> None:
     def loaded() -> FederatedDataModule:
         return FederatedDataModule(clients=[OneByOne(own) for own in clients()], batch_size=4)
 
@@ -234,7 +236,7 @@ def test_a_loader_and_an_attacked_clients_samples_work_too() -> None:
     assert_close(state_of(run("sequential", **options)), state_of(run("sequential", datamodule=loaded, **options)))
 
 
-def test_a_seed_that_can_be_guessed_is_named_and_a_secret_one_is_not_shown(tmp_path: Path) -> None:
+def test_guessable_seed_warns_and_secret_seed_is_not_logged(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match=r"noise and samples follow from seed=0, which can be guessed.*randbits\(128\)"
     ):
@@ -249,7 +251,7 @@ def test_a_seed_that_can_be_guessed_is_named_and_a_secret_one_is_not_shown(tmp_p
 
 
 @needs_pyarrow
-def test_means_of_a_clients_rows_are_refused(tmp_path: Path) -> None:
+def test_client_mean_imputation_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("who,x,y\na,1,0\na,,1\n")
     for rule in ("client_mean", {"x": "client_mean"}):
         table = ClientTable(tmp_path / "a.csv", client="who", target="y", missing=rule)
@@ -257,7 +259,7 @@ def test_means_of_a_clients_rows_are_refused(tmp_path: Path) -> None:
             fit(seeded(), table, client_privacy=ON, max_rounds=1)
 
 
-def test_clipped_gradients_are_added_without_matrix_products_which_may_be_less_precise() -> None:
+def test_clipped_gradients_are_summed_without_matrix_products() -> None:
     called: list[str] = []
 
     class Calls(TorchDispatchMode):
@@ -278,7 +280,7 @@ def test_clipped_gradients_are_added_without_matrix_products_which_may_be_less_p
 
 
 @pytest.mark.thorough
-def test_a_large_delta_is_named() -> None:
+def test_large_delta_warns() -> None:
     with pytest.warns(UserWarning, match="delta=0.1, which is not below 1/n"):
         fit(client_privacy=ClientPrivacy(1.0, 1.0, delta=0.1), max_rounds=1)
 
@@ -508,13 +510,13 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_what_noise_would_not_cover_is_refused(make: Any, message: str) -> None:
+def test_options_not_covered_by_noise_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
 
 
 @pytest.mark.thorough
-def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None:
+def test_batch_changes_per_example_are_accepted(tmp_path: Any) -> None:
     fit(
         client_privacy=ON,
         max_rounds=1,
@@ -525,7 +527,7 @@ def test_batches_that_change_each_example_alone_are_taken(tmp_path: Any) -> None
     assert list(tmp_path.glob("**/*.safetensors"))  # clients' models have noise
 
 
-def test_examples_that_are_loaded_one_by_one_are_separate_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_loaded_one_by_one_are_separate_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_trial(*_: Any) -> bool:
         pytest.fail("a subset loads its examples as its data set does")
 
@@ -535,7 +537,7 @@ def test_examples_that_are_loaded_one_by_one_are_separate_without_a_trial(monkey
 
 
 @pytest.mark.thorough
-def test_fixed_numbers_are_those_of_a_step_of_one_example_after_another() -> None:
+def test_fixed_random_numbers_match_single_example_batches() -> None:
     def single() -> FederatedDataModule:
         return data(batch_size=1)  # in larger batches every row has numbers of its own
 
@@ -544,12 +546,12 @@ def test_fixed_numbers_are_those_of_a_step_of_one_example_after_another() -> Non
     assert_close(state_of(plain), state_of(found), rtol=1e-12)
 
 
-def test_modules_that_read_values_run_one_example_after_another() -> None:
+def test_modules_that_read_values_run_one_example_at_a_time() -> None:
     found = run("sequential", Reads, client_privacy=ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1), **QUICK)
     assert_close(state_of(run("sequential", Ordinary, **QUICK)), state_of(found), rtol=1e-12)
 
 
-def test_an_example_without_a_finite_gradient_names_its_client() -> None:
+def test_example_without_a_finite_gradient_names_its_client() -> None:
     with pytest.raises(ClientError, match="Client .* the gradient of an example is not finite"):
         fit(Infinite(), client_privacy=OFF, max_rounds=1)
 
@@ -570,7 +572,7 @@ class Notes(Ordinary):
         return loss
 
 
-def test_nothing_is_noted_and_the_module_is_as_before_after_a_run() -> None:
+def test_private_run_records_nothing_and_restores_the_module() -> None:
     model = Notes()
     fit(model, client_privacy=ClientPrivacy(0.8, 0.3, 1e-3, examples_at_once=1), max_rounds=1)
     assert model.noted == {}

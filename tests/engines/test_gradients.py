@@ -36,7 +36,7 @@ class Counts(Ordinary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
-def test_an_assigned_buffer_counts_local_steps_alone(method: str) -> None:
+def test_assigned_buffer_counts_only_local_steps(method: str) -> None:
     counted = [
         state_of(run("sequential", Counts, algorithm=make()))["buffer.seen"] for make in (METHODS[method], FedAvg)
     ]
@@ -54,7 +54,7 @@ class Weighted(Counts):
 @pytest.mark.parametrize(
     "method", ["SCAFFOLD, option i", *(pytest.param(m, marks=pytest.mark.thorough) for m in ["Mime", "FedDANE"])]
 )
-def test_a_full_gradient_does_not_depend_on_the_size_of_its_batches(method: str) -> None:
+def test_full_gradient_is_independent_of_the_batch_size(method: str) -> None:
     small, whole = (
         run("sequential", Weighted, partial(data, SIZES, full_batch_size=size), algorithm=METHODS[method]())
         for size in (2, 512)
@@ -85,12 +85,12 @@ class Rates(FederatedCallback):
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 @pytest.mark.parametrize("method", ["Mime", "MimeMVR", "FedDANE", "FedProx, adaptive"])
-def test_an_attribute_of_one_client_that_averaged_gradients_lack_is_refused(method: str, engine: str) -> None:
+def test_per_client_attribute_with_averaged_gradients_is_rejected(method: str, engine: str) -> None:
     with pytest.raises(FederatedError, match="on_client_start changes the attribute 'alpha' of Scaled for client"):
         run(engine, Scaled, algorithm=METHODS[method](), callbacks=[Scales()])
 
 
 @pytest.mark.thorough
-def test_rates_of_one_client_and_gradients_of_its_own_are_allowed() -> None:
+def test_per_client_rates_and_per_client_gradients_are_allowed() -> None:
     run("sequential", Scaled, algorithm=METHODS["Mime"](), callbacks=[Rates()])
     run("sequential", Scaled, algorithm=METHODS["SCAFFOLD, option i"](), callbacks=[Scales()])

@@ -47,7 +47,7 @@ def without_rate(scheduler: Any) -> dict[str, Any]:
     return {name: value for name, value in scheduler.state_dict().items() if name != "_last_lr"}
 
 
-def test_steps_in_any_order_have_the_bits_of_a_plain_loop(rates: list[float]) -> None:
+def test_steps_in_any_order_match_a_plain_loop_with_identical_bits(rates: list[float]) -> None:
     schedule, optimizer, scheduler = scheduled("total")
     state = without_rate(scheduler)
     for first in (3, 9, 4, 0, 16):  # a round that is measured again is an earlier one
@@ -84,7 +84,7 @@ class InPlace(LRScheduler):
         super().load_state_dict(state_dict)
 
 
-def test_a_schedule_may_change_its_state_in_place() -> None:
+def test_schedule_can_change_its_state_in_place() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.4)
     scheduler = InPlace(optimizer)
     schedule = LocalSchedule("total", optimizer, [scheduler], stepping(scheduler))
@@ -94,7 +94,7 @@ def test_a_schedule_may_change_its_state_in_place() -> None:
         assert scheduler.past == [0.4]
 
 
-def test_a_client_begins_at_its_own_step(rates: list[float]) -> None:
+def test_client_starts_at_its_own_step(rates: list[float]) -> None:
     schedule, optimizer, _ = scheduled("continue")
     schedule.begin_round(12)
     assert (rate(optimizer), schedule.start_of({})) == (rates[0], 0)
@@ -105,7 +105,7 @@ def test_a_client_begins_at_its_own_step(rates: list[float]) -> None:
     assert scheduled("restart")[0].start_of({"schedule.steps": torch.tensor(5)}) == 0
 
 
-def test_a_checkpoint_has_the_options_of_the_start(rates: list[float]) -> None:
+def test_checkpoint_has_the_initial_options(rates: list[float]) -> None:
     for lr in (0.4, torch.tensor(0.4, dtype=torch.float64)):
         schedule, optimizer, _ = scheduled("total", lr)
         schedule.begin_round(4)
@@ -116,7 +116,7 @@ def test_a_checkpoint_has_the_options_of_the_start(rates: list[float]) -> None:
         assert rate(optimizer) == pytest.approx(rates[4], rel=1e-12)  # the optimizer has its own
 
 
-def test_a_failed_step_leaves_the_schedule_as_it_was(rates: list[float]) -> None:
+def test_failed_step_leaves_the_schedule_unchanged(rates: list[float]) -> None:
     schedule, optimizer, scheduler = scheduled("restart")
 
     def ends(step: int) -> None:
@@ -181,7 +181,7 @@ class CoolsLater(Ordinary):
         return super().training_step(batch, batch_idx)
 
 
-def test_rates_that_a_later_step_sets_are_not_missed_by_clients_at_once() -> None:
+def test_rates_set_in_a_later_step_are_detected_by_vectorized() -> None:
     ends = [state_of(run(engine, CoolsLater, alike, clients_per_round=3, max_rounds=3))["x"] for engine in ENGINES]
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)  # the first round runs in another engine
     with pytest.raises(FederatedError, match="it changes 'lr' of the local optimizer, and did not in its trial step"):
@@ -237,7 +237,7 @@ def averaging(params: Any) -> Averages:
 
 
 @pytest.mark.parametrize("make", [lambda params: Counts(params, {"lr": 0.1}), averaging])
-def test_every_client_has_a_new_optimizer_whatever_it_is_made_of(make: Any) -> None:
+def test_every_client_gets_a_new_optimizer_of_any_kind(make: Any) -> None:
     seen = Record()
     run("sequential", partial(Ordinary, make), alike, clients_per_round=3, max_rounds=2, callbacks=[seen])
     assert len({report.update_norm for report in seen.reports[:3]}) == 1
@@ -253,7 +253,7 @@ def test_every_client_has_a_new_optimizer_whatever_it_is_made_of(make: Any) -> N
         (averaging, {"algorithm": Mime()}, "Averages, which wraps Adam. Mime keeps the state of one optimizer"),
     ],
 )
-def test_what_an_optimizer_would_hand_on_is_refused(make: Any, options: dict[str, Any], reason: str) -> None:
+def test_optimizer_state_carried_across_clients_is_rejected(make: Any, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(FederatedError, match=reason):
         run("sequential", partial(Ordinary, make), alike, clients_per_round=3, max_rounds=1, **options)
 
@@ -273,7 +273,7 @@ class DecaysOnSchedule(Ordinary):
 
 
 @pytest.mark.parametrize("mode", ["restart", "continue"])
-def test_what_a_schedule_does_not_set_is_restored_beside_one(mode: str) -> None:
+def test_options_not_set_by_a_schedule_are_restored(mode: str) -> None:
     seen = Record()
     run("sequential", DecaysOnSchedule, alike, clients_per_round=3, max_rounds=1, local_schedule=mode, callbacks=[seen])
     assert len({report.update_norm for report in seen.reports}) == 1
@@ -287,7 +287,7 @@ class DecaysLater(DecaysOnSchedule):
 
 
 @pytest.mark.parametrize("mode", ["restart", "continue", "total"])
-def test_decay_that_a_later_step_sets_beside_a_schedule_is_noticed(mode: str) -> None:
+def test_weight_decay_set_in_a_later_step_with_a_schedule_is_detected(mode: str) -> None:
     options: Any = {"clients_per_round": 3, "max_rounds": 2, "local_schedule": mode}
     with pytest.raises(FederatedError, match="it changes 'weight_decay' of the local optimizer, and did not in its"):
         run("vectorized", DecaysLater, alike, **options)
@@ -308,7 +308,7 @@ class Steps(Ordinary):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_a_schedule_stepped_while_a_client_trains_is_refused_by_name(engine: str) -> None:
+def test_stepping_a_schedule_during_local_training_is_rejected(engine: str) -> None:
     with pytest.raises(FederatedError, match="Steps steps its schedule ExponentialLR.*local_schedule='restart'"):
         run(engine, Steps)
 
@@ -324,7 +324,7 @@ class Decays(Ordinary):
             group["weight_decay"] = 0.2 * (batch_idx + 1)
 
 
-def test_a_decay_that_a_hook_changes_is_that_of_corrected_steps_too() -> None:
+def test_weight_decay_set_by_a_hook_applies_to_corrected_steps() -> None:
     first = {"max_rounds": 1, "clients_per_round": 3}  # in which SCAFFOLD's corrections are zero
     plain = run("sequential", Decays, alike, algorithm=FedAvg(), **first)
     corrected = run("sequential", Decays, alike, algorithm=Scaffold(), **first)

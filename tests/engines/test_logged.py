@@ -22,7 +22,7 @@ def round_mean(results: RoundResults, name: str = "loss") -> float:
     return float(results.metrics(on_step=False)["callback"][name])
 
 
-def test_means_are_weighted_by_examples_of_each_client_and_of_the_round() -> None:
+def test_client_and_round_means_are_weighted_by_examples() -> None:
     results = RoundResults()
     logged(results, [(2.0, 1), (5.0, 2)])
     assert results.close_client() == {"loss": 4.0}
@@ -32,7 +32,7 @@ def test_means_are_weighted_by_examples_of_each_client_and_of_the_round() -> Non
     assert round_mean(results) == (2 + 10 + 3) / 6
 
 
-def test_a_value_without_a_batch_size_counts_the_examples_of_the_batch() -> None:
+def test_batch_size_defaults_to_the_examples_of_the_batch() -> None:
     results = RoundResults()
     with results.of_client(Net()):
         for value, size in ((2.0, 4), (8.0, 2)):
@@ -41,14 +41,14 @@ def test_a_value_without_a_batch_size_counts_the_examples_of_the_batch() -> None
     assert results.close_client() == {"loss": 4.0}
 
 
-def test_a_value_of_steps_alone_is_the_rounds_mean_under_its_plain_name() -> None:
+def test_on_step_value_is_the_round_mean_under_its_plain_name() -> None:
     results = RoundResults()
     logged(results, [(2.0, 1), (4.0, 1)], on_step=True, on_epoch=False)
     results.close_client()
     assert round_mean(results) == 3.0
 
 
-def test_a_value_of_steps_and_rounds_is_told_once_to_have_the_round_alone() -> None:
+def test_on_step_and_on_epoch_value_warns_once_and_keeps_the_round() -> None:
     results = RoundResults()
     with pytest.warns(UserWarning, match="values of single local steps are not written.*logged as loss_epoch"):
         logged(results, [(2.0, 1), (2.0, 1)], on_step=True, on_epoch=True)
@@ -60,7 +60,7 @@ def test_a_value_of_steps_and_rounds_is_told_once_to_have_the_round_alone() -> N
     assert round_mean(results, "loss_epoch") == 2.0
 
 
-def test_the_largest_value_and_numbers_are_not_averaged_away() -> None:
+def test_max_reduction_is_not_averaged() -> None:
     results = RoundResults()
     for value in (3.0, 7.0, 5.0):
         logged(results, [(value, 1)], reduce_fx="max")
@@ -68,7 +68,7 @@ def test_the_largest_value_and_numbers_are_not_averaged_away() -> None:
     assert round_mean(results) == 7.0
 
 
-def test_what_a_failed_client_logged_is_taken_back() -> None:
+def test_values_of_a_failed_client_are_discarded() -> None:
     results = RoundResults()
     logged(results, [(2.0, 1)])
     results.close_client()
@@ -81,7 +81,7 @@ def test_what_a_failed_client_logged_is_taken_back() -> None:
     assert "other" not in results.metrics(on_step=False)["callback"]
 
 
-def test_a_round_that_begins_again_has_no_values_of_clients() -> None:
+def test_restarted_round_has_no_client_values() -> None:
     results = RoundResults()
     logged(results, [(2.0, 1)])
     results.close_client()
@@ -90,7 +90,7 @@ def test_a_round_that_begins_again_has_no_values_of_clients() -> None:
     assert set(results.metrics(on_step=False)["callback"]) == {"rate"}
 
 
-def test_processes_put_their_values_together_each_with_its_weight() -> None:
+def test_processes_merge_their_values_by_weight() -> None:
     processes = [RoundResults() for _ in range(2)]
     logged(processes[0], [(2.0, 1), (4.0, 1)])
     logged(processes[1], [(9.0, 3)])
@@ -109,7 +109,7 @@ def test_processes_put_their_values_together_each_with_its_weight() -> None:
 
 @pytest.mark.parametrize("reduce_fx", ["min", "max", "sum", "mean"])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_value_that_is_no_number_in_one_process_is_none_in_all(reduce_fx: str, broken: int) -> None:
+def test_nan_in_one_process_is_nan_in_all(reduce_fx: str, broken: int) -> None:
     processes = [EvaluationResults(training=False) for _ in range(2)]
     for rank, results in enumerate(processes):
         value = torch.tensor(math.nan if rank == broken else 1.0)
@@ -120,7 +120,7 @@ def test_a_value_that_is_no_number_in_one_process_is_none_in_all(reduce_fx: str,
         assert math.isnan(round_mean(results))  # type: ignore[arg-type]
 
 
-def test_hooks_of_the_round_may_ask_for_the_values_of_all_processes() -> None:
+def test_round_hooks_can_sync_values_across_processes() -> None:
     asked: list[str] = []
 
     def reduce(value: torch.Tensor, reduce_op: str) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_hooks_of_the_round_may_ask_for_the_values_of_all_processes() -> None:
     assert asked == ["mean", "sum"]
 
 
-def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_example() -> None:
+def test_client_means_cover_all_processes_including_empty_ones() -> None:
     processes = [RoundResults() for _ in range(3)]
     logged(processes[0], [(2.0, 1), (5.0, 2)])
     logged(processes[1], [(1.0, 3)])
@@ -152,7 +152,7 @@ def test_a_clients_means_are_those_of_all_processes_also_where_one_had_no_exampl
         assert results.close_client() == {"loss": (2 + 10 + 3) / 6}
 
 
-def test_values_of_single_batches_are_told_once_to_be_those_of_the_first_process() -> None:
+def test_single_batch_values_warn_once_with_several_processes() -> None:
     def log(processes: int, name: str, **options: Any) -> None:
         results.processes = processes
         results.log("validation_step", name, torch.tensor(1.0), batch_size=1, on_epoch=True, **options)
@@ -169,7 +169,7 @@ def test_values_of_single_batches_are_told_once_to_be_those_of_the_first_process
         log(2, "single", on_step=True)
 
 
-def test_an_evaluation_counts_the_examples_that_it_is_told_of() -> None:
+def test_evaluation_uses_the_given_example_count() -> None:
     results = EvaluationResults(training=False)
     for value, count in ((2.0, 1), (5.0, 2)):
         results.batch_size, results.count = None, lambda count=count: count

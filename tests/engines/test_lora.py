@@ -84,7 +84,7 @@ def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-12), ("32-true", 1e-6)])
-def test_the_merged_weights_are_the_mean_of_the_clients_ones(
+def test_merged_weights_match_the_mean_of_the_client_weights(
     engine: str, weighting: str, precision: str, tolerance: float
 ) -> None:
     module = adapted(fan_in_fan_out=False)
@@ -128,7 +128,7 @@ METHODS: list[Algorithm] = [
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
-def test_it_is_the_mean_of_every_method_that_takes_the_mean_of_the_models(algorithm: Algorithm, engine: str) -> None:
+def test_mean_is_exact_for_every_model_averaging_method(algorithm: Algorithm, engine: str) -> None:
     ends = Ends()
     _, rounds = run(
         datamodule=problem(4), algorithm=algorithm, engine=engine, clients_per_round=3, max_rounds=2, callbacks=[ends]
@@ -139,7 +139,7 @@ def test_it_is_the_mean_of_every_method_that_takes_the_mean_of_the_models(algori
         assert gap(merged_weights(state), mean) < 1e-12
 
 
-def test_separate_means_are_not_that_mean() -> None:
+def test_separate_means_do_not_match_the_merged_mean() -> None:
     reference = Reference(adapted().double().state_dict())
     reference.round([one.tensors for one in clients(SIZES)], SIZES, steps=3)
     _, rounds = run(lora="separate", max_rounds=1)
@@ -147,7 +147,7 @@ def test_separate_means_are_not_that_mean() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_frozen_a_has_an_exact_mean_and_is_not_sent(engine: str) -> None:
+def test_frozen_a_has_an_exact_mean_and_is_not_sent(engine: str) -> None:
     ends = Ends()
     module, rounds = run(lora="frozen_a", engine=engine, weighting="uniform", callbacks=[ends])
     for number, state in enumerate(rounds.states):
@@ -165,7 +165,7 @@ def test_a_frozen_a_has_an_exact_mean_and_is_not_sent(engine: str) -> None:
     assert all(p.requires_grad for name, p in module.named_parameters() if "lora" in name)  # as before the fit
 
 
-def test_sites_with_a_frozen_a_have_the_same_bits_and_those_with_another_one_are_refused(tmp_path: Path) -> None:
+def test_sites_with_frozen_a_yield_identical_bits_and_reject_another_a(tmp_path: Path) -> None:
     make, module, other = partial(make_trainer, "FedProx", lora="frozen_a"), adapted(), adapted()
     Wire(tmp_path, make, adapted).run(module)
     simulated(make, lambda: other)
@@ -174,7 +174,7 @@ def test_sites_with_a_frozen_a_have_the_same_bits_and_those_with_another_one_are
         Wire(tmp_path / "others", make, Adapted).run(adapted())
 
 
-def test_the_bytes_of_the_residual_are_those_of_its_factors_or_of_the_matrix() -> None:
+def test_residual_bytes_match_its_factors_or_the_dense_matrix() -> None:
     sent = 2 * (8 + 7) + 2 * (FEATURES + 8) + 7 * CLASSES + CLASSES
     _, rounds = run(max_rounds=2)
     assert rounds.up == [4 * 8 * sent] * 2
@@ -196,7 +196,7 @@ def test_the_bytes_of_the_residual_are_those_of_its_factors_or_of_the_matrix() -
 
 @pytest.mark.parametrize("algorithm", [FedProx(0.1), Scaffold()])
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_an_interrupted_run_has_the_same_bits(algorithm: Any, engine: str, tmp_path: Path) -> None:
+def test_interrupted_run_yields_identical_bits(algorithm: Any, engine: str, tmp_path: Path) -> None:
     options = {"algorithm": algorithm, "engine": engine, "clients_per_round": 3}
     whole, rounds = run(datamodule=problem(4), **options)
     trainer = exact_trainer(max_rounds=2, **options)
@@ -229,7 +229,7 @@ def test_processes_agree(tmp_path: Path) -> None:
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-def test_a_checkpoint_without_its_base_weights_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_different_base_weights_is_rejected(tmp_path: Path) -> None:
     trainer = exact_trainer(max_rounds=2)
     trainer.fit(adapted(), problem())
     path = tmp_path / "run.ckpt"
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[Adapted], Any], dict[str, Any], dict[str, Any
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_layers_whose_mean_cannot_be_exact_are_refused(case: str) -> None:
+def test_layers_without_an_exact_mean_are_rejected(case: str) -> None:
     change, lora, options, told = REFUSED[case]
     module = adapted(**lora)
     change(module)
@@ -288,12 +288,12 @@ def test_layers_whose_mean_cannot_be_exact_are_refused(case: str) -> None:
         exact_trainer(**options).fit(module, problem())
 
 
-def test_a_variant_whose_weight_is_not_linear_in_b_has_no_exact_mean_with_a_frozen_a() -> None:
+def test_frozen_a_rejects_variants_that_are_not_linear_in_b() -> None:
     with pytest.raises(FederatedError, match=r"lora='frozen_a'.*'net\.base_model\.model\.one' has a variant of LoRA"):
         exact_trainer(lora="frozen_a").fit(adapted(use_dora=True), problem())
 
 
-def test_a_refused_fit_leaves_no_matrix_frozen() -> None:
+def test_rejected_fit_leaves_no_matrix_frozen() -> None:
     module = adapted()
     with pytest.raises(FederatedError, match="fits no trained parameter"):
         exact_trainer(lora="frozen_a", personal=["*lora_A*"]).fit(module, problem())
@@ -301,12 +301,12 @@ def test_a_refused_fit_leaves_no_matrix_frozen() -> None:
 
 
 @pytest.mark.parametrize("lora", ["exact", "frozen_a"])
-def test_a_module_without_adapters_is_refused(lora: str) -> None:
+def test_module_without_adapters_is_rejected(lora: str) -> None:
     with pytest.raises(FederatedError, match=rf"lora='{lora}' is about LoRA layers of peft, and Net has none"):
         exact_trainer(lora=lora).fit(Net(), problem())
 
 
-def test_other_kinds_of_layers_are_refused() -> None:
+def test_unsupported_layer_types_are_rejected() -> None:
     peft = pytest.importorskip("peft", reason=NO_PEFT)
     module = adapted()
     module.words = peft.get_peft_model(
@@ -316,7 +316,7 @@ def test_other_kinds_of_layers_are_refused() -> None:
         exact_trainer().fit(module, problem())
 
 
-def test_transposed_base_weights() -> None:
+def test_transposed_base_weights_have_an_exact_mean() -> None:
     transformers = pytest.importorskip("transformers", reason='no transformers: pip install -e ".[pages]"')
     peft = pytest.importorskip("peft", reason=NO_PEFT)
 

@@ -50,7 +50,7 @@ class Ends(FederatedCallback):
     ("engine", "clients_per_round"),
     [("sequential", 2), pytest.param("vectorized", 3, marks=pytest.mark.thorough)],
 )
-def test_the_merged_weights_are_the_mean_of_the_clients_ones(
+def test_merged_weights_match_the_mean_of_the_client_weights(
     engine: str, clients_per_round: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends, module = Ends(), stand_in(monkeypatch)
@@ -64,7 +64,7 @@ def test_the_merged_weights_are_the_mean_of_the_clients_ones(
 
 
 @pytest.mark.parametrize("personal", [[], ["*lora_A*"]])
-def test_a_matrix_is_frozen_in_the_fit_alone(personal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_is_frozen_only_during_the_fit(personal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = stand_in(monkeypatch)
     start = layer_of(module, "one").lora_A["default"].weight.double().clone()
     trainer = exact_trainer(lora="frozen_a", max_rounds=1, limit_val_batches=0, personal=personal)
@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[StandIn], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_layers_whose_mean_cannot_be_exact_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_an_exact_mean_are_rejected(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, options, told = REFUSED[case]
     module = stand_in(monkeypatch)
     change(module)

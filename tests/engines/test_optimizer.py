@@ -55,7 +55,7 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [torch.ones_like(p) for p in model.parameters()]
 
 
-def test_the_correction_comes_after_the_closure_and_before_the_step() -> None:
+def test_correction_is_applied_between_closure_and_step() -> None:
     model, optimizer, work = make(lambda m: SGD(m.parameters(), lr=LR))
     before = [p.detach().clone() for p in model.parameters()]
     loss = optimizer.step(closure(model, optimizer))
@@ -65,7 +65,7 @@ def test_the_correction_comes_after_the_closure_and_before_the_step() -> None:
     assert work.num_steps == 1
 
 
-def test_a_step_without_a_closure_uses_the_gradients_that_are_there() -> None:
+def test_step_without_a_closure_uses_existing_gradients() -> None:
     with_closure, bare = (make(lambda m: SGD(m.parameters(), lr=LR)) for _ in range(2))
     with_closure[1].step(closure(*with_closure[:2]))
     closure(*bare[:2])()
@@ -73,7 +73,7 @@ def test_a_step_without_a_closure_uses_the_gradients_that_are_there() -> None:
     assert torch.equal(with_closure[1].flat.y, bare[1].flat.y)
 
 
-def test_no_gradient_is_no_step() -> None:
+def test_step_without_a_gradient_has_no_effect() -> None:
     _, optimizer, work = make(lambda m: SGD(m.parameters(), lr=LR))
     before = optimizer.flat.y.clone()
     optimizer.step(lambda: None)
@@ -104,7 +104,7 @@ class Nothing(Algorithm):
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 @pytest.mark.parametrize("method", [Nothing(), FedAvg()], ids=repr)
-def test_a_neutral_correction_changes_no_bit_of_any_optimizer(build: Any, method: Algorithm) -> None:
+def test_neutral_correction_keeps_identical_bits_for_any_optimizer(build: Any, method: Algorithm) -> None:
     model, optimizer, _ = make(build, method)
     torch.manual_seed(0)
     plain = nn.Linear(3, 2).double()
@@ -141,7 +141,7 @@ def test_coupled_decay_is_part_of_the_gradient_that_a_method_sees() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD with momentum", "Adam", "two groups"])
-def test_path_gradient_is_the_mean_corrected_direction_by_rate(name: str) -> None:
+def test_path_gradient_is_the_rate_weighted_mean_direction(name: str) -> None:
     rates, directions = [0.1, 0.3, 0.2], []
 
     class Record(Nothing):
@@ -164,7 +164,7 @@ def test_path_gradient_is_the_mean_corrected_direction_by_rate(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_where_all_rates_are_zero_the_path_is_the_plain_mean(name: str) -> None:
+def test_path_gradient_with_zero_rates_is_the_plain_mean(name: str) -> None:
     model, optimizer, work = make(BUILDERS[name])
     x = optimizer.flat.y.clone()
     optimizer.param_groups[0]["lr"] = 0.0
@@ -202,7 +202,7 @@ def test_step_hooks_run_once_and_see_the_corrected_gradient() -> None:
     torch.testing.assert_close(seen[0], torch.full_like(seen[0], 2.0))
 
 
-def test_a_new_client_starts_with_fresh_optimizer_state() -> None:
+def test_new_client_starts_with_fresh_optimizer_state() -> None:
     model, optimizer, _ = make(BUILDERS["Adam"])
     optimizer.step(closure(model, optimizer))
     assert optimizer.state
@@ -219,7 +219,7 @@ def test_groups_cannot_be_added_during_training() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD with momentum", "Adam", "RMSprop", "AdamW"])
-def test_advancing_statistics_moves_no_parameter(name: str) -> None:
+def test_advance_solver_moves_no_parameters(name: str) -> None:
     model, optimizer, _ = make(BUILDERS[name], Scaffold())
     x, g = optimizer.flat.y.clone(), torch.arange(8.0).double()
     state = optimizer.advance_solver({}, g, x)

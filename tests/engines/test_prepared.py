@@ -104,7 +104,7 @@ def measured(**options: Any) -> tuple[Tensor, dict[int, Tensor], dict[Any, Any]]
 
 
 @pytest.mark.thorough
-def test_two_processes_do_the_same(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     x, own, table = measured()
     found = in_processes(partial(measured, strategy="clients", devices=2), tmp_path)
     assert not any(outcome.trace for outcome in found), found[0].trace
@@ -128,7 +128,7 @@ def split(**options: Any) -> dict[str, tuple[Tensor, Any]]:
 
 
 @pytest.mark.thorough
-def test_processes_that_split_batches_do_the_same(tmp_path: Path) -> None:
+def test_processes_that_split_batches_match_one(tmp_path: Path) -> None:
     expected = split()
     for outcome in in_processes(partial(split, strategy="ddp", devices=2), tmp_path):
         assert not outcome.trace, outcome.trace
@@ -200,7 +200,7 @@ def kept(way: str, solver: str, where: str, folder: Path, part: str = "whole", *
 
 
 @pytest.mark.parametrize(("way", "solver", "where"), covering([*OWN], [*SOLVERS], ["disk", "memory"]))
-def test_kept_optimizers_are_resumed_exactly(way: str, solver: str, where: str, tmp_path: Path) -> None:
+def test_kept_optimizers_resume_exactly(way: str, solver: str, where: str, tmp_path: Path) -> None:
     straight = kept(way, solver, "memory", tmp_path)
     assert all(any(name.startswith("solver.") for name in state) for state in straight[1].values())
     kept(way, solver, where, tmp_path, "first")
@@ -213,7 +213,7 @@ def test_kept_optimizers_are_resumed_exactly(way: str, solver: str, where: str, 
     ("solver", "where"),
     [pytest.param(solver, where, id=f"{solver}, {where}") for solver in SOLVERS for where in ("disk", "memory")],
 )
-def test_two_processes_keep_the_same_optimizers(ways: list[str], solver: str, where: str, tmp_path: Path) -> None:
+def test_kept_optimizers_match_in_two_processes(ways: list[str], solver: str, where: str, tmp_path: Path) -> None:
     def both_halves() -> Any:
         two = {"strategy": "clients", "devices": 2}
         for way in ways:
@@ -236,7 +236,7 @@ def test_two_processes_keep_the_same_optimizers(ways: list[str], solver: str, wh
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_one_client_that_keeps_its_optimizer_trains_as_a_plain_loop(solver: str) -> None:
+def test_single_client_with_kept_optimizer_matches_a_plain_loop(solver: str) -> None:
     (own,), model, plain = clients((12,)), with_norm(solver), with_norm(solver)
     options = {"clients_per_round": 1, "local_optimizer_state": "keep", "max_rounds": 4, "local_epochs": 2}
     one = FederatedDataModule(clients=[own], batch_size=12)
@@ -253,7 +253,7 @@ def test_one_client_that_keeps_its_optimizer_trains_as_a_plain_loop(solver: str)
 # ---------------------------------------------------------------------- what stays, and what travels
 
 
-def test_the_server_has_the_shared_part_alone() -> None:
+def test_server_holds_only_the_shared_parameters() -> None:
     model = seeded(dropout=0.0)
     head = parameters(model.head).double()
     fitted = run(model, algorithm=Scaffold(), personal=["head.*"], max_rounds=2)
@@ -263,27 +263,27 @@ def test_the_server_has_the_shared_part_alone() -> None:
     assert not any(torch.equal(own, head) for own in personal(fitted).values())
 
 
-def test_personal_parameters_are_in_no_bytes() -> None:
+def test_personal_parameters_are_not_counted_in_bytes() -> None:
     whole, part = (run(personal=names, max_rounds=2).fit_loop.state for names in ((), ("head.*",)))
     for name in ("bytes_up", "bytes_down"):
         assert getattr(part, name) * (BODY + HEAD) == getattr(whole, name) * BODY
 
 
-def test_no_personal_parameters_is_the_method_alone() -> None:
+def test_empty_personal_list_matches_the_plain_method() -> None:
     state = run(personal=[]).fit_loop.state
     assert torch.equal(state.x, run().fit_loop.state.x)
     saved = state.state_dict()
     assert not any(saved[name].untyped_storage().nbytes() for name in ("personal", "start")), "which a file would hold"
 
 
-def test_one_client_trains_as_if_nothing_were_personal() -> None:
+def test_single_client_trains_as_if_nothing_were_personal() -> None:
     one = data((13,), batch_size=4)
     fitted = run(datamodule=one, algorithm=FedPer(["head.*"]), clients_per_round=1)
     whole = run(datamodule=one, algorithm=FedAvg(), clients_per_round=1).fit_loop.state.x
     assert torch.equal(torch.cat([fitted.fit_loop.state.x, personal(fitted)[0]]), whole)
 
 
-def test_clients_that_are_not_drawn_keep_what_they_have() -> None:
+def test_clients_not_sampled_keep_their_parameters() -> None:
     fitted = run(algorithm=FedPer(["head.*"]), sampler=lambda seed, round: [[0, 1], [2, 3]][round], max_rounds=1)
     first = personal(fitted)
     fitted.max_rounds = 2
@@ -302,7 +302,7 @@ class Edits(pl.Callback):
                 p.data.zero_()
 
 
-def test_new_clients_begin_with_what_hooks_have_made_of_the_modules_own_part() -> None:
+def test_new_clients_start_from_parameters_edited_by_hooks() -> None:
     options = {"sampler": lambda seed, round: [[0, 1], [0, 2]][round], "max_rounds": 2, "personal": ["head.*"]}
     model = seeded(dropout=0.0)
     plain, edited = personal(run(**options)), personal(run(model, callbacks=[Edits()], **options))
@@ -311,7 +311,7 @@ def test_new_clients_begin_with_what_hooks_have_made_of_the_modules_own_part() -
     assert not parameters(model.head).any()
 
 
-def test_own_models_are_shown_while_a_fit_is_running() -> None:
+def test_showing_client_model_requires_a_running_fit() -> None:
     fitted = run(personal=["head.*"], max_rounds=1)
     with pytest.raises(FederatedError, match="showing_client_model works while a fit is running"):
         fitted.fit_loop.showing_client_model(0).__enter__()
@@ -329,7 +329,7 @@ def test_resume_is_exact(where: str, tmp_path: Path) -> None:
     assert same(rest.fit_loop.state.state_dict(), straight.fit_loop.state.state_dict())
 
 
-def test_a_checkpoint_of_other_personal_parameters_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_other_personal_parameters_is_rejected(tmp_path: Path) -> None:
     run(personal=["head.weight"], max_rounds=1).save_checkpoint(tmp_path / "a.ckpt")
     there = r"The checkpoint's personal is \['head.weight'\], this run's is "
     for names, mine in ((["head.bias"], r"\['head.bias'\]"), ((), "None")):
@@ -356,13 +356,13 @@ def test_a_checkpoint_of_other_personal_parameters_is_refused(tmp_path: Path) ->
         ({"algorithm": FedBN()}, "FedBN keeps BatchNorm layers with the clients, and Net has none"),
     ],
 )
-def test_impossible_choices_of_personal_parameters_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_invalid_personal_parameters_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         run(**options)
 
 
 @pytest.mark.parametrize("cls", [FedPer, LGFedAvg])
-def test_methods_want_names(cls: type[FedPer]) -> None:
+def test_methods_require_a_list_of_parameter_names(cls: type[FedPer]) -> None:
     for names in ([], "head", [""]):
         with pytest.raises(CoreError, match=f"{cls.__name__}.personal.* must be a list of names"):
             cls(names)
@@ -372,7 +372,7 @@ def test_methods_want_names(cls: type[FedPer]) -> None:
 
 
 @pytest.mark.thorough
-def test_own_models_are_measured_beside_the_servers() -> None:
+def test_personal_models_are_evaluated_alongside_the_server_model() -> None:
     own = dict(enumerate(clients(SIZES)))
     val = FederatedDataModule(clients=clients(SIZES), client_val=own, batch_size=4)
     callbacks = [ClientAccuracy("val_loss", "min"), PersonalizedAccuracy("val_loss", "min", local_steps=1)]
@@ -434,7 +434,7 @@ def by_hand(model: Normalised, own: list[TensorDataset], rounds: int, steps: int
     return models
 
 
-def test_fedbn_keeps_scales_shifts_and_statistics_with_the_client() -> None:
+def test_fedbn_keeps_scales_shifts_and_statistics_on_the_client() -> None:
     own = [TensorDataset(x * (1 + i), y) for i, (x, y) in enumerate(d.tensors for d in clients((8, 12, 5)))]
     model = seeded(Normalised)
     expected = by_hand(copy.deepcopy(model).double().train(), own, rounds=3, steps=2)
@@ -508,7 +508,7 @@ class Exchanges(Net):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_layer_may_get_a_wrapper_but_no_other_parameters(engine: str) -> None:
+def test_layer_can_be_wrapped_but_parameters_cannot_be_replaced(engine: str) -> None:
     expected = run().fit_loop.state.x
     assert torch.equal(run(seeded(Exchanges, has_other=False), engine="sequential").fit_loop.state.x, expected)
     with pytest.raises(FederatedError, match=r"Exchanges has replaced the parameter 'head.weight'"):

@@ -26,7 +26,7 @@ def _as_before() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def test_denormals_are_kept_again_after_the_work_and_after_an_error() -> None:
+def test_denormals_are_restored_after_work_and_after_an_error() -> None:
     with denormals_as_zero():
         assert takes_for_zero()
     assert not takes_for_zero()
@@ -35,14 +35,14 @@ def test_denormals_are_kept_again_after_the_work_and_after_an_error() -> None:
     assert not takes_for_zero()
 
 
-def test_a_choice_of_the_users_stays() -> None:
+def test_user_setting_is_kept() -> None:
     torch.set_flush_denormal(True)
     with denormals_as_zero():
         assert takes_for_zero()
     assert takes_for_zero()
 
 
-def test_with_several_threads_nothing_changes() -> None:
+def test_setting_is_unchanged_with_several_threads() -> None:
     torch.set_num_threads(2)
     with denormals_as_zero():
         assert not takes_for_zero()
@@ -76,7 +76,7 @@ def fitted(engine: str) -> Faint:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_denormals_are_zero_in_local_work_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denormals_are_flushed_only_during_local_work(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fitted(engine)
     assert model.faint.item() == 0
     assert model.seen == {False}

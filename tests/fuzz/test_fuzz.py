@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("number", DEFAULT if count is None else range(count))
 
 
-def test_a_configuration_holds(number: int, pytestconfig: pytest.Config) -> None:
+def test_random_configuration_passes_every_oracle(number: int, pytestconfig: pytest.Config) -> None:
     c = draw(pytestconfig.getoption("--fuzz-seed"), number)
     findings, _ = examine(c)
     assert not findings, "\n".join([str(c), *map(str, findings), *(f.trace for f in findings)])
@@ -35,13 +35,13 @@ def test_a_configuration_holds(number: int, pytestconfig: pytest.Config) -> None
 # ---------------------------------------------------------------------- what is drawn
 
 
-def test_every_axis_has_its_default_among_its_values() -> None:
+def test_every_axis_includes_its_default_value() -> None:
     defaults = {field.name: field.default for field in fields(Configuration) if field.name not in ("seed", "number")}
     assert defaults.keys() == AXES.keys()
     assert [name for name, value in defaults.items() if value not in AXES[name]] == []
 
 
-def test_a_configuration_is_a_function_of_its_seed_and_number() -> None:
+def test_configuration_depends_only_on_seed_and_number() -> None:
     assert draw(3, 77) == draw(3, 77)
     assert len({replace(draw(seed, 77), seed=0) for seed in range(5)}) == 5
 
@@ -51,7 +51,7 @@ def test_every_value_is_drawn() -> None:
     assert [name for name, values in AXES.items() if {getattr(c, name) for c in drawn} != set(values)] == []
 
 
-def test_the_default_run_has_nearly_every_value() -> None:
+def test_default_run_covers_nearly_every_value() -> None:
     chosen = [draw(0, number) for number in DEFAULT]
     assert len(DEFAULT) == len(set(DEFAULT)) == 25
     lacking = {(name, v) for name, values in AXES.items() for v in values} - {
@@ -66,7 +66,7 @@ def test_every_method_is_drawn() -> None:
     assert methods == set(METHODS) == set(AXES["method"])
 
 
-def test_a_description_has_what_is_not_at_its_default() -> None:
+def test_description_lists_only_non_default_values() -> None:
     c = Configuration(number=4, network="conv", chunk=1)
     assert str(c) == "[seed 0 number 4] network='conv' chunk=1"
 
@@ -80,7 +80,7 @@ def found_by(c: Configuration, oracle: str | None = None) -> set[str]:
     return {finding.oracle for finding in examine(c, oracle)[0]}
 
 
-def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_formula_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     c = replace(PLAIN, method="FedProx", engine="vectorized")
     assert found_by(c, "plain") == set()
     monkeypatch.setattr(FedProx, "correct", lambda self, g, y, step: g + 0.9 * step.server["mu"] * (y - step.x))
@@ -88,7 +88,7 @@ def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-def test_a_state_that_a_checkpoint_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_missing_from_a_checkpoint_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     c = replace(PLAIN, method="FedCM", resume_after=1)
     before = Server.state_dict
 
@@ -100,7 +100,7 @@ def test_a_state_that_a_checkpoint_lacks_is_found(monkeypatch: pytest.MonkeyPatc
     assert found_by(c, "resume") == {"resume"}
 
 
-def test_an_engine_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_difference_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_fed.engines.vectorized.clients import ChunkMeans
 
     before = ChunkMeans.add
@@ -108,7 +108,7 @@ def test_an_engine_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found_by(PLAIN, "engine") == {"engine"}
 
 
-def test_an_error_that_is_no_refusal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, x: Any) -> Any:
         raise KeyError("mu")
 
@@ -129,11 +129,11 @@ def test_an_error_that_is_no_refusal_is_found(monkeypatch: pytest.MonkeyPatch) -
         ({"a": torch.ones(2)}, {"a": torch.ones(2).double()}, 1.0),
     ],
 )
-def test_differences_are_seen(one: Any, other: Any, rtol: float) -> None:
+def test_differences_are_detected(one: Any, other: Any, rtol: float) -> None:
     assert len(differences(one, other, rtol)) == 1
     assert differences(one, one, 0.0) == differences(other, other, 0.0) == []
 
 
-def test_shrinking_leaves_what_matters() -> None:
+def test_shrinking_keeps_only_the_relevant_settings() -> None:
     c = replace(draw(0, 5), network="conv", chunk=2)
     assert shrink(c, lambda smaller: smaller.chunk == 2).changed == {"chunk": 2}

@@ -12,7 +12,7 @@ from tests.helpers.processes import wait_until
 
 
 @pytest.mark.parametrize("bar", [tqdm, Tqdm])
-def test_a_fork_that_is_killed_does_not_keep_the_lock_of_progress_bars(bar: type[tqdm], tmp_path: Path) -> None:
+def test_killed_fork_releases_the_progress_bar_lock(bar: type[tqdm], tmp_path: Path) -> None:
     holds = tmp_path / "holds"
     bar.get_lock()  # made before the fork, as by any test that has shown a bar
 

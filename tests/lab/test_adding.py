@@ -30,7 +30,7 @@ def mine(folder: Path, methods: Any = MINE) -> Path:
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_only_the_added_method_runs_beside_what_is_published(
+def test_only_the_added_method_runs_alongside_published_results(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {"last": {"columns": "G", "value": "final"}}
@@ -64,7 +64,7 @@ def test_only_the_added_method_runs_beside_what_is_published(
         main([*args, str(old)])
 
 
-def test_a_method_is_added_at_scales_and_in_figures_that_name_theirs(write: Write, tmp_path: Path) -> None:
+def test_method_is_added_to_scales_and_figures_that_list_methods(write: Write, tmp_path: Path) -> None:
     less = [{"what": "methods", "paper": "2", "here": "one", "why": "it is quicker"}]
     scales = {"full": {}, "small": {"departures": less, "methods": ["FedAvg"]}}
     tables = {"some": {"value": "final", "at": {"method": ["FedAvg"]}}, "one": {"rows": "G", "value": "final"}}
@@ -77,7 +77,7 @@ def test_a_method_is_added_at_scales_and_in_figures_that_name_theirs(write: Writ
     assert [table.at["method"] for table in added.tables] == [("FedAvg", "FedProx"), ("FedAvg",)]
 
 
-def test_what_is_published_keeps_its_settings(tmp_path: Path) -> None:
+def test_published_cells_keep_their_settings(tmp_path: Path) -> None:
     experiment = of_paper("mime_fig3")
     grid, added = Grid(experiment, "part"), Grid(add_methods(experiment, mine(tmp_path)), "part")
     for point in grid.points:
@@ -86,7 +86,7 @@ def test_what_is_published_keeps_its_settings(tmp_path: Path) -> None:
             assert added.config(cell) == grid.config(cell)
 
 
-def test_a_taken_name_and_what_is_no_method_are_refused(write: Write, tmp_path: Path) -> None:
+def test_duplicate_name_and_invalid_method_are_rejected(write: Write, tmp_path: Path) -> None:
     experiment = read_experiment(write())
     for methods, message in (
         ({"FedAvg": {}}, "tiny has a method 'FedAvg'"),

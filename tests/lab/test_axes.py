@@ -32,11 +32,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_mistake_is_named(write: Write) -> None:
+def test_invalid_axes_are_rejected(write: Write) -> None:
     check_mistakes(write, MISTAKES)
 
 
-def test_an_axis_is_labels_with_overrides_or_a_key_with_values() -> None:
+def test_axis_is_labels_with_overrides_or_a_key_with_values() -> None:
     assert read_axis("axes.x", "x", LR).choices == {
         "0.1": {"model.init_args.lr": 0.1},
         "0.2": {"model.init_args.lr": 0.2},
@@ -49,19 +49,19 @@ def test_an_axis_is_labels_with_overrides_or_a_key_with_values() -> None:
         read_axis("axes.x", "x", [1, 2])
 
 
-def test_changes_of_what_is_tuned_give_other_values_or_replace_it() -> None:
+def test_tuning_changes_update_values_or_replace_the_entry() -> None:
     tuned = {"lr": LR, "mu": {"key": "trainer.mu", "values": [1]}}
     changed = revise(tuned, {"lr": [5], "mu": LR, "new": [1]})
     assert changed == {"lr": {**LR, "values": [5]}, "mu": LR, "new": [1]}
     assert tuned["lr"] == LR
 
 
-def test_what_the_runner_sets_is_not_overridden() -> None:
+def test_runner_settings_cannot_be_overridden() -> None:
     for overrides in ({"trainer.logger": False}, {"trainer": {"enable_progress_bar": True}}):
         with pytest.raises(FederatedError, match="x: trainer.* is the runner's to set"):
             check_overrides("x", overrides)
 
 
-def test_a_seed_is_no_label_since_every_cell_has_its_own() -> None:
+def test_seed_axis_is_rejected() -> None:
     with pytest.raises(FederatedError, match="axes.seed: 1: seed_everything .* Write seeds: N"):
         read_axis("axes.seed", "seed", {"key": "seed_everything", "values": [1, 2, 3]})

@@ -10,7 +10,7 @@ from lightning_fed.cli.main import main
 from lightning_fed.lab.reading import PAPERS
 
 
-def test_the_list_shows_every_experiment_with_scales_time_and_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_every_experiment_with_scales_time_and_data(capsys: pytest.CaptureFixture[str]) -> None:
     main(["reproduce", "--list"])
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines[1:]} == {path.stem for path in PAPERS.glob("*.yaml")}
@@ -19,7 +19,7 @@ def test_the_list_shows_every_experiment_with_scales_time_and_data(capsys: pytes
     assert not any(" 0.0 h" in line for line in lines)
 
 
-def test_the_list_needs_no_pytorch_and_a_run_says_something_before_it_loads_it() -> None:
+def test_list_avoids_pytorch_and_run_prints_before_loading_it() -> None:
     code = (
         "import sys; from lightning_fed.__main__ import main; sys.argv[1:] = {args}; main();"
         "print([name for name in ('torch', 'yaml', 'pytorch_lightning') if name in sys.modules], file=sys.stderr)"

@@ -12,7 +12,7 @@ from lightning_fed.lab.cell import Recorder, made_with
 from tests.helpers.lab import Write, run
 
 
-def test_a_cell_is_recorded_with_its_cpu_time_and_that_of_the_processes_it_started(
+def test_cell_records_cpu_time_including_child_processes(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, children = iter([10.0, 11.5]), iter([(1.0, 0.0), (3.0, 0.25)])
@@ -24,7 +24,7 @@ def test_a_cell_is_recorded_with_its_cpu_time_and_that_of_the_processes_it_start
     assert record.cpu_seconds == 1.5 + 2.0 + 0.25
 
 
-def test_a_recorder_keeps_every_value_by_the_completed_rounds() -> None:
+def test_recorder_keeps_every_value_by_completed_rounds() -> None:
     recorder = Recorder()
     recorder.log_metrics({"val_acc": 0.5, "epoch": 1}, step=1)
     recorder.log_metrics({"val_acc": torch.tensor(0.75)}, step=2)
@@ -33,7 +33,7 @@ def test_a_recorder_keeps_every_value_by_the_completed_rounds() -> None:
     assert (recorder.save_dir, Recorder(Path("x")).save_dir) == (None, "x")
 
 
-def test_it_is_noted_what_a_cell_was_made_with() -> None:
+def test_cell_records_its_software_and_hardware() -> None:
     found = made_with()
     assert {"lightning_fed", "torch", "python", "system", "processor", "cores", "date"} <= found.keys()
     assert found["torch"] == version("torch")

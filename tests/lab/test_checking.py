@@ -13,13 +13,13 @@ from tests.helpers.lab import Write
 from tests.lab.conftest import LESS
 
 
-def test_a_figure_that_hides_points_is_refused(write: Write, tmp_path: Path) -> None:
+def test_figure_that_hides_points_is_rejected(write: Write, tmp_path: Path) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     with pytest.raises(SystemExit, match="does not use the axis G with the labels 1, 10"):
         main(["reproduce", str(write(axes=axes, figures={"f": {}})), "--out", str(tmp_path / "out")])
 
 
-def test_a_figure_or_table_must_have_a_place_for_every_axis_and_something_to_show(write: Write) -> None:
+def test_figures_and_tables_must_use_every_axis_and_have_cells(write: Write) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     for outputs in (
         {"figures": {"f": {"columns": "G"}}},

@@ -52,23 +52,23 @@ def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[st
         ("A ~ 1.05", ("holds", "A: 1; 1.05")),
     ],
 )
-def test_an_inequality_holds_if_its_numbers_do(judged: Any, claim: str, expected: tuple[str, str]) -> None:
+def test_inequality_holds_if_its_numbers_satisfy_it(judged: Any, claim: str, expected: tuple[str, str]) -> None:
     assert judged(claim, {"A": [3.0, 1.0], "B": [0.0, 2.0]}) == expected
 
 
-def test_what_was_found_out_is_told_of_a_claim_that_does_not_hold(judged: Any) -> None:
+def test_explanation_is_shown_for_a_claim_that_does_not_hold(judged: Any) -> None:
     for claim in ("A < B", "B < A"):
         judged(claim, {"A": [1.0], "B": [2.0]}, found="A is first by luck.")
 
 
-def test_what_is_reached_is_less_than_what_is_not(judged: Any) -> None:
+def test_reached_target_ranks_below_unreached_target(judged: Any) -> None:
     curves = {"A": [3.0, 1.0, 0.5], "B": [3.0, 3.0, 3.0], "C": [4.0, 4.0, 4.0]}
     assert judged("A < B", curves, "rounds to 1") == ("holds", "A: 2; B: >3")
     assert judged("B < A", curves, "rounds to 1") == ("does not hold", "B: >3; A: 2")
     assert judged("B < C", curves, "rounds to 1")[0] == "not judged"
 
 
-def test_what_diverged_is_worse_than_anything_and_what_failed_is_not_judged(judged: Any) -> None:
+def test_diverged_is_worst_and_failed_is_not_judged(judged: Any) -> None:
     curves: Curves = {"A": [1.0], "B": "diverged", "C": "failed"}
     assert judged("A < B", curves) == ("holds", "A: 1; B: diverged")
     assert judged("B < A", curves)[0] == "does not hold"
@@ -77,7 +77,7 @@ def test_what_diverged_is_worse_than_anything_and_what_failed_is_not_judged(judg
     assert "failed: no memory" in why
 
 
-def test_a_claim_is_judged_at_every_combination_it_leaves_open(write: Any, tmp_path: Path) -> None:
+def test_claim_is_judged_at_every_combination_it_leaves_open(write: Any, tmp_path: Path) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
     experiment = read_experiment(write(axes=axes, claims=[entry, {**entry, "at": {"G": 10}}]))
@@ -111,7 +111,7 @@ def means(write: Any, out: Path, entry: dict[str, Any], scale: str = "full", **c
     return [(j.where, j.verdict, j.numbers) for j in found], "".join(pages(results, "", []))
 
 
-def test_a_claim_about_means_averages_before_it_compares(write: Any, tmp_path: Path) -> None:
+def test_claim_about_means_averages_before_comparing(write: Any, tmp_path: Path) -> None:
     found, text = means(write, tmp_path / "o", ON_AVERAGE)
     assert found == [("mean over G 1 and 10", "holds", "FedAvg: 3.5; SCAFFOLD: 4")]
     assert "`FedAvg < SCAFFOLD` in final distance, mean over G: holds." in text
@@ -121,7 +121,7 @@ def test_a_claim_about_means_averages_before_it_compares(write: Any, tmp_path: P
     assert means(write, tmp_path / "n", numbers)[0][0][1:] == ("holds", "2 * FedAvg: 7; 7.5")
 
 
-def test_the_axes_that_a_mean_leaves_open_are_judged_one_by_one(write: Any, tmp_path: Path) -> None:
+def test_axes_not_averaged_are_judged_separately(write: Any, tmp_path: Path) -> None:
     axes = {"K": {"key": "trainer.local_steps", "values": [1, 2]}, "G": G}
     found, _ = means(write, tmp_path / "one", ON_AVERAGE, axes=axes)
     assert [where for where, _, _ in found] == ["K 1, mean over G 1 and 10", "K 2, mean over G 1 and 10"]
@@ -129,7 +129,7 @@ def test_the_axes_that_a_mean_leaves_open_are_judged_one_by_one(write: Any, tmp_
     assert found == [("mean over G 1 and 10, mean over K 1 and 2", "holds", "FedAvg: 3.5; SCAFFOLD: 4")]
 
 
-def test_means_are_over_the_same_labels_for_every_side(write: Any, tmp_path: Path) -> None:
+def test_means_use_the_same_labels_on_every_side(write: Any, tmp_path: Path) -> None:
     skip = [{"method": "FedAvg", "G": 10}]
     found, _ = means(write, tmp_path / "gap", ON_AVERAGE, skip=skip)
     assert found == [("mean over G 1 and 10", "not judged", "the grid leaves method FedAvg out at G 10")]
@@ -138,7 +138,7 @@ def test_means_are_over_the_same_labels_for_every_side(write: Any, tmp_path: Pat
     assert found == [("mean over G 1", "holds", "FedAvg: 1; SCAFFOLD: 5")]
 
 
-def test_a_mean_is_without_a_number_where_one_of_its_parts_is(write: Any, tmp_path: Path) -> None:
+def test_mean_has_no_number_when_one_of_its_parts_has_none(write: Any, tmp_path: Path) -> None:
     entry = {**ON_AVERAGE, "claim": "SCAFFOLD < FedAvg", "quantity": "rounds to 5"}
     found, _ = means(write, tmp_path / "far", entry)  # FedAvg takes 1 round with G = 1, and more than 3 with G = 10
     assert found[0][1:] == ("holds", "SCAFFOLD: 1; FedAvg: >2")
@@ -159,7 +159,7 @@ def test_a_mean_is_without_a_number_where_one_of_its_parts_is(write: Any, tmp_pa
         assert expected[name][1] in found.numbers
 
 
-def test_a_claim_about_what_a_scale_leaves_out_is_not_judged(write: Any, tmp_path: Path) -> None:
+def test_claim_about_points_missing_from_a_scale_is_not_judged(write: Any, tmp_path: Path) -> None:
     scales = {"full": {}, "small": {"departures": LESS, "methods": ["FedAvg"]}}
     entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
     numbers = {"says": "x", "source": "Table 1", "claim": "FedAvg < 2", "quantity": "final", "scales": ["full"]}
@@ -192,7 +192,7 @@ SEEDS = {"random": True, "seeds": 3}
         ("A < 0.5 < B", (1.0, 1.0, 1.0), (1.0, 1.3, 1.2), "does not hold"),
     ],
 )
-def test_a_difference_is_decided_by_students_t(
+def test_difference_is_decided_by_students_t(
     write: Any, tmp_path: Path, claim: str, a: Any, b: Any, expected: str
 ) -> None:
     curves = {"A": a, "B": b}
@@ -202,7 +202,7 @@ def test_a_difference_is_decided_by_students_t(
     assert overall(judge(experiment.claims[0], results)) == expected
 
 
-def test_a_single_seed_is_undecided_where_something_is_drawn(write: Any, tmp_path: Path) -> None:
+def test_single_seed_is_undecided_when_randomness_is_involved(write: Any, tmp_path: Path) -> None:
     entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
     experiment = read_experiment(write(claims=[entry], random=True))
     results = results_of(
@@ -212,7 +212,7 @@ def test_a_single_seed_is_undecided_where_something_is_drawn(write: Any, tmp_pat
 
 
 @pytest.mark.parametrize(("reached", "expected"), [(3, "holds"), (2, "undecided")])
-def test_a_target_that_is_not_reached_decides_where_it_is_so_for_every_seed(
+def test_unreached_target_decides_only_if_unreached_for_every_seed(
     write: Any, tmp_path: Path, reached: int, expected: str
 ) -> None:
     entry = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "rounds to 1"}

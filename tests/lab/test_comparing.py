@@ -25,7 +25,7 @@ def logged(name: str, logger: Any, method: Any) -> str:
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_both_loggers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     runs = [logged("plain", TensorBoardLogger, FedAvg()), logged("mime", CSVLogger, Mime(base=SGDm()))]
     main(["compare", *runs, "--target", "0.0", "--out", "side"])
     head, plain, mime = csv.reader(Path("side/compare.csv").read_text().splitlines())
@@ -41,7 +41,7 @@ def test_runs_of_both_loggers_stand_side_by_side(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.thorough
-def test_a_run_that_begins_again_in_a_folder_does_not_end_as_the_one_before() -> None:
+def test_restarted_run_in_a_folder_replaces_the_previous_log() -> None:
     for rounds in (4, 2):
         time.sleep(1 - time.time() % 1)  # TensorBoard reads its files of one second in the order of names: 10 before 9
         fit(logger=TensorBoardLogger(".", name="again", version=""), max_rounds=rounds, algorithm=FedAvg())
@@ -59,7 +59,7 @@ def test_a_run_has_its_own_method_and_not_that_of_an_earlier_run_in_the_folder()
     assert "again, FedAvg(pseudo_grad='raw')" in Path("compared/compare.md").read_text()
 
 
-def test_both_loggers_hold_the_same(tmp_path: Path) -> None:
+def test_both_loggers_record_the_same_values(tmp_path: Path) -> None:
     both = [TensorBoardLogger(".", name="a", version=""), CSVLogger(".", name="b", version="")]
     fit(logger=both, max_rounds=3, algorithm=FedAvg())
     a, b = read_log(Path("a")), read_log(Path("b"))
@@ -68,7 +68,7 @@ def test_both_loggers_hold_the_same(tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-def test_a_run_without_gradients_is_shown_without_them() -> None:
+def test_run_without_gradients_omits_their_columns() -> None:
     Path("old").mkdir()
     Path("old/metrics.csv").write_text("epoch,step,val_acc\n0,1,0.5\n1,2,0.9\n")
     main(["compare", "old", "--target", "0.8"])
@@ -77,7 +77,7 @@ def test_a_run_without_gradients_is_shown_without_them() -> None:
 
 
 @needs_matplotlib
-def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
+def test_simulated_time_is_reported_only_for_runs_with_a_clock() -> None:
     for folder, text in {
         "timed": "step,val_acc,time/simulated\n1,0.5,3\n2,0.9,13\n",
         "old": "step,val_acc\n1,0.9\n",
@@ -92,7 +92,7 @@ def test_a_run_with_a_clock_is_measured_by_it_and_one_without_is_not() -> None:
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_the_log_of_a_resumed_run_does_not_tell_when_the_target_was_reached() -> None:
+def test_log_of_a_resumed_run_reports_no_cost_to_target() -> None:
     rows = ["1,0.2,9,10,20,1", "2,0.8,9,10,20,1", "3,0.7,9,10,20,1", "4,0.9,9,10,20,1"]
     head = "step,val_acc,round/gradients,comm/bytes_up,comm/bytes_down,server/update_norm"
     for folder, kept in {"whole": rows, "resumed": rows[2:]}.items():
@@ -106,7 +106,7 @@ def test_the_log_of_a_resumed_run_does_not_tell_when_the_target_was_reached() ->
 
 
 @needs_matplotlib
-def test_a_final_value_that_is_not_a_number_is_not_infinite() -> None:
+def test_nan_final_value_is_reported_as_not_finite() -> None:
     Path("run").mkdir()
     Path("run/metrics.csv").write_text("step,val_acc\n1,0.5\n2,nan\n")
     main(["compare", "run"])
@@ -131,7 +131,7 @@ def test_a_final_value_that_is_not_a_number_is_not_infinite() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_named(args: list[str], message: str) -> None:
+def test_invalid_arguments_are_rejected(args: list[str], message: str) -> None:
     for folder, text in {"empty": None, "log": "step,val_acc\n1,0.5\n", "broken": "step,val_acc\n1,many\n"}.items():
         Path(folder).mkdir()
         if text is not None:
@@ -140,9 +140,7 @@ def test_a_mistake_is_named(args: list[str], message: str) -> None:
         main(["compare", *args])
 
 
-def test_the_table_does_not_need_matplotlib(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_does_not_require_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("log").mkdir()
     Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -151,7 +149,7 @@ def test_the_table_does_not_need_matplotlib(
     assert "| log | 1 | 0.5 | 0.5 |" in capsys.readouterr().out
 
 
-def test_a_log_without_values_is_named(tmp_path: Path) -> None:
+def test_log_without_values_raises(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,val_acc\n")
     with pytest.raises(FederatedError, match="holds no values"):
         read_log(tmp_path)

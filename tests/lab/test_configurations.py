@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {
     ],
     ids=str,
 )
-def test_an_override_puts_its_value_in_its_place(overrides: Any, path: list[str], value: Any) -> None:
+def test_override_sets_its_value(overrides: Any, path: list[str], value: Any) -> None:
     before = deepcopy(BASE)
     found: Any = overlay(BASE, overrides)
     for part in path:
@@ -43,13 +43,13 @@ def test_an_override_puts_its_value_in_its_place(overrides: Any, path: list[str]
     assert before == BASE
 
 
-def test_a_class_by_its_name_alone_can_be_given_arguments() -> None:
+def test_class_given_by_name_accepts_arguments() -> None:
     config = overlay({"trainer": {"algorithm": "a.FedProx"}}, {"trainer.algorithm.init_args.mu": 1.0})
     assert config["trainer"]["algorithm"] == {"class_path": "a.FedProx", "init_args": {"mu": 1.0}}
 
 
 @pytest.mark.parametrize("overrides", [{"seed_everything.x": 1}, {"": 1}, {"a..b": 1}, {1: 1}], ids=str)
-def test_keys_that_lead_nowhere_are_refused(overrides: Any) -> None:
+def test_unknown_keys_are_rejected(overrides: Any) -> None:
     with pytest.raises(FederatedError):
         overlay(BASE, overrides)
 
@@ -63,14 +63,14 @@ nodes = st.dictionaries(
 
 
 @given(nodes, nodes)
-def test_the_later_of_two_wins_and_what_is_put_on_twice_is_there_once(first: Any, second: Any) -> None:
+def test_later_override_wins_and_overlay_is_idempotent(first: Any, second: Any) -> None:
     once = overlay(first, second)
     assert overlay(once, second) == once
     assert {k: once[k] for k in first if k not in second} == {k: first[k] for k in first if k not in second}
 
 
 @pytest.mark.parametrize("class_path", ["lightning_fed.data.ClientFolder", "mine.Folder", "mine.MNIST"])
-def test_a_folder_that_is_the_data_is_part_of_a_cells_key(class_path: str) -> None:
+def test_data_folder_is_part_of_the_cell_key(class_path: str) -> None:
     here, there = ({"data": {"class_path": class_path, "init_args": {"root": root}}} for root in "ab")
     assert key_of(here) != key_of(there)
     mnist = ({"data": {"class_path": "lightning_fed.data.MNIST", "init_args": {"root": root}}} for root in "ab")
@@ -85,6 +85,6 @@ def test_a_folder_that_is_the_data_is_part_of_a_cells_key(class_path: str) -> No
         ({"trainer": {"max_round": 3}}, "Did you mean trainer.max_rounds instead of trainer.max_round?"),
     ],
 )
-def test_a_mistake_in_a_cell_is_answered_with_what_was_meant(config: dict[str, Any], meant: str) -> None:
+def test_mistake_in_a_cell_suggests_the_intended_name(config: dict[str, Any], meant: str) -> None:
     with pytest.raises(FederatedError, match=re.escape(meant)):
         Configurations().complete("a cell", config)

@@ -4,14 +4,14 @@ from lightning_fed.lab.reading import read_experiment
 from tests.helpers.lab import Write
 
 
-def test_a_claim_is_shown_as_it_was_written(write: Write) -> None:
+def test_claim_is_shown_as_written(write: Write) -> None:
     text = "2 * FedAvg <= SCAFFOLD < 3.5"
     entry = {"says": "So.", "source": "Table 1", "claim": f" {text.replace(' < ', '  <  ')} ", "quantity": "final"}
     (claim,) = read_experiment(write(claims=[entry])).claims
     assert claim.text == text
 
 
-def test_an_experiment_names_each_quantity_once_wherever_it_is_asked_for(write: Write) -> None:
+def test_experiment_lists_each_quantity_once(write: Write) -> None:
     control = {"says": "Not so.", "claim": "SCAFFOLD < FedAvg", "quantity": "rounds to 0.5"}
     claim = {"says": "So.", "source": "1", "claim": "FedAvg < SCAFFOLD", "quantity": "final", "controls": [control]}
     lr = {"key": "model.init_args.lr", "values": [0.1, 0.2]}

@@ -13,7 +13,7 @@ ROUNDS = 2000
 
 
 @pytest.mark.thorough
-def test_fifteen_epochs_of_uniform_draws_have_the_steps_of_twenty_by_size() -> None:
+def test_15_uniform_epochs_match_the_steps_of_20_drawn_by_size() -> None:
     data = Synthetic(num_clients=30, batch_size=10)
     data.setup("fit")
     sizes = {client: size_of(data.client_dataset(client)) for client in data.client_ids}

@@ -18,7 +18,7 @@ from tests.helpers.optional import needs_matplotlib
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_image_keeps_its_colors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure, ((axes,),) = new_figure(1, 1)
     x = np.arange(2000.0)
     noise = np.random.default_rng(1).standard_normal((len(COLORS), len(x)))
@@ -43,7 +43,7 @@ def test_a_large_picture_keeps_its_colours(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_a_long_legend_leaves_panels_their_size() -> None:
+def test_long_legend_does_not_shrink_panels() -> None:
     heights = []
     for lines in (1, 12):
         figure, ((axes,),) = new_figure(1, 1)
@@ -56,7 +56,7 @@ def test_a_long_legend_leaves_panels_their_size() -> None:
 
 
 @needs_matplotlib
-def test_labels_that_a_figure_leaves_out_have_no_place_on_its_axis(write: Any, tmp_path: Path) -> None:
+def test_labels_omitted_from_a_figure_are_omitted_from_its_axis(write: Any, tmp_path: Path) -> None:
     steps: dict[str, Any] = {"0.1": {}, "0.3": {}, "best": {}}
     figures = {name: {"y": "final", "x": "step", "at": {"step": shown}} for name, shown in SHOWN.items()}
     experiment = read_experiment(write(axes={"step": steps}, figures=figures))
@@ -72,9 +72,7 @@ SHOWN = {"numbers": ["0.1", "0.3"], "words": ["0.3", "best"]}
 
 
 @needs_matplotlib
-def test_a_figure_says_what_its_lines_and_bands_are_and_names_lines_that_hide_each_other(
-    write: Any, tmp_path: Path
-) -> None:
+def test_figure_describes_lines_and_bands_and_names_overlapping_lines(write: Any, tmp_path: Path) -> None:
     metrics = {"val_distance": {"mode": "max", "label": "test accuracy", "percent": True}}
     methods: dict[str, Any] = {"A": {}, "B": {}, "C": {}}
     figures = {
@@ -105,7 +103,7 @@ def test_a_figure_says_what_its_lines_and_bands_are_and_names_lines_that_hide_ea
 
 
 @needs_matplotlib
-def test_a_line_names_the_seeds_behind_it_where_some_failed(write: Any, tmp_path: Path) -> None:
+def test_line_label_counts_seeds_when_some_failed(write: Any, tmp_path: Path) -> None:
     experiment = read_experiment(write(methods={"A": {}, "B": {}}, figures={"f": {}}, random=True, seeds=3))
     results = results_of(
         Grid(experiment),

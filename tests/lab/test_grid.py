@@ -16,7 +16,7 @@ TUNE = {"by": "final", "grid": {"lr": LR}}
 LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
 
 
-def test_the_grid_is_the_product_without_what_is_skipped(write: Write) -> None:
+def test_grid_is_the_product_without_skipped_points(write: Write) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}, "K": {"key": "trainer.local_steps", "values": [1, 2]}}
     grid = Grid(read_experiment(write(axes=axes, skip=[{"method": "FedAvg", "K": [2]}])))
     assert [str(p) for p in grid.points] == [
@@ -25,7 +25,7 @@ def test_the_grid_is_the_product_without_what_is_skipped(write: Write) -> None:
     ]  # fmt: skip
 
 
-def test_the_later_override_wins(write: Write) -> None:
+def test_later_override_wins(write: Write) -> None:
     axes = {"a": {"x": {"trainer.max_rounds": 10, "trainer.local_steps": 10}}}
     methods = {"FedAvg": {"trainer.local_steps": 20, "trainer.accumulate_grad_batches": 20}}
     scales = {
@@ -49,7 +49,7 @@ def test_the_later_override_wins(write: Write) -> None:
     assert dict(first) == {"lr": "0.1"}
 
 
-def test_labels_tune_what_they_say(write: Write) -> None:
+def test_labels_override_what_is_tuned(write: Write) -> None:
     own = {"key": "trainer.server_optimizer.init_args.lr", "values": [1, 2, 3]}
     methods = {
         "SGD": {"tune": {"lr": own}},
@@ -67,7 +67,7 @@ def test_labels_tune_what_they_say(write: Write) -> None:
     assert config["trainer"]["server_optimizer"]["init_args"]["lr"] == 0.5
 
 
-def test_a_scales_list_is_for_the_grid_and_leaves_what_labels_say_of_their_own(write: Write) -> None:
+def test_scale_values_change_the_grid_but_not_values_of_labels(write: Write) -> None:
     own = {"key": "trainer.server_optimizer.init_args.lr", "values": [1, 2, 3]}
     methods = {
         "plain": {},
@@ -92,7 +92,7 @@ def test_a_scales_list_is_for_the_grid_and_leaves_what_labels_say_of_their_own(w
     assert small["rate fixed, method another key"] == full["rate fixed, method another key"] == ["0.5"]
 
 
-def test_a_scale_says_what_a_label_tunes(write: Write) -> None:
+def test_scale_overrides_what_a_label_tunes(write: Write) -> None:
     own = {"key": "trainer.server_optimizer.init_args.lr", "values": [1, 2, 3]}
     mu = {"key": "trainer.algorithm.init_args.mu", "values": [0.5]}
     beta = {"key": "trainer.local_steps", "values": [1]}
@@ -123,13 +123,13 @@ def test_a_scale_says_what_a_label_tunes(write: Write) -> None:
     assert [len(Grid(experiment).tuned(p)) for p in Grid(experiment).points[:3]] == [3, 2, 2]
 
 
-def test_a_method_alone_can_tune(write: Write) -> None:
+def test_method_can_tune_without_a_grid(write: Write) -> None:
     methods = {"SGD": {"tune": {"lr": LR}}, "FedAvg": {}}
     grid = Grid(read_experiment(write(methods=methods, tune={"by": "final"})))
     assert [len(grid.tuned(p)) for p in grid.points] == [2, 1]
 
 
-def test_values_that_do_not_fit_the_key_are_refused_with_file_and_place(write: Write) -> None:
+def test_values_that_do_not_fit_the_key_are_rejected_with_location(write: Write) -> None:
     two = {"key": ["trainer.a", "trainer.b"], "values": [[1, 2]]}
     methods = {"FedAvg": {"tune": {"sizes": two}}}
     scales = {"full": {"methods": {"FedAvg": {"tune": {"sizes": [3]}}}}}
@@ -138,7 +138,7 @@ def test_values_that_do_not_fit_the_key_are_refused_with_file_and_place(write: W
         grid.tuned(grid.points[0])
 
 
-def test_a_scale_keeps_what_it_names(write: Write) -> None:
+def test_scale_keeps_only_the_parts_it_names(write: Write) -> None:
     scales = {"full": {}, "small": {"departures": LESS, "methods": ["FedAvg"], "seeds": 1, "tune": {"lr": [0.3]}}}
     experiment = read_experiment(write(scales=scales, seeds=3, tune=TUNE))
     grid = Grid(experiment, "small")
@@ -150,7 +150,7 @@ def test_a_scale_keeps_what_it_names(write: Write) -> None:
         Grid(experiment, "smal")
 
 
-def test_a_seed_draws_the_data_where_the_file_says_per_seed(write: Write) -> None:
+def test_seed_draws_the_data_when_set_per_seed(write: Write) -> None:
     synthetic = {"class_path": "lightning_fed.data.Synthetic", "init_args": {"num_clients": 3, "seed": "per_seed"}}
     partition = {"class_path": "lightning_fed.data.Iid", "init_args": {"num_clients": 3, "seed": "per_seed"}}
     digits = {"class_path": "lightning_fed.data.Digits", "init_args": {"partition": partition}}

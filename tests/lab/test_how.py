@@ -10,7 +10,7 @@ from tests.helpers.lab import Write, run
 
 
 @pytest.mark.thorough
-def test_cells_recorded_without_cpu_time_count_with_their_wall_time(write: Write, tmp_path: Path) -> None:
+def test_cells_without_cpu_time_count_their_wall_time(write: Write, tmp_path: Path) -> None:
     run(write(), tmp_path / "out")
     files = sorted((tmp_path / "out" / "cells").glob("*/cell.json"))
 

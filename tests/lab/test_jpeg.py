@@ -48,7 +48,7 @@ def write_jpeg(path, **changes):
 
 
 @pytest.mark.parametrize("folder", [".", "cifar10_jpeg"])
-def test_the_jpeg_copy_is_read_where_it_is_asked_for(tmp_path, folder):
+def test_jpeg_copy_is_read_when_requested(tmp_path, folder):
     write_jpeg(tmp_path / folder / "cifar10_jpeg.npz")
     data = JpegCIFAR10(tmp_path, partition=Iid(3))
     assert data.known_sizes == [10] * 3
@@ -62,7 +62,7 @@ def test_the_jpeg_copy_is_read_where_it_is_asked_for(tmp_path, folder):
         CIFAR10(tmp_path).setup("fit")  # never in place of the originals
 
 
-def test_a_missing_jpeg_copy_is_named(tmp_path):
+def test_missing_jpeg_copy_raises(tmp_path):
     with pytest.raises(
         FederatedError, match=r"there is no .*cifar10_jpeg.npz .*Put it there, or use lightning_fed.data.CIFAR10"
     ):
@@ -85,7 +85,7 @@ def test_a_missing_jpeg_copy_is_named(tmp_path):
         (arrays_of("train", 3, side=16), r"image 0 of train should be RGB, 32x32; found RGB, 16x16"),
     ],
 )
-def test_a_damaged_jpeg_copy_is_named(tmp_path, changes, message):
+def test_corrupt_jpeg_copy_raises(tmp_path, changes, message):
     path = tmp_path / "cifar10_jpeg.npz"
     write_jpeg(path, **changes)
     with pytest.raises(FederatedError, match=rf"{path}.*{message}"):
@@ -93,7 +93,7 @@ def test_a_damaged_jpeg_copy_is_named(tmp_path, changes, message):
     assert not Path("fired").exists()
 
 
-def test_what_is_no_archive_is_named(tmp_path):
+def test_invalid_archive_raises(tmp_path):
     path = tmp_path / "cifar10_jpeg.npz"
     for content in (b"", b"text", pickle.dumps(Fires())):
         path.write_bytes(content)
@@ -114,7 +114,7 @@ def test_what_is_no_archive_is_named(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_published_jpeg_copy():
+def test_published_jpeg_copy_matches_cifar10():
     folder = os.environ.get("LIGHTNING_FED_DATA")
     if folder is None:
         pytest.skip("LIGHTNING_FED_DATA names no folder of data sets")

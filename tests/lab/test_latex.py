@@ -17,7 +17,7 @@ def curve(cell: Cell) -> list[float]:
     return [VALUES[tuple(cell.point.by_axis.values())] + 0.01 * (cell.seed - 1)]
 
 
-def test_the_best_method_is_bold_and_deviations_are_rounded(write: Any, tmp_path: Path) -> None:
+def test_best_method_is_bold_and_deviations_are_rounded(write: Any, tmp_path: Path) -> None:
     tables = {
         "rows_are_methods": {"columns": "G", "value": "final", "paper": {"FedAvg": {10: 82.8}}},
         "columns_are_methods": {"rows": "G", "columns": "method", "value": ["final", "rounds to 60"]},
@@ -41,7 +41,7 @@ def test_the_best_method_is_bold_and_deviations_are_rounded(write: Any, tmp_path
     assert r"1 & 50.00 $\pm$ 1.00 & $>$1 & \textbf{62.50 $\pm$ 1.00} & 1 $\pm$ 0 \\" in second
 
 
-def test_what_latex_reads_otherwise_is_escaped(write: Any, tmp_path: Path) -> None:
+def test_latex_special_characters_are_escaped(write: Any, tmp_path: Path) -> None:
     methods: dict[str, Any] = {"50 % of_all": {}, "μ = 1 & #2": {}}
     experiment = read_experiment(write(methods=methods, tables={"last": {"value": "final"}}))
     text = latex(experiment.tables[0], results_of(Grid(experiment), tmp_path / "o", lambda _: [1.0]))

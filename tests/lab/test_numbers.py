@@ -19,7 +19,7 @@ def _tail(text: str) -> tuple[int, str]:
     return len(number.partition(".")[2]), exponent
 
 
-def test_percent_have_two_decimals_and_p_two_digits() -> None:
+def test_percentages_have_two_decimals_and_p_values_two_digits() -> None:
     assert with_spread(82.8, 0.6005, is_percent=True) == "82.80 ± 0.60"
     assert format_number(50.0, is_percent=True) == "50.00"
     assert [p_text(p) for p in (0.0512, 0.00001, 1.0, None)] == ["0.051", "<0.0001", "1", "-"]

@@ -15,7 +15,9 @@ from tests.lab.conftest import LESS
 @pytest.mark.parametrize(
     ("option", "expected"), [(["--seeds", "0"], "at least 1, found 0"), (["--jobs", "-1"], "at least 0, found -1")]
 )
-def test_numbers_out_of_range_are_refused(option: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_range_numbers_are_rejected(
+    option: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = ArgumentParser()
     add_run_options(parser, "out")
     with pytest.raises(SystemExit):
@@ -23,7 +25,7 @@ def test_numbers_out_of_range_are_refused(option: list[str], expected: str, caps
     assert expected in capsys.readouterr().err
 
 
-def test_the_command_is_quoted_without_what_is_the_machines_own() -> None:
+def test_quoted_command_omits_machine_specific_options() -> None:
     args = [
         "mime_fig1",
         "--out",
@@ -38,7 +40,7 @@ def test_the_command_is_quoted_without_what_is_the_machines_own() -> None:
     assert command_line("sweep", ["a b.yaml", "--out"]) == "lightning-fed sweep 'a b.yaml'"
 
 
-def test_a_page_names_the_options_that_differ_from_the_file(write: Write) -> None:
+def test_page_names_options_that_differ_from_the_file(write: Write) -> None:
     scales = {"full": {}, "small": {"departures": LESS, "seeds": 2}}
     experiment = read_experiment(write(scales=scales, seeds=3))
     assert reproduce_command(Grid(experiment)) == "lightning-fed reproduce tiny.yaml"
@@ -49,7 +51,7 @@ def test_a_page_names_the_options_that_differ_from_the_file(write: Write) -> Non
     assert reproduce_command(Grid(reads_files)) == "lightning-fed reproduce tiny.yaml --data_root DATA"
 
 
-def test_as_many_jobs_run_as_the_process_may_use_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_default_to_the_number_of_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
     assert default_jobs() == 3
     monkeypatch.delattr(os, "sched_getaffinity")

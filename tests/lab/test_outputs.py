@@ -25,7 +25,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_mistake_is_named(write: Write) -> None:
+def test_invalid_outputs_are_rejected(write: Write) -> None:
     check_mistakes(write, MISTAKES)
 
 
@@ -33,7 +33,7 @@ LABELS = {"G": ("1", "10"), "method": ("FedAvg", "SCAFFOLD")}
 DISTANCE = {"val_distance": Metric("val_distance", "min", "distance")}
 
 
-def test_a_figure_draws_curves_by_method_unless_the_file_says_otherwise() -> None:
+def test_figure_defaults_to_curves_by_method() -> None:
     plain, by_axis = read_figures(
         "figures", {"a": {}, "b": {"x": "G", "y": "final", "log": "x", "ylim": [0, 2]}}, LABELS, DISTANCE
     )
@@ -42,7 +42,7 @@ def test_a_figure_draws_curves_by_method_unless_the_file_says_otherwise() -> Non
     assert [quantity.text for quantity in by_axis.y] == ["final"]
 
 
-def test_a_table_has_the_methods_as_rows_unless_the_file_says_otherwise() -> None:
+def test_table_rows_default_to_methods() -> None:
     found = {
         "a": {"value": "final"},
         "b": {"value": ["final", "best"], "columns": "G", "paper": {"FedAvg": {10: 4.25}}},

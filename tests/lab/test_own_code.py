@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("edited", ["own_method_of_test", "own_helper_of_test"])
-def test_an_edited_method_or_helper_is_another_cell(folder: Path, edited: str) -> None:
+def test_edited_method_or_helper_changes_the_cell_key(folder: Path, edited: str) -> None:
     mine, other = config("own_method_of_test.Mine"), config("own_other_of_test.Other")
     before, others = key_of(mine), key_of(other)
     assert key_of(mine) == before
@@ -48,7 +48,7 @@ def test_an_edited_method_or_helper_is_another_cell(folder: Path, edited: str) -
     assert key_of(other) == others
 
 
-def test_code_of_this_package_and_of_installed_ones_is_left_out(folder: Path) -> None:
+def test_code_of_this_package_and_installed_packages_is_ignored(folder: Path) -> None:
     assert own_code(config("lightning_fed.algorithms.FedAvg")) == {}
     assert own_code(config("torch.optim.SGD")) == {}
     assert own_code(config("json.JSONDecoder")) == {}

@@ -13,7 +13,7 @@ from tests.helpers.lab import results_of
 LESS = [{"what": "rounds", "paper": "3", "here": "one", "why": "it is quicker"}]
 
 
-def test_at_full_scale_is_said_only_without_departures(write: Any, tmp_path: Path) -> None:
+def test_full_scale_is_stated_only_without_departures(write: Any, tmp_path: Path) -> None:
     for number, (changes, scale, is_full) in enumerate(
         [({}, "full", True), ({"departures": LESS}, "full", False), ({}, "small", False)]
     ):
@@ -23,7 +23,7 @@ def test_at_full_scale_is_said_only_without_departures(write: Any, tmp_path: Pat
         assert ("| rounds | 3 | one | it is quicker |" in text) == (not is_full)
 
 
-def test_a_page_begins_with_its_result_and_says_what_words_mean_before(write: Any, tmp_path: Path) -> None:
+def test_page_starts_with_its_result_and_defines_its_terms(write: Any, tmp_path: Path) -> None:
     entry = {"says": "So it is.", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "setbacks"}
     experiment = read_experiment(
         write(claims=[entry], tables={"last": {"value": "final"}}, departures=LESS, notes="A word.")
@@ -37,7 +37,7 @@ def test_a_page_begins_with_its_result_and_says_what_words_mean_before(write: An
     assert details.endswith("## What the paper leaves open\n\nA word.\n")
 
 
-def test_what_makes_a_page_longer_than_150_lines_goes_to_its_details(write: Any, tmp_path: Path) -> None:
+def test_sections_beyond_150_lines_move_to_the_details_page(write: Any, tmp_path: Path) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": list(range(1, 100))}}
     tables = {"all": {"rows": ["G", "method"], "value": "final"}, "few": {"value": "final", "at": {"G": 1}}}
     experiment = read_experiment(write(axes=axes, tables=tables))
@@ -48,7 +48,7 @@ def test_what_makes_a_page_longer_than_150_lines_goes_to_its_details(write: Any,
     assert "## All" not in page
 
 
-def test_a_second_rule_of_choice_stands_beside_the_first(write: Any, tmp_path: Path) -> None:
+def test_second_selection_rule_is_shown_alongside_the_first(write: Any, tmp_path: Path) -> None:
     def curve(cell: Any) -> list[float]:
         if cell.point.by_axis["method"] == "SCAFFOLD":
             return [2.0, 2.0, 1.8]
@@ -70,7 +70,7 @@ def test_a_second_rule_of_choice_stands_beside_the_first(write: Any, tmp_path: P
         assert pages(Results(results.grid, PublishedCells(results.grid, tmp_path)), "", [])[0] == page
 
 
-def test_a_page_says_whether_a_seed_draws_the_data(write: Any, tmp_path: Path) -> None:
+def test_page_states_whether_a_seed_draws_the_data(write: Any, tmp_path: Path) -> None:
     entry = {"says": "So it is.", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "quantity": "final"}
     for value, expected in (
         (1.0, "the data and their division are the same for all"),

@@ -28,7 +28,7 @@ SMALL = [path for path in PAGES if path.stem in ("fedprox_fig3", "scaffold_clien
 
 
 @pytest.mark.parametrize("path", few(PAGES, SMALL), ids=lambda path: path.stem)
-def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path: Path, tmp_path: Path) -> None:
+def test_pages_match_the_published_results(path: Path, tmp_path: Path) -> None:
     text, details = (FOLDER / f"{path.stem}{part}.md" for part in ("", "_details"))
     grid = Grid(of_paper(path.stem), scale_of(text.read_text(encoding="utf-8")))
     results = Results(grid, PublishedCells(grid, FOLDER))
@@ -46,7 +46,7 @@ def test_every_number_and_verdict_of_a_page_follows_from_what_is_published(path:
 
 
 @pytest.mark.parametrize("path", few(PAGES, PAGES[::4]), ids=lambda path: path.stem)
-def test_published_accuracies_are_whole_numbers_of_the_test_cases_that_are_stated(path: Path) -> None:
+def test_published_accuracies_are_multiples_of_one_test_case(path: Path) -> None:
     grid = Grid(of_paper(path.stem), scale_of(path.read_text(encoding="utf-8")))
     published = PublishedCells(grid, FOLDER)
     names = [metric.name for metric in grid.experiment.metrics.values() if metric.factor == 100]
@@ -63,7 +63,7 @@ NUMBER = re.compile(r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_the_numbers_of_a_text_are_its_claims_rounded_or_stand_on_the_page(path: Path) -> None:
+def test_numbers_in_claim_texts_match_the_claim_or_the_page(path: Path) -> None:
     experiment = of_paper(path.stem)
     page = "".join((FOLDER / f"{path.stem}{part}.md").read_text(encoding="utf-8") for part in ("", "_details"))
     texts = [text for claim in experiment.claims if (text := " ".join(claim.found.split())) and text in page]
@@ -83,7 +83,7 @@ def test_the_numbers_of_a_text_are_its_claims_rounded_or_stand_on_the_page(path:
 
 
 @pytest.mark.parametrize("path", sorted(PAPERS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_papers_experiment_has_three_seeds_where_anything_is_random(path: Path) -> None:
+def test_paper_experiments_with_randomness_have_three_seeds(path: Path) -> None:
     experiment = of_paper(path.stem)
     for scale in experiment.scales:
         assert not experiment.is_random or Grid(experiment, scale).seeds >= 3, scale

@@ -17,7 +17,7 @@ def compare(left: Any = LEFT, sign: str = "<", right: Any = RIGHT, within: float
 
 
 @pytest.mark.parametrize("sign", ["<", "<=", ">", ">="])
-def test_p_and_interval_are_those_of_the_paired_t_test(sign: str) -> None:
+def test_p_and_interval_match_the_paired_t_test(sign: str) -> None:
     found, known = compare(sign=sign), stats.ttest_rel(LEFT, RIGHT)
     assert found.p == pytest.approx(known.pvalue, rel=1e-12)
     assert found.interval == pytest.approx(tuple(known.confidence_interval(0.95)), rel=1e-12)
@@ -27,7 +27,7 @@ def test_p_and_interval_are_those_of_the_paired_t_test(sign: str) -> None:
 @pytest.mark.parametrize(
     ("seeds", "critical"), [(2, 12.706204736), (3, 4.30265273), (5, 2.776445105), (10, 2.262157163)]
 )
-def test_a_difference_counts_beyond_the_tabled_value_of_t(seeds: int, critical: float) -> None:
+def test_difference_is_significant_beyond_the_tabulated_t(seeds: int, critical: float) -> None:
     shape = [(-1.0) ** i * (1 + i // 2) for i in range(seeds)]
     shape = [x - sum(shape) / seeds for x in shape]
     error = compare(shape, right=[0.0] * seeds).error
@@ -37,7 +37,7 @@ def test_a_difference_counts_beyond_the_tabled_value_of_t(seeds: int, critical: 
         assert found.verdict(found.p) == expected
 
 
-def test_two_standard_errors_of_three_seeds_decide_nothing() -> None:
+def test_two_standard_errors_of_three_seeds_are_undecided() -> None:
     found = compare([-1.0, -0.4, -1.6], right=[0.0] * 3)  # 2.9 standard errors, and p = 0.1
     assert found.error is not None
     assert abs(found.mean) > 2 * found.error
@@ -47,7 +47,7 @@ def test_two_standard_errors_of_three_seeds_decide_nothing() -> None:
 @pytest.mark.parametrize(
     ("mean", "expected"), [(0.2, "holds"), (0.99, "undecided"), (1.01, "undecided"), (3.0, "does not hold")]
 )
-def test_alike_is_decided_where_the_whole_interval_is_on_one_side_of_the_limit(mean: float, expected: str) -> None:
+def test_similarity_requires_the_interval_on_one_side_of_the_limit(mean: float, expected: str) -> None:
     right = [10.0 - mean, 10.02 - mean, 9.98 - mean, 10.0 - mean]
     found = compare([10.0, 10.0, 10.0, 10.0], "~", right)
     assert found.verdict(found.p) == expected
@@ -58,12 +58,12 @@ def test_alike_is_decided_where_the_whole_interval_is_on_one_side_of_the_limit(m
     assert (inside, outside) == (expected == "holds", expected == "does not hold")
 
 
-def test_the_same_difference_under_every_seed_is_certain() -> None:
+def test_constant_difference_across_seeds_is_certain() -> None:
     assert compare([1.0, 2.0], right=[2.0, 3.0]).p == 0
     assert compare([2.0, 3.0], right=[2.0, 3.0]).p == 1
 
 
-def test_without_randomness_or_with_one_seed_or_without_numbers_there_is_no_p() -> None:
+def test_p_is_missing_without_randomness_seeds_or_finite_numbers() -> None:
     assert compare([1.0], right=[2.0]).p is None
     assert compare(is_random=False).interval is None
     lost = compare([1.0, 2.0], right=[math.inf, math.inf])
@@ -71,7 +71,7 @@ def test_without_randomness_or_with_one_seed_or_without_numbers_there_is_no_p() 
     assert lost.verdict(None) == "holds"
 
 
-def test_holms_correction_is_that_of_its_step_down_procedure() -> None:
+def test_holm_correction_matches_its_step_down_procedure() -> None:
     values = [0.001, 0.012, 0.02, 0.6]
     for order in permutations(range(4)):
         corrected = holm([values[i] for i in order])

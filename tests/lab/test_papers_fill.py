@@ -25,7 +25,7 @@ def script() -> Any:
 
 
 @pytest.mark.thorough
-def test_only_what_no_place_has_is_run(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_cells_are_run(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill, ran = script().fill, list[int]()
     original = CellRunner.run
 

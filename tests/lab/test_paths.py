@@ -16,7 +16,7 @@ from tests.helpers.optional import needs_matplotlib
 
 @needs_matplotlib
 @pytest.mark.thorough
-def test_the_paths_of_clients_are_drawn(write: Write, tmp_path: Path) -> None:
+def test_client_paths_are_drawn(write: Write, tmp_path: Path) -> None:
     base = {
         "model": {
             "class_path": "lightning_fed.models.LinearRegression",
@@ -43,7 +43,7 @@ ITERATES = "client,step,x0\n0,0,1.0\n0,1,0.5\n1,0,1.0\n1,1,2.0\n1,2,3.0\nserver,
 
 
 @needs_matplotlib
-def test_the_paths_of_a_single_parameter_are_drawn_against_the_local_step(write: Write, tmp_path: Path) -> None:
+def test_single_parameter_paths_are_drawn_against_the_local_step(write: Write, tmp_path: Path) -> None:
     figures = {"paths": {"kind": "paths", "rounds": 2, "ylim": [0, 4]}}
     experiment = read_experiment(write(methods={"FedAvg": {}}, figures=figures))
     results = results_of(Grid(experiment), tmp_path, lambda _: [1.0])

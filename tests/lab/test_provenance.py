@@ -13,14 +13,14 @@ from lightning_fed.lab.provenance import checksums, commit, files_read
 from tests.helpers.lab import Write, run
 
 
-def test_the_commit_is_that_of_the_repository() -> None:
+def test_commit_matches_the_repository() -> None:
     found = commit()
     assert found is None or re.fullmatch(r"[0-9a-f]{12}(-dirty)?", found)
     inside = (Path(__file__).parents[2] / ".git").exists()
     assert inside == (found is not None)
 
 
-def test_the_files_that_are_read_in_a_folder_are_those_of_which_there_are_checksums(tmp_path: Path) -> None:
+def test_checksums_cover_exactly_the_data_files_that_were_read(tmp_path: Path) -> None:
     root = tmp_path / "data"
     (root / "raw").mkdir(parents=True)
     (root / "raw" / "packed.gz").write_bytes(gzip.compress(b"numbers"))
@@ -40,7 +40,7 @@ def test_the_files_that_are_read_in_a_folder_are_those_of_which_there_are_checks
 
 
 @pytest.mark.thorough
-def test_every_cell_has_the_checksums_of_its_data_read_by_it_or_before(write: Write, tmp_path: Path) -> None:
+def test_every_cell_has_checksums_of_its_data(write: Write, tmp_path: Path) -> None:
     table = "\n".join(",".join(str((i * j) % 7) for j in range(1, 10)) for i in range(40))
     (tmp_path / "concrete").mkdir()
     (tmp_path / "concrete" / "Concrete_Data.csv").write_text(",".join("abcdefghi") + "\n" + table)

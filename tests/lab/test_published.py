@@ -23,9 +23,7 @@ TEXTS = [
     st.integers(1, 20),
     st.booleans(),
 )
-def test_every_quantity_is_the_same_from_the_thinned_curves(
-    values: list[float], text: str, every: int, is_drawn: bool
-) -> None:
+def test_thinned_curves_preserve_every_quantity(values: list[float], text: str, every: int, is_drawn: bool) -> None:
     series = {
         LOSS: {every * (i + 1): value for i, value in enumerate(values)},
         "acc": {every * (i + 1): value / 5 for i, value in enumerate(values)},
@@ -40,7 +38,7 @@ def test_every_quantity_is_the_same_from_the_thinned_curves(
 COSTS = ("round/gradients", "comm/bytes_up", "comm/bytes_down")
 
 
-def test_a_curve_that_is_drawn_keeps_a_hundred_rounds_and_another_only_what_it_takes() -> None:
+def test_drawn_curve_keeps_100_rounds_and_others_only_needed_ones() -> None:
     series = {LOSS: {n: 1 / n for n in range(1, 1001)}, "client/drift": dict.fromkeys(range(1, 1001), 1.0)}
     quantity = parse_quantity("", "final", METRICS)
     assert sorted(thinned(series, METRICS, [quantity], is_drawn=True)) == [LOSS]

@@ -67,16 +67,14 @@ LOSS = "population/train_loss"
         ("rounds to 0.6 overflown", 6),
     ],
 )
-def test_a_quantity_is_the_number_it_says(text: str, value: float) -> None:
+def test_quantity_has_its_expected_value(text: str, value: float) -> None:
     assert parse_quantity("here", text, METRICS).of(SERIES) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
     ("factor", "value", "target"), [(1.0, 0.8999999761581421, "0.9"), (100.0, 0.57, "57"), (100.0, 0.29, "29")]
 )
-def test_a_value_equal_to_the_target_reaches_it_whatever_it_was_rounded_to(
-    factor: float, value: float, target: str
-) -> None:
+def test_value_equal_to_the_target_reaches_it_despite_rounding(factor: float, value: float, target: str) -> None:
     metrics = {"val_acc": Metric("val_acc", "max", "accuracy", factor)}
     assert parse_quantity("here", f"rounds to {target}", metrics).of({"val_acc": {1: 0.1, 2: value, 3: 0.95}}) == 2
 
@@ -95,38 +93,38 @@ def test_a_value_equal_to_the_target_reaches_it_whatever_it_was_rounded_to(
         ("", "is not a quantity"),
     ],
 )
-def test_what_is_no_quantity_is_refused_by_name(text: object, message: str) -> None:
+def test_invalid_quantity_is_rejected(text: object, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         parse_quantity("here", text, METRICS)
 
 
-def test_settling_needs_the_training_loss() -> None:
+def test_settling_requires_the_training_loss() -> None:
     with pytest.raises(FederatedError, match=f"needs {LOSS} among the metrics"):
         parse_quantity("here", "settled", METRICS)
     with pytest.raises(FederatedError, match=f"{LOSS} was not logged"):
         parse_quantity("here", "settled", {**METRICS, LOSS: Metric(LOSS, "min", "loss")}).of(SERIES)
 
 
-def test_a_climb_is_good_where_it_is_low() -> None:
+def test_lower_climb_is_better() -> None:
     quantity = parse_quantity("here", "climb 10", METRICS)
     assert (quantity.mode, quantity.worst) == ("min", math.inf)
     assert quantity.label == "greatest climb in 10 rounds of accuracy"
 
 
-def test_what_was_not_logged_is_named() -> None:
+def test_unlogged_metric_is_named() -> None:
     with pytest.raises(FederatedError, match="val_acc was not logged"):
         parse_quantity("here", "final", METRICS).of({"other": {1: 1.0}})
     with pytest.raises(FederatedError, match="round/gradients"):
         cost({"val_acc": {1: 1.0}}, "gradients")
 
 
-def test_the_costs_of_a_resumed_run_are_not_those_of_its_last_part() -> None:
+def test_costs_of_a_resumed_run_without_its_first_rounds_are_unknown() -> None:
     with pytest.raises(FederatedError, match="begins with round 5, so the gradients before are not known"):
         cost({"val_acc": {5: 1.0}, "round/gradients": {5: 10.0, 6: 10.0}}, "gradients")
     assert cost({"val_acc": {5: 1.0}}, "rounds") == {5: 5.0}
     assert cost({"val_acc": {6: 1.0}, "time/simulated": {5: 7.0}}, "simulated seconds") == {5: 7.0, 6: 7.0}  # a total
 
 
-def test_a_cost_is_lower_better_whatever_the_metric_is() -> None:
+def test_lower_cost_is_better_for_any_metric() -> None:
     assert parse_quantity("here", "rounds to 0.5", METRICS).mode == "min"
     assert parse_quantity("here", "final", METRICS).worst == -math.inf

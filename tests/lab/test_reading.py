@@ -61,17 +61,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_mistake_is_named(write: Write) -> None:
+def test_invalid_files_are_rejected(write: Write) -> None:
     check_mistakes(write, MISTAKES)
 
 
-def test_files_stack_as_a_base(write: Write, tmp_path: Path) -> None:
+def test_base_files_are_merged_in_order(write: Write, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("trainer: {max_rounds: 9, callbacks: [1]}\nmodel: {class_path: a.Net}\n")
     base = read_experiment(write(base=["base.yaml", {"trainer.max_rounds": 2, "trainer.callbacks+": [2]}])).base
     assert base == {"trainer": {"max_rounds": 2, "callbacks": [1, 2]}, "model": {"class_path": "a.Net"}}
 
 
-def test_the_files_that_the_documentation_shows_are_understood(tmp_path: Path) -> None:
+def test_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text()
     whole, paths, mine, *_ = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.M | re.S)
     (tmp_path / "shown.yaml").write_text(whole)
@@ -119,7 +119,7 @@ def said_in(config: Any, path: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
 
 
 @pytest.mark.thorough
-def test_whatever_the_experiments_of_papers_say_is_understood_in_some_cell() -> None:
+def test_every_setting_of_paper_experiments_is_valid_in_some_cell() -> None:
     configurations = Configurations()
     left = [(said_in(config), name, config) for paper in NAMES for name, config in cells_of(paper)]
     assert left
@@ -133,7 +133,7 @@ def test_whatever_the_experiments_of_papers_say_is_understood_in_some_cell() -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("paper", NAMES)
-def test_every_experiment_of_a_paper_is_understood_at_every_scale(paper: str) -> None:
+def test_every_paper_experiment_is_valid_at_every_scale(paper: str) -> None:
     configurations = Configurations()
     for name, config in cells_of(paper):
         configurations.complete(name, config)

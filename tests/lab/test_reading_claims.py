@@ -43,12 +43,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_mistake_is_named(write: Write) -> None:
+def test_invalid_claims_are_rejected(write: Write) -> None:
     check_mistakes(write, MISTAKES)
 
 
 @given(st.text(alphabet="a1 <>=~*\t", min_size=1, max_size=9))
-def test_a_label_that_is_not_refused_is_read_as_itself_in_a_claim(label: str) -> None:
+def test_accepted_label_round_trips_through_a_claim(label: str) -> None:
     try:
         axis = read_axis("axes.x", "x", {label: {}, "b": {}})
     except FederatedError:

@@ -22,7 +22,7 @@ def record(folder: Path, **changes: Any) -> Record:
     return Record(**{**wanted, "made_with": {"torch": "2"}, "series": series, "folder": folder, **changes})
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_record_round_trips(tmp_path: Path) -> None:
     for number, cpu_seconds in enumerate((None, 7.25)):
         folder = tmp_path / str(number)
         assert read_record(folder) is None
@@ -34,7 +34,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert repr(found) == repr(written)  # NaN is not equal to itself
 
 
-def test_numbers_are_kept_whole_or_with_seven_digits() -> None:
+def test_numbers_are_written_as_integers_or_with_seven_digits() -> None:
     numbers = {
         None: "",
         3.0: "3",
@@ -46,7 +46,7 @@ def test_numbers_are_kept_whole_or_with_seven_digits() -> None:
     assert {number: number_text(number) for number in numbers} == numbers
 
 
-def test_a_damaged_record_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_corrupt_record_raises_with_the_remedy(tmp_path: Path) -> None:
     write_record(tmp_path, record(tmp_path))
     sound = {name: (tmp_path / name).read_text() for name in ("cell.json", "rounds.csv")}
     for name, text in (

@@ -21,7 +21,7 @@ TUNE = {"by": "final", "grid": {"lr": LR}}
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_all_outputs(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     claims = [
         {
@@ -81,7 +81,7 @@ def test_the_command_writes_everything(write: Write, tmp_path: Path, capsys: pyt
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
+def test_page_is_rebuilt_from_published_results_without_running(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     claim = {"says": "So it is.", "source": "Table 1", "claim": "SCAFFOLD < FedAvg", "quantity": "final"}
@@ -116,7 +116,7 @@ def test_a_page_is_made_again_from_what_is_published_and_nothing_runs(
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_results_that_do_not_fit_together_or_cannot_be_written_are_named(write: Write, tmp_path: Path) -> None:
+def test_inconsistent_or_unwritable_results_raise(write: Write, tmp_path: Path) -> None:
     path = write(tune={"by": "final", "grid": {"lr": {"key": "model.init_args.lr", "values": [0.1, 0.2]}}})
     published, out = tmp_path / "published", tmp_path / "out"
     published.mkdir()
@@ -159,6 +159,6 @@ def test_results_that_do_not_fit_together_or_cannot_be_written_are_named(write: 
     ],
     ids=str,
 )
-def test_the_command_refuses_by_name(args: list[str], message: str) -> None:
+def test_invalid_arguments_are_rejected(args: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["reproduce", *args])

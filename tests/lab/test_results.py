@@ -65,7 +65,7 @@ METRICS = {
 }
 
 
-def test_only_a_cost_is_above_what_it_was_measured_up_to() -> None:
+def test_only_costs_show_a_lower_bound_when_unreached() -> None:
     cost_of, final = (parse_quantity("here", text, METRICS) for text in ("rounds to 0.9", "final"))
     assert str(Estimate(cost_of, (math.inf,), limit=8.0)) == ">8"
     assert str(Estimate(final, (-math.inf,), limit=8.0)) == "not finite"
@@ -76,7 +76,7 @@ def candidate(label: str, *values: float, tie: float = 0.0, by: str = "final", *
     return Candidate((("lr", label),), Estimate(quantity, values, **more), tie)
 
 
-def test_the_best_candidate_is_chosen_and_the_first_of_equals() -> None:
+def test_best_candidate_is_chosen_and_ties_go_to_the_first() -> None:
     a, b, equal = candidate("a", 0.5, 0.7), candidate("b", 0.8, 0.8), candidate("c", 0.8, 0.8)
     assert choose([a, b, equal]) is b
     assert choose([a, candidate("d", 0.9, is_diverged=True), candidate("e", missing="failed")]) is a
@@ -85,7 +85,7 @@ def test_the_best_candidate_is_chosen_and_the_first_of_equals() -> None:
     assert choose(costs) is costs[1]  # equal costs are decided by the final value
 
 
-def test_an_estimate_shows_its_mean_and_what_stands_in_its_way() -> None:
+def test_estimate_shows_its_mean_or_why_it_is_missing() -> None:
     assert str(candidate("a", 0.25).estimate) == "0.25"
     assert str(candidate("a", 0.25, 0.75).estimate) == "0.50 ± 0.35"
     assert str(candidate("a").estimate) == "-"

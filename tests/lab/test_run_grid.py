@@ -35,7 +35,7 @@ class Stuck(FederatedCallback):
 
 
 @pytest.mark.thorough
-def test_a_finished_cell_is_never_run_again(write: Write, tmp_path: Path) -> None:
+def test_finished_cell_is_never_rerun(write: Write, tmp_path: Path) -> None:
     first, ran = run(write(), tmp_path / "out")
     assert len(ran) == 2
     assert all(
@@ -46,7 +46,7 @@ def test_a_finished_cell_is_never_run_again(write: Write, tmp_path: Path) -> Non
     assert len(run(write(axes=axes), tmp_path / "out")[1]) == 2  # those with G = 2 alone
 
 
-def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(write: Write) -> None:
+def test_cell_key_covers_the_configuration_except_the_data_location(write: Write) -> None:
     configurations = Configurations()
     grid = Grid(read_experiment(write()))
     cell = next(grid.cells(grid.points[0], (), range(1)))
@@ -60,7 +60,7 @@ def test_a_cell_is_known_by_all_of_its_configuration_but_where_its_data_lie(writ
 
 
 @pytest.mark.thorough
-def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
+def test_identical_cells_run_once(write: Write, tmp_path: Path) -> None:
     methods: dict[str, Any] = {name: {"trainer.engine": "auto"} for name in ("FedAvg", "the same")}
     results, ran = run(write(methods=methods), tmp_path / "out")
     assert len(ran) == 1
@@ -68,7 +68,7 @@ def test_cells_alike_are_one_cell(write: Write, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_divergence_is_a_result(write: Write, tmp_path: Path) -> None:
+def test_divergence_is_recorded_as_a_result(write: Write, tmp_path: Path) -> None:
     results, _ = run(write(tune=TUNE), tmp_path / "out")
     for point in results.grid.points:
         assert results.chosen(point) == (("lr", "0.1"),)
@@ -86,7 +86,7 @@ def only_quantity(results: Results) -> Any:
 
 
 @pytest.mark.thorough
-def test_values_are_chosen_on_few_seeds_and_the_others_run_with_the_choice(write: Write, tmp_path: Path) -> None:
+def test_values_tuned_on_few_seeds_are_used_for_remaining_seeds(write: Write, tmp_path: Path) -> None:
     tune = {"by": "final", "seeds": 1, "grid": {"lr": {"key": "model.init_args.lr", "values": [0.01, 0.1, 0.2]}}}
     results, ran = run(
         write(tune=tune, seeds=2, methods={"SCAFFOLD": {"trainer.algorithm": "Scaffold"}}), tmp_path / "o"
@@ -99,7 +99,7 @@ def test_values_are_chosen_on_few_seeds_and_the_others_run_with_the_choice(write
 
 
 @pytest.mark.thorough
-def test_a_failure_is_named_leaves_the_others_alone_and_is_tried_again(
+def test_failed_cell_is_named_and_retried_without_affecting_others(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, file = failing(write, tmp_path / "now"), tmp_path / "now"
@@ -140,7 +140,7 @@ def reproduce(args: list[str], messages: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("start", ["fork", "anew"])
-def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(start: str, write: Write, tmp_path: Path) -> None:
+def test_ctrl_c_stops_cleanly_and_the_same_command_resumes(start: str, write: Write, tmp_path: Path) -> None:
     cells, root, messages = tmp_path / "out" / "cells", Path(__file__).parents[2], tmp_path / "messages"
     callback = {"class_path": f"{__name__}.Stuck", "init_args": {"folder": str(cells)}}
     finished = "[!.]*/cell.json"  # a cell is written to a folder with a dot, and renamed when it is complete

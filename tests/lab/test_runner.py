@@ -17,7 +17,7 @@ from tests.helpers.lab import Write, run
 
 
 @pytest.mark.thorough
-def test_methods_without_local_work_are_probed_too_and_the_others_on_one_batch(write: Write, tmp_path: Path) -> None:
+def test_probes_use_one_batch_except_for_server_only_methods(write: Write, tmp_path: Path) -> None:
     only = {"trainer.algorithm": "lightning_fed.algorithms.ServerOnly", "trainer.local_steps": None}
     path = write(methods={"ServerOnly": only, "FedAvg": {"trainer.algorithm": "lightning_fed.algorithms.FedAvg"}})
     limits: list[Any] = []
@@ -53,7 +53,7 @@ def test_methods_without_local_work_are_probed_too_and_the_others_on_one_batch(w
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_before_the_first_cell(
+def test_errors_are_raised_before_the_first_cell(
     write: Write, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FederatedError, match=message):
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_said_before_the_first_cell(
 
 
 @pytest.mark.thorough
-def test_cells_that_differ_in_numbers_alone_are_tried_once(write: Write, tmp_path: Path) -> None:
+def test_cells_that_differ_only_in_numbers_are_probed_once(write: Write, tmp_path: Path) -> None:
     axes = {"lr": {"key": "model.init_args.lr", "values": [0.1, 0.2]}}
     grid = Grid(read_experiment(write(axes=axes)))
     configurations = Configurations()
@@ -87,7 +87,7 @@ def test_cells_that_differ_in_numbers_alone_are_tried_once(write: Write, tmp_pat
     ]
 
 
-def test_where_there_is_no_terminal_the_progress_is_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_printed_as_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with _Bar(total=2, desc="Cells", unit="cell", leave=False) as bar:
         bar.update()
         bar.set_postfix(failed=1)

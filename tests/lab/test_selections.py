@@ -14,14 +14,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_mistake_is_named(write: Write) -> None:
+def test_invalid_selections_are_rejected(write: Write) -> None:
     check_mistakes(write, MISTAKES)
 
 
 LABELS = {"method": ("FedAvg", "SCAFFOLD"), "K": ("1", "10")}
 
 
-def test_a_place_takes_one_label_or_several_of_each_axis() -> None:
+def test_selection_takes_one_or_several_labels_per_axis() -> None:
     assert read_selection("at", None, LABELS) == {}
     assert read_selection("at", {"method": "FedAvg", "K": [1, 10]}, LABELS) == {"method": ("FedAvg",), "K": ("1", "10")}
     for found, message in (("FedAvg", "at must name axes and labels"), ({"G": 1}, "at: there is no axis 'G'")):
@@ -29,14 +29,14 @@ def test_a_place_takes_one_label_or_several_of_each_axis() -> None:
             read_selection("at", found, LABELS)
 
 
-def test_a_point_is_within_a_place_that_names_its_labels() -> None:
+def test_point_is_within_a_selection_that_lists_its_labels() -> None:
     point = {"method": "FedAvg", "K": "10"}
     assert is_within(point, {})
     assert is_within(point, {"K": ("1", "10"), "G": ("5",)})  # an axis that the point does not have does not matter
     assert not is_within(point, {"K": ("1",)})
 
 
-def test_what_is_skipped_is_a_list_of_selections() -> None:
+def test_skip_is_a_list_of_selections() -> None:
     assert read_skip("skip", [{"K": 1}, {"method": ["FedAvg"]}], LABELS) == ({"K": ("1",)}, {"method": ("FedAvg",)})
     with pytest.raises(FederatedError, match="skip must be a list"):
         read_skip("skip", {"K": 1}, LABELS)

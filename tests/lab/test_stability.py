@@ -28,14 +28,14 @@ LOSS = "population/train_loss"
         ({1: math.nan, 2: 2.0}, 2),
     ],
 )
-def test_a_run_has_settled_where_its_loss_converges_or_begins_to_diverge(loss: dict[int, float], round: int) -> None:
+def test_run_settles_when_its_loss_converges_or_starts_to_diverge(loss: dict[int, float], round: int) -> None:
     metrics = {**METRICS, LOSS: Metric(LOSS, "min", "loss")}
     series = {LOSS: loss, "val_acc": {n: float(n) for n in range(1, 20)}}
     assert parse_quantity("here", "settled val_acc", metrics).of(series) == round
     assert parse_quantity("here", "settled", metrics).of({**series, "val_acc": {2: 0.5, 99: 0.9}}) == 0.5
 
 
-def test_a_climb_is_by_how_much_a_value_is_worse_than_so_many_rounds_before() -> None:
+def test_climb_is_the_worsening_over_a_number_of_rounds() -> None:
     curve = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.25}
     assert climb(curve, 1, "min") == (0.5, {2, 3})
     assert climb(curve, 1, "max") == (1.0, {1, 2})
@@ -44,7 +44,7 @@ def test_a_climb_is_by_how_much_a_value_is_worse_than_so_many_rounds_before() ->
     assert climb({1: math.inf, 2: math.inf}, 1, "min") == (0.0, {1, 2})
 
 
-def test_the_rounds_that_show_that_a_run_has_settled_are_returned() -> None:
+def test_rounds_that_show_settling_are_returned() -> None:
     assert settled({1: 3.0, 2: 2.0, 3: 2.00005}) == (3, {2, 3})
     assert settled({1: 0.0, 11: 1.5, 12: 9.0}) == (11, {1, 11})
     assert settled({1: 3.0, 4: 1.0}) == (4, {4})

@@ -9,7 +9,7 @@ from lightning_fed.lab.store import Store
 from tests.helpers.lab import Write, run
 
 
-def test_one_command_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+def test_only_one_command_at_a_time_can_use_a_folder(tmp_path: Path) -> None:
     with (
         Store(tmp_path / "out"),
         pytest.raises(FederatedError, match="Another command works in"),
@@ -21,7 +21,7 @@ def test_one_command_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_killed_cell_left_is_cleared_away_and_a_damaged_one_is_named(write: Write, tmp_path: Path) -> None:
+def test_partial_cells_are_removed_and_corrupt_cells_are_named(write: Write, tmp_path: Path) -> None:
     results, _ = run(write(), tmp_path / "out")
     cells = tmp_path / "out" / "cells"
     (cells / ".half").mkdir()

@@ -40,7 +40,7 @@ def cells() -> set[str]:
 
 @pytest.mark.thorough
 @needs_matplotlib
-def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_runs_a_grid_and_writes_table_figure_and_tensorboard(capsys: pytest.CaptureFixture[str]) -> None:
     axes = {**AXES, "lr": {**AXES["lr"], "values": [0.1]}}
     run({"metrics": METRICS, "axes": axes, "seeds": 2})
     assert len(cells()) == 4
@@ -90,7 +90,7 @@ def test_a_grid_is_run_tabled_drawn_and_compared_in_tensorboard(capsys: pytest.C
     ],
     ids=str,
 )
-def test_a_mistake_is_named_before_the_first_cell(grid: dict[str, Any], message: str) -> None:
+def test_errors_are_raised_before_the_first_cell(grid: dict[str, Any], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         run(grid)
     assert not cells()
@@ -99,7 +99,7 @@ def test_a_mistake_is_named_before_the_first_cell(grid: dict[str, Any], message:
 @pytest.mark.thorough
 @needs_matplotlib
 @pytest.mark.parametrize("key", ["trianer", "ckpt_path"])
-def test_a_key_that_cells_do_not_have_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_cell_key_is_rejected(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OUTPUTS, key, {"max_rounds": 3})
     with pytest.raises(SystemExit, match=f"top.yaml: there is no key for the cells of a sweep '{key}'"):
         run({"metrics": METRICS, "axes": AXES})
@@ -114,7 +114,7 @@ def test_a_trainer_in_a_file_of_its_own_is_refused(monkeypatch: pytest.MonkeyPat
         run({"metrics": METRICS, "axes": AXES})
 
 
-def test_the_final_value_ranks_points_that_do_not_reach_a_target(write: Any, tmp_path: Path) -> None:
+def test_points_that_miss_the_target_are_ranked_by_final_value(write: Any, tmp_path: Path) -> None:
     ends = {"poor": 3.0, "good": 1.0, "fair": 2.0}
     experiment = read_experiment(write(methods={name: {} for name in ends}, random=True))
     results = results_of(Grid(experiment), tmp_path / "o", lambda c: [4.0, ends[c.point.by_axis["method"]]])
@@ -122,7 +122,7 @@ def test_the_final_value_ranks_points_that_do_not_reach_a_target(write: Any, tmp
     assert [point.by_axis["method"] for point in ranked(results, by)] == ["good", "fair", "poor"]
 
 
-def test_a_metric_that_cells_have_not_logged_is_named_once(write: Any, tmp_path: Path) -> None:
+def test_unlogged_metric_is_named_once(write: Any, tmp_path: Path) -> None:
     experiment = read_experiment(write(methods={name: {} for name in ("all", "none")}, random=True))
     for of_none in ([], [2.0]):
         results = results_of(
@@ -136,7 +136,7 @@ def test_a_metric_that_cells_have_not_logged_is_named_once(write: Any, tmp_path:
 
 @needs_matplotlib
 @pytest.mark.parametrize(("seed", "said"), [(7, "seed_everything 7 is left out"), (0, "The cells keep")])
-def test_a_seed_of_the_configuration_is_said_to_be_left_out(
+def test_ignored_seed_of_the_configuration_is_reported(
     seed: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(OUTPUTS, "seed_everything", seed)

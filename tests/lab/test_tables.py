@@ -13,14 +13,14 @@ from tests.helpers.lab import Write, results_of
 G = {"key": "data.init_args.G", "values": [1, 10]}
 
 
-def test_tables_have_the_papers_numbers_beside_ours(write: Any, tmp_path: Path) -> None:
+def test_tables_show_paper_numbers_next_to_ours(write: Any, tmp_path: Path) -> None:
     tables = {"last": {"rows": "method", "columns": "G", "value": ["final", "best"], "paper": {"FedAvg": {10: 4.25}}}}
     experiment = read_experiment(write(axes={"G": G}, tables=tables))
     results = results_of(Grid(experiment), tmp_path, lambda _: [1.5])
     assert "| FedAvg | 1.5 | 1.5 | 1.5 (paper 4.25) | 1.5 |" in pages(results, "", [])[0]
 
 
-def test_the_choices_and_the_curves_of_all_cells_are_written(write: Write, tmp_path: Path) -> None:
+def test_choices_and_curves_of_all_cells_are_written(write: Write, tmp_path: Path) -> None:
     results = results_of(Grid(read_experiment(write(seeds=2))), tmp_path / "o", lambda cell: [1.0, float(cell.seed)])
     write_series(tmp_path / "series.csv", results)
     head, *rows = csv.reader((tmp_path / "series.csv").read_text().splitlines())
@@ -31,7 +31,7 @@ def test_the_choices_and_the_curves_of_all_cells_are_written(write: Write, tmp_p
     assert (tmp_path / "choices.csv").read_text().strip() == ""  # nothing is tuned
 
 
-def test_a_cell_of_a_table_is_empty_where_the_grid_has_no_such_point(write: Write, tmp_path: Path) -> None:
+def test_table_cell_is_empty_when_the_grid_has_no_such_point(write: Write, tmp_path: Path) -> None:
     tables = {"last": {"columns": "G", "value": "final"}}
     experiment = read_experiment(write(axes={"G": G}, tables=tables, skip=[{"method": "FedAvg", "G": 10}]))
     head, rows = rows_of(experiment.tables[0], results_of(Grid(experiment), tmp_path, lambda _: [1.5]))

@@ -30,7 +30,7 @@ def paired(write: Any, tmp_path: Path) -> Results:
     return results_of(Grid(experiment), tmp_path / "o", of_seeds(curves))
 
 
-def test_a_claim_is_a_row_with_difference_interval_error_and_p(paired: Results) -> None:
+def test_claim_row_has_difference_interval_error_and_p(paired: Results) -> None:
     page, details = pages(paired, "", [])
     row = next(line for line in page.splitlines() if line.startswith("| [1](tiny_details.md#claim-1)"))
     assert "| x `FedAvg < SCAFFOLD` in final distance | 1 < 2 |" in row
@@ -42,7 +42,7 @@ def test_a_claim_is_a_row_with_difference_interval_error_and_p(paired: Results) 
     assert "± is the sample standard deviation over the 3 seeds" in page
 
 
-def test_a_false_inequality_is_never_printed(write: Any, tmp_path: Path) -> None:
+def test_false_inequality_is_never_printed(write: Any, tmp_path: Path) -> None:
     experiment = read_experiment(write(claims=[ENTRY], **SEEDS))
     curves = {"FedAvg": (1.0, 1.2, 1.1), "SCAFFOLD": (1.05, 1.05, 1.05)}
     text = "".join(pages(results_of(Grid(experiment), tmp_path / "o", of_seeds(curves)), "", []))
@@ -51,7 +51,7 @@ def test_a_false_inequality_is_never_printed(write: Any, tmp_path: Path) -> None
     assert "FedAvg: 1.1; SCAFFOLD: 1.05" in text
 
 
-def test_a_claim_at_several_places_is_corrected_for_their_number(write: Any, tmp_path: Path) -> None:
+def test_claim_at_several_points_is_corrected_for_their_number(write: Any, tmp_path: Path) -> None:
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     experiment = read_experiment(write(claims=[ENTRY, {**ENTRY, "at": {"G": 1}}], axes=axes, **SEEDS))
     falls = {"1": (-1.0, -1.3, -0.6), "10": (-1.0, 2.0, 0.0)}  # p = 0.041 and 0.74
@@ -85,7 +85,7 @@ def test_controls_are_judged_below_their_claim_and_not_counted(write: Any, tmp_p
     )
 
 
-def test_comparisons_of_our_own_are_counted_as_such(write: Any, tmp_path: Path) -> None:
+def test_comparisons_without_a_paper_are_counted_separately(write: Any, tmp_path: Path) -> None:
     experiment = read_experiment(write(claims=[ENTRY], own=True))
     results = results_of(Grid(experiment), tmp_path / "o", lambda _: [1.0])
     assert "Of 1 comparison of our own: 1 does not hold." in pages(results, "", [])[0]
@@ -97,7 +97,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_the_table_of_claims_keeps_the_rows_of_other_experiments(paired: Results, write: Any, tmp_path: Path) -> None:
+def test_claims_table_keeps_rows_of_other_experiments(paired: Results, write: Any, tmp_path: Path) -> None:
     path = tmp_path / "claims.csv"
     write_claims(path, paired)
     (row,) = rows_of(path)
@@ -111,7 +111,7 @@ def test_the_table_of_claims_keeps_the_rows_of_other_experiments(paired: Results
     assert [row["experiment"] for row in rows_of(path)] == ["another", "another", "tiny"]
 
 
-def test_a_metric_in_percent_is_so_everywhere(write: Any, tmp_path: Path) -> None:
+def test_percent_metric_is_shown_in_percent_everywhere(write: Any, tmp_path: Path) -> None:
     metrics = {"val_distance": {"mode": "max", "label": "accuracy", "percent": True}}
     entry = {"says": "x", "source": "Table 1", "claim": "FedAvg > 55", "quantity": "final"}
     costs = {**entry, "claim": "FedAvg < 3", "quantity": "rounds to 60"}
@@ -121,7 +121,7 @@ def test_a_metric_in_percent_is_so_everywhere(write: Any, tmp_path: Path) -> Non
     assert "| FedAvg | 62.50 |" in pages(results, "", [])[0]
 
 
-def test_the_binomial_error_of_a_finite_test_set_stands_beside_the_standard_error(write: Any, tmp_path: Path) -> None:
+def test_binomial_error_of_a_finite_test_set_is_shown(write: Any, tmp_path: Path) -> None:
     metrics = {"val_distance": {"mode": "max", "label": "accuracy", "percent": True, "cases": 400}}
     axes = {"G": {"key": "data.init_args.G", "values": [1, 10]}}
     by_label = {"full": {"cases": {"val_distance": {"G": {1: 100, 10: 2500}}}}}

@@ -28,7 +28,7 @@ def fork(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
-def test_processes_come_to_the_same_numbers_and_survive_the_death_of_one(
+def test_worker_processes_match_inline_and_survive_a_killed_worker(
     start: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if start == "fork":
@@ -46,7 +46,7 @@ def test_processes_come_to_the_same_numbers_and_survive_the_death_of_one(
     assert [r.series["val_distance"] for r in results.records(good)] == [other.series["val_distance"]]
 
 
-def test_inline_keeps_a_data_set_from_files_for_the_next_cell(tmp_path: Path) -> None:
+def test_inline_runner_caches_file_data_for_the_next_cell(tmp_path: Path) -> None:
     rows = "\n".join(",".join(str(i % 7 + j) for j in range(9)) for i in range(40))
     (tmp_path / "concrete").mkdir()
     (tmp_path / "concrete" / "Concrete_Data.csv").write_text(",".join("abcdefghi") + "\n" + rows + "\n")

@@ -17,7 +17,7 @@ def draw(count: int, seed: int, dim: int = 7) -> tuple[torch.Tensor, torch.Tenso
 
 
 @given(st.integers(1, 9), st.integers(0, 10**6))
-def test_the_measures_are_those_of_the_definitions(count: int, seed: int) -> None:
+def test_measures_match_their_definitions(count: int, seed: int) -> None:
     g, weights = draw(count, seed)
     shares = (weights / weights.sum()).double()
     mean = shares @ g
@@ -29,33 +29,33 @@ def test_the_measures_are_those_of_the_definitions(count: int, seed: int) -> Non
     assert found.B >= 1 - 1e-9
 
 
-def test_the_scale_of_the_weights_does_not_matter() -> None:
+def test_scale_of_the_weights_is_ignored() -> None:
     g, weights = draw(5, seed=3)
     one, other = (gradient_dissimilarity(zip(g, (c * weights).tolist(), strict=True)) for c in (1, 1000))
     assert pytest.approx((other.G2, other.B)) == (one.G2, one.B)
 
 
-def test_gradients_that_nearly_agree_do_not_cancel() -> None:
+def test_nearly_equal_gradients_do_not_cancel() -> None:
     # mean_square - norm^2, the textbook's way, would leave not one digit
     small = torch.tensor([3.0, -3.0], dtype=torch.float64)
     found = gradient_dissimilarity((torch.full((2,), 1e9, dtype=torch.float64) + s, 1.0) for s in small)
     assert pytest.approx(18.0, rel=1e-9) == found.G2
 
 
-def test_single_precision_gradients_are_added_up_in_double_precision() -> None:
+def test_single_precision_gradients_are_summed_in_double_precision() -> None:
     g = torch.full((1, 10), 0.1)
     found = gradient_dissimilarity((g[0], 1.0) for _ in range(1000))
     assert found.norm == pytest.approx(float(g[0].double().norm()), rel=1e-12)
 
 
-def test_B_is_one_where_all_agree_and_infinite_at_a_stationary_point_where_they_do_not() -> None:  # noqa: N802
+def test_b_is_one_at_agreement_and_infinite_at_zero_mean_gradient() -> None:
     g = torch.tensor([1.0, 2.0])
     assert pytest.approx(1.0) == gradient_dissimilarity([(g, 1.0), (g, 2.0)]).B
     assert gradient_dissimilarity([(0 * g, 1.0), (0 * g, 1.0)]).B == 1.0
     assert math.isinf(gradient_dissimilarity([(g, 1.0), (-g, 1.0)]).B)
 
 
-def test_clients_of_weight_zero_do_not_count() -> None:
+def test_clients_with_zero_weight_are_ignored() -> None:
     g = torch.tensor([1.0, 2.0])
     assert gradient_dissimilarity([(5 * g, 0.0), (g, 1.0)]).G2 == 0
     with pytest.raises(FederatedError, match="no gradient of positive weight"):
@@ -70,7 +70,7 @@ def mean_cosine(vectors: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_it_is_the_mean_over_all_pairs(count: int) -> None:
+def test_mean_cosine_matches_the_mean_over_all_pairs(count: int) -> None:
     vectors = (
         torch.randn(count, 5, generator=torch.Generator().manual_seed(count)) * torch.logspace(-3, 3, count)[:, None]
     )
@@ -83,7 +83,7 @@ def test_parallel_vectors_of_any_length_have_cosine_one() -> None:
     assert mean_cosine(torch.tensor([[1.0, 2.0], [1e-6, 2e-6], [500.0, 1000.0]])) == pytest.approx(1.0)
 
 
-def test_parts_can_be_merged() -> None:
+def test_partial_cosines_can_be_merged() -> None:
     vectors = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     parts = [PairwiseCosine() for _ in range(3)]
     for i, vector in enumerate(vectors):
@@ -94,7 +94,7 @@ def test_parts_can_be_merged() -> None:
     assert merged.value() == pytest.approx(mean_cosine(vectors))
 
 
-def test_vectors_without_a_direction_are_left_out() -> None:
+def test_zero_vectors_are_ignored() -> None:
     assert mean_cosine(torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0]])) == pytest.approx(-1.0)
     assert math.isnan(mean_cosine(torch.tensor([[1.0, 0.0], [0.0, 0.0]])))
     assert math.isnan(PairwiseCosine().value())

@@ -29,13 +29,13 @@ def largest(matrix: Tensor) -> float:
 
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("seed", range(5))
-def test_the_eigenvalue_of_largest_absolute_value_is_found(seed: int, dtype: torch.dtype, rel: float) -> None:
+def test_eigenvalue_of_largest_absolute_value_is_found(seed: int, dtype: torch.dtype, rel: float) -> None:
     m = symmetric(40, seed, dtype)
     found = extreme_eigenvalue(m.mv, start(40, dtype), tolerance=1e-6, max_iterations=40)
     assert found.value == pytest.approx(largest(m), rel=rel)
 
 
-def test_it_takes_far_fewer_products_than_dimensions() -> None:
+def test_lanczos_needs_far_fewer_products_than_dimensions() -> None:
     m = symmetric(500, 0)
     found = extreme_eigenvalue(m.mv, start(500), tolerance=1e-3, max_iterations=500)
     assert found.value == pytest.approx(largest(m), rel=1e-3)
@@ -43,9 +43,7 @@ def test_it_takes_far_fewer_products_than_dimensions() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 10**6))
-def test_an_estimate_is_no_larger_than_the_truth_and_no_further_from_an_eigenvalue_than_its_residual(
-    dim: int, iterations: int, seed: int
-) -> None:
+def test_eigenvalue_estimate_is_bounded_by_truth_and_residual(dim: int, iterations: int, seed: int) -> None:
     m = symmetric(dim, seed)
     values = torch.linalg.eigvalsh(m)
     found = extreme_eigenvalue(m.mv, start(dim), tolerance=0, max_iterations=iterations)
@@ -55,25 +53,25 @@ def test_an_estimate_is_no_larger_than_the_truth_and_no_further_from_an_eigenval
 
 
 @pytest.mark.parametrize("scale", [0.0, -3.0])
-def test_an_invariant_subspace_ends_the_iteration(scale: float) -> None:
+def test_invariant_subspace_ends_the_iteration(scale: float) -> None:
     found = extreme_eigenvalue(lambda v: scale * v, start(10), tolerance=0)
     assert (found.value, found.iterations) == (pytest.approx(scale), 1)
 
 
-def test_few_distinct_eigenvalues_take_as_many_products() -> None:
+def test_iterations_equal_the_number_of_distinct_eigenvalues() -> None:
     diagonal = torch.tensor([2.0, 2.0, -7.0, 0.0, 0.0, 2.0], dtype=torch.float64)
     found = extreme_eigenvalue(lambda v: diagonal * v, start(6), tolerance=1e-9)
     assert found.value == pytest.approx(-7)
     assert found.iterations == 3
 
 
-def test_a_product_that_is_not_finite_is_refused() -> None:
+def test_non_finite_product_is_rejected() -> None:
     with pytest.raises(FederatedError, match="not finite"):
         extreme_eigenvalue(lambda v: v / 0, start(3))
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 5.0, 2.0]])
-def test_the_dissimilarity_is_the_spectral_norm_of_the_difference_from_the_mean(weights: list[float] | None) -> None:
+def test_dissimilarity_is_spectral_norm_of_difference_from_mean(weights: list[float] | None) -> None:
     matrices = [symmetric(12, seed) for seed in range(3)]
     share = torch.tensor(weights or [1.0, 1.0, 1.0], dtype=torch.float64)
     mean = sum(w * m for w, m in zip(share / share.sum(), matrices, strict=True))
@@ -82,7 +80,7 @@ def test_the_dissimilarity_is_the_spectral_norm_of_the_difference_from_the_mean(
 
 
 @pytest.mark.thorough
-def test_it_agrees_with_exact_hessians_of_a_small_network() -> None:
+def test_dissimilarity_matches_exact_hessians_of_a_small_network() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     names, shapes = list(dict(net.named_parameters())), [p.shape for p in net.parameters()]

@@ -15,7 +15,7 @@ LOGITS = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 1.0], [5.0, 4.0, 0.0], [0.0, 
 LABELS = torch.tensor([0, 1, 1, 2, 2])  # rows 0, 1 and 3 are right
 
 
-def test_evaluation_counts_every_example_once_whatever_the_batches():
+def test_evaluation_counts_every_example_once_for_any_batches():
     model, run = Classifier(nn.Identity(), num_classes=3), pl.Trainer(**QUIET)
     loader = DataLoader(TensorDataset(LOGITS, LABELS), batch_size=2)
     loss = pytest.approx(F.cross_entropy(LOGITS, LABELS).item())
@@ -24,7 +24,7 @@ def test_evaluation_counts_every_example_once_whatever_the_batches():
         assert run.test(model, loader, verbose=False) == [{"test_loss": loss, "test_acc": pytest.approx(0.6)}]
 
 
-def test_a_label_of_minus_100_is_left_out():
+def test_label_of_minus_100_is_ignored():
     labels = torch.tensor([0, 1, 1, 2, -100])
     model, run = Classifier(nn.Identity(), num_classes=3), pl.Trainer(**QUIET)
     (logged,) = run.test(model, DataLoader(TensorDataset(LOGITS, labels), batch_size=5), verbose=False)
@@ -34,19 +34,19 @@ def test_a_label_of_minus_100_is_left_out():
     }
 
 
-def test_labels_may_have_any_integer_type():
+def test_labels_can_have_any_integer_type():
     model = MLPClassifier(3, 3, hidden=[])
     losses = {model.training_step((LOGITS, LABELS.to(t)), 0).item() for t in (torch.uint8, torch.int32, torch.int64)}
     assert len(losses) == 1
 
 
-def test_state_is_the_network_and_no_metric():
+def test_state_dict_has_the_network_and_no_metrics():
     assert list(MLPClassifier(hidden=[8, 4]).state_dict()) == [
         f"net.{layer}.{name}" for layer in (1, 4, 7) for name in ("weight", "bias")
     ]
 
 
-def test_hyper_parameters_are_the_arguments():
+def test_hyper_parameters_equal_the_arguments():
     assert dict(MLPClassifier(in_features=4, hidden=[8, 4], lr=0.3).hparams) == {
         "in_features": 4,
         "num_classes": 10,
@@ -72,20 +72,20 @@ def trained(model, path):
     return model
 
 
-def test_a_subclass_comes_back_from_its_path_alone(tmp_path):
+def test_subclass_loads_from_its_checkpoint_path_alone(tmp_path):
     model = trained(Own(width=6), tmp_path / "own.ckpt")
     again = Own.load_from_checkpoint(tmp_path / "own.ckpt", weights_only=True)
     assert torch.equal(again(LOGITS), model(LOGITS))
     assert again.configure_optimizers().defaults["lr"] == 0.5
 
 
-def test_a_subclass_made_from_the_command_line_keeps_its_solver():
+def test_subclass_from_the_command_line_keeps_its_optimizer():
     with _given_hyperparameters_context({"width": 6}, "pytorch_lightning.cli.instantiate_module"):
         model = Own(width=6)
     assert model.configure_optimizers().defaults["lr"] == 0.5
 
 
-def test_a_network_passed_in_is_passed_again(tmp_path):
+def test_network_passed_as_argument_is_passed_again_on_loading(tmp_path):
     model = trained(Classifier(nn.Linear(3, 3), num_classes=3, lr=0.25), tmp_path / "given.ckpt")
     again = Classifier.load_from_checkpoint(tmp_path / "given.ckpt", net=nn.Linear(3, 3), weights_only=True)
     assert torch.equal(again(LOGITS), model(LOGITS))
@@ -101,11 +101,11 @@ def test_dropout_follows_each_hidden_layer_and_is_off_in_evaluation():
     assert torch.equal(model(LOGITS), model(LOGITS))
 
 
-def test_logistic_regression_is_one_affine_map():
+def test_logistic_regression_is_a_single_affine_map():
     model = MLPClassifier(in_features=60, hidden=[])
     assert [tuple(p.shape) for p in model.parameters()] == [(10, 60), (10,)]
 
 
-def test_the_emnist_network_of_mime_has_its_size():
+def test_mime_emnist_network_has_the_expected_size():
     model = MLPClassifier(in_features=784, num_classes=62, hidden=[300, 100])
     assert sum(p.numel() for p in model.parameters()) == 271_862

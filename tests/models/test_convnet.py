@@ -22,11 +22,11 @@ def layers(model):
         (lambda: ConvNet(8, channels=[16, 32], padding="same", hidden=[64]), 13_706),
     ],
 )
-def test_parameters(model, count):
+def test_parameter_count(model, count):
     assert sum(p.numel() for p in model().parameters()) == count
 
 
-def test_layers_of_the_emnist_network():
+def test_layers_of_emnist_network():
     model = EmnistCNN()
     assert layers(model) == ["Conv2d", "Conv2d", "MaxPool2d", "Dropout", "Flatten", "Linear", "Dropout", "Linear"]
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.25, 0.5]
@@ -35,7 +35,7 @@ def test_layers_of_the_emnist_network():
 
 
 @pytest.mark.parametrize(("make", "padding"), [(MnistCNN, "same"), (CifarCNN, "valid")])
-def test_layers_of_the_networks_with_pooling_after_each_convolution(make, padding):
+def test_layers_of_networks_with_pooling_after_each_convolution(make, padding):
     model = make()
     assert layers(model)[:4] == ["Conv2d", "MaxPool2d", "Conv2d", "MaxPool2d"]
     assert all(m.kernel_size == (5, 5) and m.padding == padding for m in model.net if isinstance(m, nn.Conv2d))
@@ -46,13 +46,13 @@ def test_layers_of_the_networks_with_pooling_after_each_convolution(make, paddin
 @pytest.mark.parametrize("padding", ["valid", "same"])
 @pytest.mark.parametrize("pool", ["each", "last"])
 @pytest.mark.parametrize("kernel_size", [2, 3])
-def test_the_dense_layers_fit_the_convolutions(size, padding, pool, kernel_size):
+def test_dense_layers_fit_the_convolutions(size, padding, pool, kernel_size):
     if (padding, pool) == ("valid", "each") and size < 10:
         size += 4
     model = ConvNet(size, 3, 4, [2, 5], kernel_size, padding, pool, hidden=[])
     assert model(torch.rand(2, 3, size, size)).shape == (2, 4)
 
 
-def test_images_of_one_channel_may_come_without_it():
+def test_single_channel_axis_is_optional():
     model, images = ConvNet(8, channels=[4]), torch.rand(3, 8, 8)
     assert torch.equal(model(images), model(images[:, None]))

@@ -104,7 +104,7 @@ class Step(nn.Module):
 
 @pytest.mark.parametrize("algorithm", few([FedAvg, Scaffold], [Scaffold]))
 @pytest.mark.parametrize("name", few([*SMALL, "batch norm"], [*SOME, "batch norm"]))
-def test_a_round_trains_and_logs(name: str, algorithm: type) -> None:
+def test_round_trains_and_logs(name: str, algorithm: type) -> None:
     case = BATCH_NORM if name == "batch norm" else SMALL[name]
     model, run = fit(case, algorithm=algorithm())
     logged = {name: value for name, value in run.callback_metrics.items() if "/" not in name}
@@ -135,7 +135,7 @@ def has_lstm(dtype: torch.dtype) -> bool:
         ],
     ),
 )
-def test_precisions(precision: Any, name: str) -> None:
+def test_training_works_in_every_precision(precision: Any, name: str) -> None:
     case, dtype = SMALL[name], torch.float64 if precision == "64-true" else torch.float32
     recurrent = any(isinstance(layer, nn.LSTM) for layer in case.make().modules())
     if precision == "bf16-mixed" and recurrent and not has_lstm(torch.bfloat16):
@@ -163,7 +163,7 @@ class OutsideAutocast(nn.LSTM):
             return super().forward(x.float(), *args)
 
 
-def test_an_lstm_that_the_processor_lacks_is_refused_before_the_first_round() -> None:
+def test_unsupported_lstm_is_rejected_before_the_first_round() -> None:
     case, started = CASES["sentiment"], Mock()
     run = trainer(max_rounds=1, plugins=Float16(), callbacks=LambdaCallback(on_train_start=started))
     data = FederatedDataModule(clients=[TensorDataset(*case.draw(4))] * 3, batch_size=2)
@@ -177,7 +177,7 @@ def test_an_lstm_that_the_processor_lacks_is_refused_before_the_first_round() ->
     assert not started.called
 
 
-def test_an_lstm_outside_autocast_runs_on_every_processor() -> None:
+def test_lstm_outside_autocast_runs_on_every_processor() -> None:
     case = CASES["sentiment"]
     model = seeded(case)
     for parent in list(model.modules()):
@@ -204,7 +204,7 @@ def test_an_lstm_outside_autocast_runs_on_every_processor() -> None:
         *(pytest.param(name, torch.float32, marks=pytest.mark.thorough) for name in CASES),
     ],
 )
-def test_gradients_of_three_clients_at_once_are_those_of_a_loop(name: str, dtype: torch.dtype) -> None:
+def test_gradients_of_three_clients_at_once_match_a_loop(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     base = seeded(case).to(dtype)
     base.log = lambda *_, **__: None
@@ -230,7 +230,7 @@ def test_gradients_of_three_clients_at_once_are_those_of_a_loop(name: str, dtype
 
 
 @pytest.mark.parametrize("case", few([*SMALL.values(), BATCH_NORM], [BATCH_NORM]), ids=[*SMALL, "batch norm"])
-def test_a_checkpoint_comes_back_from_its_path_alone(case: Case, tmp_path) -> None:
+def test_checkpoint_loads_from_its_path_alone(case: Case, tmp_path) -> None:
     model = case.make()
     run = pl.Trainer(**QUIET, max_epochs=0)
     run.fit(model, DataLoader(TensorDataset(*case.draw(4)), batch_size=2))
@@ -252,7 +252,7 @@ def test_predictions_are_classes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
-def test_labels_that_do_not_fit_are_refused(case: Case) -> None:
+def test_invalid_labels_are_rejected(case: Case) -> None:
     model, (x, y) = case.make(), case.draw(3)
     name = type(model).__name__
     for wrong in (y[..., None], y[:2], y.float()):
@@ -267,7 +267,7 @@ def test_labels_that_do_not_fit_are_refused(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
-def test_inputs_of_another_shape_or_type_are_refused(case: Case) -> None:
+def test_inputs_of_invalid_shape_or_type_are_rejected(case: Case) -> None:
     model, (x, _) = case.make(), case.draw(2)
     wrong = [x.flatten(), x.to(torch.float32 if case.codes else torch.uint8)]
     wrong += [] if case.codes else [x.double()]
@@ -284,19 +284,19 @@ def rows() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("code", "count"), rows())
-def test_the_documentation_counts_right(code: str, count: str) -> None:
+def test_documented_parameter_counts_are_correct(code: str, count: str) -> None:
     model = eval(code, vars(models).copy())
     assert f"{sum(p.numel() for p in model.parameters()):,}" == count
 
 
-def test_the_documentation_names_every_model() -> None:
+def test_documentation_names_every_model() -> None:
     assert {code.partition("(")[0] for code, _ in rows()} == set(models.__all__) - {"Classifier", "Quadratic"}
 
 
 SETTINGS = {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.125}
 
 
-def test_settings_of_the_optimizer() -> None:
+def test_optimizer_receives_its_settings() -> None:
     sentiment = partial(SentimentLSTM, 5, 2, 3)
     for make in (MLPClassifier, ConvNet, EmnistCNN, MnistCNN, CifarCNN, partial(ResNet, 20), CharLSTM, sentiment):
         (group,) = make(**SETTINGS).configure_optimizers().param_groups
@@ -307,7 +307,7 @@ def test_settings_of_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_that_the_optimizer_cannot_take_are_refused(setting: str) -> None:
+def test_invalid_optimizer_settings_are_rejected(setting: str) -> None:
     for wrong in (float("nan"), "0.1", True):
         with pytest.raises(FederatedError, match=rf"\({setting}={wrong!r}\): {setting} must be a finite number"):
             MLPClassifier(**{setting: wrong})
@@ -346,6 +346,6 @@ def test_settings_that_the_optimizer_cannot_take_are_refused(setting: str) -> No
         (lambda: SentimentLSTM(9, num_classes=1), r"SentimentLSTM\(num_classes=1\)"),
     ],
 )
-def test_arguments_that_are_not_allowed_are_refused(make: Callable[[], Any], said: str) -> None:
+def test_invalid_arguments_are_rejected(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(FederatedError, match=said):
         make()

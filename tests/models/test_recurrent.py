@@ -25,17 +25,17 @@ VECTORS = torch.arange(12, dtype=torch.float32).reshape(4, 3)
         (lambda: SentimentLSTM(1000, hidden_size=100), 1000 * 300 + 241_600 + 2 * 101),
     ],
 )
-def test_parameters(model, count):
+def test_parameter_count(model, count):
     assert sum(p.numel() for p in model().parameters()) == count
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_codes_may_have_any_integer_type(dtype):
+def test_codes_can_have_any_integer_type(dtype):
     model = CharLSTM(hidden_size=5)
     assert torch.equal(model(TEXTS.to(dtype)), model(TEXTS))
 
 
-def test_labels_of_every_position_count_alike():
+def test_labels_of_every_position_have_equal_weight():
     model, labels = CharLSTM(hidden_size=5), TEXTS.roll(-1, dims=1)
     logits = model(TEXTS, every_position=True)
     assert logits.shape == (4, 6, 80)
@@ -46,7 +46,7 @@ def test_labels_of_every_position_count_alike():
     torch.testing.assert_close(model.training_step((TEXTS, labels[:, -1]), 0), last)
 
 
-def test_a_position_sees_what_is_before_it_only():
+def test_position_depends_only_on_earlier_positions():
     model, other = CharLSTM(hidden_size=5), TEXTS.clone()
     other[:, 4:] = 79 - other[:, 4:]
     ours, theirs = (model(codes, every_position=True) for codes in (TEXTS, other))
@@ -54,7 +54,7 @@ def test_a_position_sees_what_is_before_it_only():
     assert not torch.isclose(ours[:, 4:], theirs[:, 4:]).all()
 
 
-def test_accuracy_over_positions_leaves_out_those_without_a_label():
+def test_accuracy_over_positions_ignores_missing_labels():
     model, run = CharLSTM(hidden_size=5), pl.Trainer(**QUIET)
     labels = model(TEXTS, every_position=True).argmax(-1)
     labels[:, 3:] = -100
@@ -64,21 +64,21 @@ def test_accuracy_over_positions_leaves_out_those_without_a_label():
 
 
 @pytest.mark.parametrize("code", [80, -1])
-def test_a_code_outside_the_vocabulary_is_refused(code):
+def test_code_outside_the_vocabulary_is_rejected(code):
     codes = TEXTS.clone()
     codes[1, 2] = code
     with pytest.raises(FederatedError, match=r"CharLSTM got a code outside 0, ..., 79"):
         CharLSTM(hidden_size=5)(codes)
 
 
-def test_texts_without_a_position_are_refused():
+def test_empty_texts_are_rejected():
     with pytest.raises(FederatedError, match=r"CharLSTM got inputs of shape \[4, 0\]"):
         CharLSTM(hidden_size=5)(TEXTS[:, :0])
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("form", ["file", "text", "tensor"])
-def test_word_vectors_start_the_embedding(form, frozen, tmp_path):
+def test_word_vectors_initialize_the_embedding(form, frozen, tmp_path):
     path = tmp_path / "vectors.npy"
     np.save(path, VECTORS.numpy().astype(np.float64))
     vectors = {"file": path, "text": str(path), "tensor": VECTORS}[form]
@@ -91,7 +91,7 @@ def test_word_vectors_start_the_embedding(form, frozen, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["file", "tensor"])
-def test_a_checkpoint_holds_the_vectors_and_loads_without_their_file(given, tmp_path):
+def test_checkpoint_holds_the_vectors_and_loads_without_their_file(given, tmp_path):
     path = tmp_path / "vectors.npy"
     np.save(path, VECTORS.numpy())
     model = SentimentLSTM(4, 3, 5, vectors=str(path) if given == "file" else VECTORS, freeze_embedding=True)
@@ -105,7 +105,7 @@ def test_a_checkpoint_holds_the_vectors_and_loads_without_their_file(given, tmp_
     assert "vectors" not in again.hparams
 
 
-def test_vectors_that_do_not_fit_are_refused(tmp_path):
+def test_invalid_vectors_are_rejected(tmp_path):
     with pytest.raises(
         FederatedError, match=r"a tensor holds shape \[4, 3\].*\[vocab_size, embedding_dim\] = \[5, 3\]"
     ):

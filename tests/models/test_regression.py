@@ -14,7 +14,7 @@ Y = torch.tensor([[5.0], [-1.0]])
 ROWS = TensorDataset(torch.tensor([2.0, 0.0]), torch.tensor([10.0, -10.0]))
 
 
-def test_linear_regression_starts_at_zero_with_half_the_mean_squared_error():
+def test_linear_regression_starts_at_zero_with_half_mean_squared_error():
     model = LinearRegression(2)
     assert not torch.cat([p.flatten() for p in model.parameters()]).any()
     loss = model._loss((X, Y))
@@ -24,13 +24,13 @@ def test_linear_regression_starts_at_zero_with_half_the_mean_squared_error():
     assert model.linear.bias.grad.tolist() == [(-5 + 1) / 2]
 
 
-def test_without_a_bias_and_with_several_outputs():
+def test_linear_regression_without_bias_and_with_several_outputs():
     model = LinearRegression(in_features=4, out_features=3, bias=False)
     assert [p.shape for p in model.parameters()] == [(3, 4)]
     assert model(torch.ones(5, 2, 2)).shape == (5, 3)
 
 
-def test_settings_of_the_optimizer():
+def test_optimizer_receives_its_settings():
     (group,) = LinearRegression(2, lr=0.3, weight_decay=0.01).configure_optimizers().param_groups
     assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.3, 0.01, 0)
     (group,) = Quadratic(lr=0.7).configure_optimizers().param_groups
@@ -46,7 +46,7 @@ def test_settings_of_the_optimizer():
         (Quadratic(x0=3.0), ROWS, {"loss": 4.5}, None),
     ],
 )
-def test_validation_and_test_log_the_loss_and_the_distance(model, rows, both, distance):
+def test_validation_and_test_log_loss_and_distance(model, rows, both, distance):
     trainer = pl.Trainer(**QUIET)
     loader = DataLoader(rows, batch_size=1)
     (val,) = trainer.validate(model, loader, verbose=False)
@@ -55,7 +55,7 @@ def test_validation_and_test_log_the_loss_and_the_distance(model, rows, both, di
     assert trainer.test(model, loader, verbose=False) == [named["test"]]
 
 
-def test_they_train_without_federation():
+def test_linear_regression_trains_without_federation():
     trainer = pl.Trainer(**QUIET, max_epochs=40)
     model = LinearRegression(2, lr=0.2, bias=False)
     trainer.fit(model, DataLoader(TensorDataset(X, Y), batch_size=2))
@@ -63,14 +63,14 @@ def test_they_train_without_federation():
     assert trainer.callback_metrics["train_loss"] < 1e-10
 
 
-def test_one_step_of_the_quadratic():
+def test_one_step_of_quadratic_matches_a_hand_computation():
     trainer, model = pl.Trainer(**QUIET, max_epochs=1), Quadratic(x0=3.0, lr=0.5)
     trainer.fit(model, DataLoader(ROWS, batch_size=2))
     assert model.x.item() == 3 - 0.5 * 3  # the rows' gradients are 16 and -10
     assert model.x.dtype == torch.float64
 
 
-def test_hyper_parameters_are_kept(tmp_path):
+def test_hyper_parameters_are_restored_from_a_checkpoint(tmp_path):
     model = LinearRegression(2, lr=0.3, optimum=[1.0, 2.0, 3.0])
     trainer = pl.Trainer(**QUIET, max_epochs=1)
     trainer.fit(model, DataLoader(TensorDataset(X, Y)))
@@ -80,7 +80,7 @@ def test_hyper_parameters_are_kept(tmp_path):
     assert torch.equal(again.linear.weight, model.linear.weight)
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_and_shapes_are_rejected():
     with pytest.raises(FederatedError, match="holds 2 numbers and the model has 3 parameters"):
         LinearRegression(2, optimum=[1.0, 2.0])
     with pytest.raises(FederatedError, match=r"targets of shape \[2\] for predictions of shape \[2, 1\]"):

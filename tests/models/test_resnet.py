@@ -16,7 +16,7 @@ from tests.helpers.selection import few
     ("depth", "num_classes", "count"),
     [(20, 10, 269_722), (20, 100, 275_572), (18, 10, 11_173_962), (18, 100, 11_220_132)],
 )
-def test_parameters(depth, num_classes, count, norm):
+def test_parameter_count(depth, num_classes, count, norm):
     model = ResNet(depth, num_classes, norm=norm)
     assert sum(p.numel() for p in model.parameters()) == count
     assert sum(isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3) for m in model.modules()) == {18: 17, 20: 19}[depth]
@@ -24,7 +24,7 @@ def test_parameters(depth, num_classes, count, norm):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_resnet18_is_torchvisions_with_another_stem(norm):
+def test_resnet18_matches_torchvision_except_for_the_stem(norm):
     layer = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, 2)
     theirs = resnet18(weights=None, num_classes=10, norm_layer=layer)
     theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
@@ -35,13 +35,13 @@ def test_resnet18_is_torchvisions_with_another_stem(norm):
 
 
 @pytest.mark.parametrize("depth", [18, 20])
-def test_convolutions_start_as_in_torchvision(depth):
+def test_convolutions_are_initialized_as_in_torchvision(depth):
     for conv in (m for m in ResNet(depth).modules() if isinstance(m, nn.Conv2d)):
         fan_out = conv.out_channels * conv.kernel_size[0] ** 2
         assert conv.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.2)
 
 
-def test_two_groups_of_group_normalization_are_the_default():
+def test_normalization_defaults_to_two_groups():
     norms = [m for m in ResNet(20).modules() if isinstance(m, nn.GroupNorm)]
     assert {m.num_groups for m in norms} == {2}
     assert len(norms) == 19
@@ -56,7 +56,7 @@ def test_resnet20_halves_the_image_twice_and_ends_with_64_features():
     assert shapes == [(2, 16, 32, 32), (2, 32, 16, 16), (2, 64, 8, 8)]
 
 
-def test_its_shortcuts_keep_every_second_pixel_and_add_zeros():
+def test_shortcuts_keep_every_second_pixel_and_pad_with_zeros():
     shortcut = ResNet(20).net.layer2[0].downsample
     x = torch.rand(2, 16, 5, 5)
     out = shortcut(x)
@@ -65,13 +65,13 @@ def test_its_shortcuts_keep_every_second_pixel_and_add_zeros():
     assert not out[:, 16:].any()
 
 
-def test_batch_normalization_keeps_running_statistics():
+def test_batch_normalization_updates_running_statistics():
     model = ResNet(20, norm="batch")
     before = model.net.bn1.running_mean.clone()
     model.training_step((torch.rand(4, 3, 8, 8), torch.arange(4)), 0)
     assert not torch.equal(model.net.bn1.running_mean, before)
 
 
-def test_images_of_one_channel_may_come_without_it():
+def test_single_channel_axis_is_optional():
     model, images = ResNet(20, in_channels=1), torch.rand(3, 8, 8)
     assert torch.equal(model(images), model(images[:, None]))

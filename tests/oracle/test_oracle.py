@@ -22,8 +22,8 @@ from .runner import Result, Variant, run, run_resumed
 TOLERANCE = 1e-9
 
 APPLIES: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "test_full_batches_in_uneven_chunks": lambda entry: takes_full_batches(entry["algorithm"], entry["hp"]),
-    "test_l2_as_weight_decay": lambda entry: entry["problem"]["l2"] > 0,
+    "test_full_batches_in_uneven_chunks_match_case": lambda entry: takes_full_batches(entry["algorithm"], entry["hp"]),
+    "test_l2_as_weight_decay_matches_case": lambda entry: entry["problem"]["l2"] > 0,
 }
 """The cases that a variant has something to say about."""
 
@@ -36,9 +36,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     applies = APPLIES.get(metafunc.function.__name__, lambda entry: True)
     entries = [entry for entry in entries_of(Path(folder)) if applies(entry)]
     cases, met = [], set()
-    for entry in entries:  # all cases of a test but test_case go the same ways, if their methods do
+    for (
+        entry
+    ) in entries:  # all cases of a test but test_sequential_engine_matches_case go the same ways, if their methods do
         kind = entry["algorithm"], entry["hp"].get("option"), "adaptive" in entry["hp"]
-        known = kind in met and metafunc.function.__name__ != "test_case"
+        known = kind in met and metafunc.function.__name__ != "test_sequential_engine_matches_case"
         met.add(kind)
         cases.append(pytest.param(entry, id=entry["id"], marks=pytest.mark.thorough if known else ()))
     metafunc.parametrize("entry", cases)
@@ -56,27 +58,29 @@ def case(entry: dict, request: pytest.FixtureRequest) -> Case:
     return load_case(Path(request.config.getoption("--oracle-cases")), entry)
 
 
-def test_case(case: Case, record_property: Callable[[str, object], None]) -> None:
+def test_sequential_engine_matches_case(case: Case, record_property: Callable[[str, object], None]) -> None:
     compare(case, Variant(), record_property)
 
 
-def test_full_batches_in_uneven_chunks(case: Case, record_property: Callable[[str, object], None]) -> None:
+def test_full_batches_in_uneven_chunks_match_case(case: Case, record_property: Callable[[str, object], None]) -> None:
     compare(case, Variant(uneven_chunks=True), record_property)
 
 
-def test_l2_as_weight_decay(case: Case, record_property: Callable[[str, object], None]) -> None:
+def test_l2_as_weight_decay_matches_case(case: Case, record_property: Callable[[str, object], None]) -> None:
     if takes_population_loss(case.hp):
         pytest.skip("the loss that adapts mu is training_step's, which does not know the optimizer's weight_decay")
     compare(case, Variant(decay_in_optimizer=True), record_property)
 
 
-def test_vectorized(case: Case, record_property: Callable[[str, object], None]) -> None:
+def test_vectorized_engine_matches_case(case: Case, record_property: Callable[[str, object], None]) -> None:
     compare(case, Variant(engine="vectorized"), record_property)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_two_processes(case: Case, engine: str, record_property: Callable[[str, object], None], tmp_path: Path) -> None:
+def test_two_processes_match_case(
+    case: Case, engine: str, record_property: Callable[[str, object], None], tmp_path: Path
+) -> None:
     def in_two(*arguments: Any) -> Result:
         first, second = in_processes(lambda: run(*arguments), tmp_path)
         assert not first.trace, first.trace
@@ -86,7 +90,7 @@ def test_two_processes(case: Case, engine: str, record_property: Callable[[str, 
     compare(case, Variant(engine=engine, processes=2), record_property, in_two)
 
 
-def test_resume_is_bit_identical(case: Case, tmp_path: Path) -> None:
+def test_resumed_run_has_identical_bits(case: Case, tmp_path: Path) -> None:
     setup = translate(case)
     whole = run(case, setup)
     resumed = run_resumed(case, setup, tmp_path / "half.ckpt")

@@ -125,7 +125,7 @@ def test_methods_with_client_states(method: tuple[str, dict[str, Any]], kind: st
 
 
 @pytest.mark.parametrize(("option", "engine"), covering(["i", "ii"], ["sequential", "vectorized"]))
-def test_first_gradients_are_kept_by_a_checkpoint(option: str, engine: str, tmp_path: Path) -> None:
+def test_first_gradients_are_kept_in_a_checkpoint(option: str, engine: str, tmp_path: Path) -> None:
     """They are taken in the first round alone; a resumed run has the parameters of one that was not stopped."""
     hp = {**DECAYED, "option": option, "initial": "gradient"}
     case = Case(**vars(reference.make_case("scaffold", hp, seed=2, n_clients=6, n_rounds=6)))
@@ -175,7 +175,7 @@ def test_fedbuff(hp: dict[str, Any], kind: str, variant: Variant, tmp_path: Path
 @pytest.mark.parametrize(
     ("method", "engine"), covering([(FedProx, {"mu": 0.6}), (FedCM, {"alpha": 0.3})], ["sequential", "vectorized"])
 )
-def test_fedbuff_over_other_methods(method: tuple[Any, dict[str, float]], engine: str) -> None:
+def test_fedbuff_with_other_methods(method: tuple[Any, dict[str, float]], engine: str) -> None:
     """FedBuff over methods with which the format does not have it."""
     algorithm, options = method
     case = Case(**vars(reference.make_case("fedbuff", {"client_lr": 0.1, **options}, n_rounds=6)))
@@ -184,7 +184,7 @@ def test_fedbuff_over_other_methods(method: tuple[Any, dict[str, float]], engine
 
 
 @pytest.mark.thorough
-def test_the_runner_of_stored_cases_takes_fedbuff(tmp_path: Path) -> None:
+def test_runner_of_stored_cases_supports_fedbuff(tmp_path: Path) -> None:
     """As a command over a folder that holds a case of FedBuff."""
     reference.write_case(tmp_path, reference.make_case("fedbuff", {"client_lr": 0.1}, l2=0.1, n_rounds=6))
     command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).with_name("test_oracle.py"))]

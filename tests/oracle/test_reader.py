@@ -101,7 +101,7 @@ def fedbuff(arrivals: list[Any], batches: int = 0) -> dict[str, Any]:
     return {"algorithm": "fedbuff", "hp": HP["fedbuff"], "arrays": {**own, "batch_idx": np.zeros((1, 2, 0, 1), int)}}
 
 
-def test_a_case_computed_by_hand_comes_out_exactly(tmp_path: Path) -> None:
+def test_hand_computed_case_matches_exactly(tmp_path: Path) -> None:
     case = case_of(tmp_path)
     result = run(case, translate(case), Variant())
     torch.testing.assert_close(result.parameters, case.expected(), rtol=1e-15, atol=0)
@@ -109,13 +109,13 @@ def test_a_case_computed_by_hand_comes_out_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", METHODS)
-def test_the_fewest_hyper_parameters_are_enough(algorithm: str, tmp_path: Path) -> None:
+def test_minimal_hyper_parameters_are_sufficient(algorithm: str, tmp_path: Path) -> None:
     case = case_of(tmp_path, algorithm=algorithm, hp=HP[algorithm], arrays=_own_arrays(algorithm))
     assert type(translate(case).algorithm()).__name__ == METHODS[algorithm].name
 
 
 @pytest.mark.parametrize("algorithm", METHODS)
-def test_an_unknown_hyper_parameter_is_named(algorithm: str, tmp_path: Path) -> None:
+def test_unknown_hyper_parameter_is_rejected(algorithm: str, tmp_path: Path) -> None:
     hp = {**HP[algorithm], "nu": 1.0}
     case = case_of(tmp_path, algorithm=algorithm, hp=hp, arrays=_own_arrays(algorithm))
     with pytest.raises(CaseError, match=r"tiny, hp: unknown \['nu'\]"):
@@ -123,13 +123,13 @@ def test_an_unknown_hyper_parameter_is_named(algorithm: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "feddyn"])
-def test_methods_without_a_weighted_form_take_no_weighting(algorithm: str, tmp_path: Path) -> None:
+def test_methods_without_a_weighted_form_reject_weighting(algorithm: str, tmp_path: Path) -> None:
     case = case_of(tmp_path, algorithm=algorithm, hp={**HP[algorithm], "weighting": "examples"})
     with pytest.raises(CaseError, match="weighting"):
         translate(case)
 
 
-def test_a_weighting_that_is_not_said_is_uniform(tmp_path: Path) -> None:
+def test_weighting_defaults_to_uniform(tmp_path: Path) -> None:
     case = case_of(tmp_path, hp={"client_lr": 0.1, "base": {"name": "sgd"}})
     assert translate(case).arguments["weighting"] == "uniform"
 
@@ -148,7 +148,7 @@ def test_a_weighting_that_is_not_said_is_uniform(tmp_path: Path) -> None:
         ({"algorithm": "fedprox", "hp": {**HP["fedprox"], "adaptive": {"step": 0.1, "wait": 5}}}, "wait"),
     ],
 )
-def test_what_the_format_does_not_know_is_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_entries_unknown_to_the_format_are_rejected(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     case = case_of(tmp_path, **changes)
     with pytest.raises(CaseError, match=named):
         translate(case)
@@ -175,25 +175,25 @@ def test_what_the_format_does_not_know_is_named(changes: dict[str, Any], named: 
         (fedbuff([[[0, 0], [1, 0]]], batches=-1), "client 0 in round 0 has no minibatch"),
     ],
 )
-def test_a_case_that_contradicts_the_format_is_not_loaded(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_case_that_violates_the_format_is_rejected(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     entry = write(tmp_path, **changes)
     with pytest.raises(CaseError, match=named):
         load_case(tmp_path, entry)
 
 
-def test_a_folder_without_an_index_is_named(tmp_path: Path) -> None:
+def test_folder_without_an_index_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CaseError, match=r"cases\.json"):
         load_index(tmp_path)
 
 
-def test_no_later_case_is_left_out(tmp_path: Path) -> None:
+def test_index_includes_cases_of_later_folders(tmp_path: Path) -> None:
     (tmp_path / "next").mkdir()
     write(tmp_path)
     write(tmp_path / "next", algorithm="fedsgd")
     assert [entry["algorithm"] for entry in entries_of(tmp_path)] == ["fedavg", "fedsgd"]
 
 
-def test_two_arrivals_by_hand(tmp_path: Path) -> None:
+def test_two_arrivals_match_a_hand_computation(tmp_path: Path) -> None:
     """Clients 0 and 1 arrive from x^0 = 10 with D = 3 and -1, and 0 from it again one step later: sqrt(1/2) of 3."""
     arrivals = [[[0, 0], [1, 0]], [[0, 0], [0, 0]]]
     changes = fedbuff(arrivals)
@@ -214,7 +214,7 @@ def test_padding_ends_cohorts_and_batches(tmp_path: Path) -> None:
     assert [case.batches(0, i) for i in (0, 1)] == [[], [[0]]]
 
 
-def test_the_l2_term_stands_in_the_loss_or_in_the_optimizer(tmp_path: Path) -> None:
+def test_l2_term_is_in_the_loss_or_in_the_optimizer(tmp_path: Path) -> None:
     case = case_of(tmp_path, problem={"kind": "quadratic", "l2": 0.5})
     batch = case.rows(0)
     for decay_in_optimizer, gradient in ((False, 2 * 10 + 10 + 0.5 * 10), (True, 2 * 10 + 10)):

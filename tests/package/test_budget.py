@@ -17,19 +17,19 @@ def run(cpu: float, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "--", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-def test_a_command_within_its_budget_passes_and_its_times_are_printed() -> None:
+def test_command_within_its_budget_passes_and_prints_its_times() -> None:
     done = run(1000, "pass")
     assert done.returncode == 0
     assert "s of CPU (goal 1000 s)" in done.stdout
     assert "over budget" not in done.stdout
 
 
-def test_a_command_over_its_budget_fails_with_the_remedy() -> None:
+def test_command_over_its_budget_fails_with_the_remedy() -> None:
     done = run(1e-6, "sum(range(10**6))")
     assert done.returncode == 1
     assert "over budget" in done.stdout
     assert "thorough" in done.stdout
 
 
-def test_a_command_that_fails_keeps_its_exit_status() -> None:
+def test_failing_command_keeps_its_exit_status() -> None:
     assert run(1e-6, "raise SystemExit(3)").returncode == 3

@@ -21,7 +21,7 @@ def private_names(path: Path) -> Iterator[str]:
             yield name
 
 
-def test_private_names_of_lightning_come_in_through_one_file() -> None:
+def test_private_lightning_names_are_imported_through_one_file() -> None:
     faults = [
         f"{name_of(path)} uses {name}: import it from compat/private.py"
         for path in FILES
@@ -31,12 +31,12 @@ def test_private_names_of_lightning_come_in_through_one_file() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_imports_give_the_full_name() -> None:
+def test_imports_are_absolute() -> None:
     relative = [name_of(path) for path in FILES if re.search(r"^\s*from\s+\.", path.read_text(), re.MULTILINE)]
     assert not relative, relative
 
 
-def test_only_the_package_itself_is_loose_in_its_root() -> None:
+def test_package_root_contains_only_its_entry_modules() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "_version.py"}
 
 

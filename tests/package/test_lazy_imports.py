@@ -60,7 +60,7 @@ def own(names: set[str]) -> set[str]:
 
 
 @pytest.mark.thorough  # nine seconds of starts; .ci/run has it with the checks
-def test_nothing_is_imported_before_it_is_needed_and_the_package_is_ready_when_pytorch_comes() -> None:
+def test_imports_are_lazy_and_package_is_ready_after_pytorch() -> None:
     command = [sys.executable, "-c", PROBE, pl.__name__]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     stages, threads_are_known = json.loads(done.stdout.splitlines()[-1])

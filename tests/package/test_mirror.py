@@ -36,7 +36,7 @@ def without_test(module: Path) -> bool:
     return not place_of_test(module).exists() and module.as_posix() not in ELSEWHERE
 
 
-def test_every_module_has_a_test_of_its_name_or_a_place_in_the_table() -> None:
+def test_every_module_has_a_matching_test_or_a_table_entry() -> None:
     lacking = [m for m in modules() if without_test(m)]
     lines = (
         f"lightning_fed/{m}: write {place_of_test(m).relative_to(ROOT)}, or name its tests in ELSEWHERE"
@@ -45,7 +45,7 @@ def test_every_module_has_a_test_of_its_name_or_a_place_in_the_table() -> None:
     assert not lacking, "\n".join(lines)
 
 
-def test_the_table_names_modules_that_have_no_test_of_their_name_and_files_that_exist() -> None:
+def test_table_lists_only_modules_without_tests_and_existing_files() -> None:
     known = {module.as_posix(): module for module in modules()}
     faults = [f"{name} does not exist" for name in ELSEWHERE if name not in known]
     faults += [
@@ -57,6 +57,6 @@ def test_the_table_names_modules_that_have_no_test_of_their_name_and_files_that_
     assert not faults, "\n".join(faults)
 
 
-def test_nearly_all_modules_have_a_test_of_their_name() -> None:
+def test_nearly_all_modules_have_a_matching_test() -> None:
     found = modules()
     assert sum(place_of_test(module).exists() for module in found) >= SHARE * len(found)

@@ -38,15 +38,15 @@ def oldest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     return run
 
 
-def test_the_lower_bounds_are_printed(oldest: Callable[..., list[str]]) -> None:
+def test_lower_bounds_are_printed(oldest: Callable[..., list[str]]) -> None:
     assert oldest() == ["one-package==1.2", "two==0.5.1"]
 
 
-def test_the_higher_of_two_bounds_holds(oldest: Callable[..., list[str]]) -> None:
+def test_higher_of_two_bounds_wins(oldest: Callable[..., list[str]]) -> None:
     assert oldest("more") == ["one-package==1.10", "three==2", "two==0.5.1"]
 
 
-def test_a_package_that_is_kept_has_its_pinned_version(oldest: Callable[..., list[str]]) -> None:
+def test_kept_package_uses_its_pinned_version(oldest: Callable[..., list[str]]) -> None:
     assert oldest("--keep", "two") == ["one-package==1.2", "two==0.9"]
 
 
@@ -58,14 +58,14 @@ def test_a_package_that_is_kept_has_its_pinned_version(oldest: Callable[..., lis
         (["--keep", "three"], "does not pin three"),
     ],
 )
-def test_what_cannot_be_derived_is_refused(
+def test_bounds_that_cannot_be_derived_raise(
     oldest: Callable[..., list[str]], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         oldest(*arguments)
 
 
-def test_every_package_has_a_lower_bound_that_its_range_allows(oldest: Callable[..., list[str]]) -> None:
+def test_every_package_has_a_lower_bound_within_its_range(oldest: Callable[..., list[str]]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     found = dict(line.split("==") for line in oldest(*optional, project=ROOT))
@@ -74,7 +74,7 @@ def test_every_package_has_a_lower_bound_that_its_range_allows(oldest: Callable[
         assert found[canonicalize_name(requirement.name)] in requirement.specifier, text
 
 
-def test_every_range_allows_the_version_that_is_pinned() -> None:
+def test_every_range_allows_the_pinned_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -89,7 +89,7 @@ def test_every_range_allows_the_version_that_is_pinned() -> None:
 # ------------------------------------------------------------------ the workflow
 
 
-def test_the_workflow_runs_the_pinned_the_oldest_and_the_newest_versions() -> None:
+def test_workflow_runs_pinned_oldest_and_newest_versions() -> None:
     workflow: Any = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
     sets = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -14,7 +14,7 @@ import lightning_fed
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_installed_package() -> None:
+def test_installed_package_has_version_script_and_type_marker() -> None:
     distribution = importlib.metadata.distribution("lightning_fed")
     assert distribution.version == lightning_fed.__version__
     (script,) = [e for e in distribution.entry_points if e.name == "lightning-fed"]
@@ -22,18 +22,18 @@ def test_the_installed_package() -> None:
     assert (Path(lightning_fed.__file__).parent / "py.typed").exists()
 
 
-def test_the_version_is_in_the_changelog() -> None:
+def test_version_is_in_the_changelog() -> None:
     assert f"[{lightning_fed.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_readme_installs_the_pinned_pytorch() -> None:
+def test_readme_installs_the_pinned_pytorch() -> None:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     (command,) = re.findall(r"^    pip install (.*) --index-url \S+/whl/cpu$", (ROOT / "README.md").read_text(), re.M)
     assert set(command.split()) == {line for line in constraints if line.startswith(("torch==", "torchvision=="))}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_constraints_pin_every_dependency_once_and_within_its_range() -> None:
+def test_constraints_pin_every_dependency_once_within_its_range() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -30,18 +30,18 @@ def names(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_construction_is_found_in_its_examples_and_nothing_in_the_better_versions(name: str) -> None:
+def test_construction_is_found_only_in_its_bad_examples(name: str) -> None:
     for example, better in RULES[name]["examples"].items():
         assert name in names(example), example
         assert names(better) == [], better
 
 
-def test_a_long_sentence_is_found() -> None:
+def test_long_sentence_is_found() -> None:
     assert names(" ".join(["word"] * 45) + ".") == []
     assert names(" ".join(["word"] * 46) + ".") == ["long-sentence"]
 
 
-def test_code_tables_headings_and_generated_parts_do_not_count() -> None:
+def test_code_tables_headings_and_generated_parts_are_ignored() -> None:
     page = (
         "# What is read\n\n```python\n# What is read\n```\n\n| What is read |\n\n    what is read, what is sent\n\n"
         "<!-- figures:start -->\nWhat is read.\n<!-- figures:end -->\n\nRead `what is sent, what is read` twice.\n"
@@ -49,12 +49,12 @@ def test_code_tables_headings_and_generated_parts_do_not_count() -> None:
     assert names(page) == []
 
 
-def test_items_of_a_list_are_sentences_of_their_own() -> None:
+def test_list_items_are_separate_sentences() -> None:
     count, found = load().hits(["- Take a mean.\n- What is sent is a sum\n- Take a median\n"], RULES)
     assert (count, [name for name, _ in found]) == (3, ["what-clause"])
 
 
-def test_a_page_above_its_limit_fails_with_the_sentence_and_the_reason(
+def test_page_above_its_limit_fails_with_the_sentence_and_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script, page = load(), tmp_path / "page.md"
@@ -68,18 +68,18 @@ def test_a_page_above_its_limit_fails_with_the_sentence_and_the_reason(
     assert "above the limit" in shown.err
 
 
-def test_limits_are_of_pages_that_exist() -> None:
+def test_limits_refer_to_existing_pages() -> None:
     script = load()
     assert set(SETTINGS["pages"]) <= {path.relative_to(script.ROOT).as_posix() for path in script.pages()}
 
 
-def test_every_construction_has_a_reason_and_a_valid_expression() -> None:
+def test_every_construction_has_a_reason_and_a_valid_regex() -> None:
     for name, rule in RULES.items():
         assert rule["why"], name
         re.compile(rule["find"])
 
 
-def test_messages_are_the_texts_of_errors_warnings_log_lines_and_prints() -> None:
+def test_messages_are_texts_of_errors_warnings_log_lines_and_prints() -> None:
     code = (
         "raise FederatedError(f'{path} is no folder.' + ' Correct the path.')\n"
         "warnings.warn('It starts anew every time.', stacklevel=2)\n_log.info('What is sent is a sum.')\n"
@@ -89,12 +89,12 @@ def test_messages_are_the_texts_of_errors_warnings_log_lines_and_prints() -> Non
     assert (count, [name for name, _ in found]) == (5, ["negated-noun", "old-word", "what-clause"])
 
 
-def test_docstrings_are_those_of_modules_classes_and_functions() -> None:
+def test_docstrings_include_modules_classes_and_functions() -> None:
     code = 'class A:\n    """It starts anew."""\n    def f(self):\n        """A ``what``."""\n'
     assert list(load().docstrings(f'"""A sum."""\n{code}')) == ["A sum.", "It starts anew.", "A `what`."]
 
 
-def test_comments_on_lines_that_follow_each_other_are_one() -> None:
+def test_comments_on_consecutive_lines_are_joined() -> None:
     code = "# What is sent\n# is a sum.\nx = 1  # It starts anew.\ny = '# no comment'  # A mean.\n\n# A sum.\n"
     found = [text for text in load().comments(code) if text]
     assert found == ["What is sent is a sum.", "It starts anew.", "A mean.", "A sum."]
@@ -102,7 +102,7 @@ def test_comments_on_lines_that_follow_each_other_are_one() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["docstrings", "comments", "messages"])
-def test_texts_of_the_package_above_their_limit_fail(
+def test_package_texts_above_their_limit_fail(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = load()

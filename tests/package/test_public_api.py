@@ -63,11 +63,11 @@ def test_public_names_resolve_and_are_documented() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_every_module_says_what_it_holds() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert not [name for name in MODULES if not (importlib.import_module(name).__doc__ or "").strip()]
 
 
-def test_the_face_of_the_package() -> None:
+def test_expected_public_names_are_exported() -> None:
     missing = {
         module: absent
         for module, names in FACE.items()

@@ -41,7 +41,7 @@ def site(folder: Path) -> Any:
     return yaml.safe_load((folder / "mkdocs.yml").read_text().partition("\nnav:")[0])
 
 
-def test_the_address_is_in_every_file(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_address_is_written_to_every_file(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     before = tomllib.loads((copy / "pyproject.toml").read_text())
     set_address(ADDRESS, "--root", str(copy))
@@ -68,7 +68,7 @@ def test_the_address_is_in_every_file(copy: Path, capsys: pytest.CaptureFixture[
     assert f"    git clone {ADDRESS} lightning_fed && cd lightning_fed\n" in (copy / "README.md").read_text()
 
 
-def test_a_second_run_changes_nothing_and_a_second_address_replaces_the_first(copy: Path) -> None:
+def test_second_run_is_idempotent_and_new_address_replaces_the_old(copy: Path) -> None:
     set_address(ADDRESS, "--root", str(copy))
     once = texts(copy)
     set_address(ADDRESS, "--root", str(copy))
@@ -94,7 +94,7 @@ def test_a_second_run_changes_nothing_and_a_second_address_replaces_the_first(co
         "https://github.com/OWNER/a b",
     ],
 )
-def test_a_malformed_address_is_refused_by_name(address: str, copy: Path) -> None:
+def test_malformed_address_is_rejected(address: str, copy: Path) -> None:
     before = texts(copy)
     with pytest.raises(
         SystemExit, match=re.escape(f"The address is {address!r}. Expected https://github.com/OWNER/NAME")
@@ -103,7 +103,7 @@ def test_a_malformed_address_is_refused_by_name(address: str, copy: Path) -> Non
     assert texts(copy) == before
 
 
-def test_a_file_without_a_place_for_the_address_is_named_before_another_one_changes(copy: Path) -> None:
+def test_file_without_an_address_slot_raises_before_any_change(copy: Path) -> None:
     (copy / "SECURITY.md").write_text("# Security\n")
     before = texts(copy)
     with pytest.raises(SystemExit, match=r"SECURITY\.md has no place for the address"):
@@ -125,7 +125,7 @@ def run(step: str, folder: Path, repository: str) -> subprocess.CompletedProcess
     )
 
 
-def test_a_check_of_another_address_names_the_files_and_changes_nothing(copy: Path) -> None:
+def test_check_of_another_address_names_the_files_and_changes_nothing(copy: Path) -> None:
     set_address(ADDRESS, "--root", str(copy))
     before = texts(copy)
     set_address(ADDRESS, "--root", str(copy), "--check")
@@ -134,7 +134,7 @@ def test_a_check_of_another_address_names_the_files_and_changes_nothing(copy: Pa
     assert texts(copy) == before
 
 
-def test_a_release_stops_without_the_urls_of_the_project(copy: Path) -> None:
+def test_release_fails_without_project_urls(copy: Path) -> None:
     set_address(ADDRESS, "--root", str(copy))
     text = (copy / "pyproject.toml").read_text()
     (copy / "pyproject.toml").write_text(re.sub(r"\[project\.urls\]\n(?:.+\n)*", "# [project.urls] is missing\n", text))
@@ -149,7 +149,7 @@ def test_a_release_stops_without_the_urls_of_the_project(copy: Path) -> None:
     )
 
 
-def test_links_of_the_readme_are_absolute_on_pypi(copy: Path) -> None:
+def test_readme_links_are_absolute_on_pypi(copy: Path) -> None:
     done = run("Make the README's links absolute, since PyPI shows it without the repository", copy, "me/it")
     assert done.returncode == 0, done.stderr
     old = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
@@ -163,7 +163,7 @@ def test_links_of_the_readme_are_absolute_on_pypi(copy: Path) -> None:
     assert all((ROOT / link.partition("#")[0]).exists() for _, link in old if ":" not in link)
 
 
-def test_the_repository_has_one_address_or_none() -> None:
+def test_repository_has_at_most_one_address() -> None:
     address = site(ROOT)["repo_url"]
     if address:
         set_address(address, "--check")

@@ -87,11 +87,11 @@ class TestPublished(Published):
     cases = CASES
 
 
-def test_a_schedule_that_counts_steps_is_refused_by_name() -> None:
+def test_schedule_that_counts_steps_is_rejected() -> None:
     assert "interval" in refusal(PublicCase("LinearClassifier", linear, clients, "sequential", ""))
 
 
-def test_no_client_sees_what_another_did_to_a_teacher() -> None:
+def test_teacher_changes_do_not_leak_between_clients() -> None:
     """The teacher is a frozen parameter that changes in every step: start clients from the server's, or refuse it."""
     from lightning_fed import FederatedDataModule, FederatedTrainer
     from lightning_fed.compat.package import pl

@@ -54,5 +54,5 @@ class TestPublished(Published):
     cases = CASES
 
 
-def test_a_schedule_that_counts_steps_is_refused_by_name() -> None:
+def test_schedule_that_counts_steps_is_rejected() -> None:
     assert "interval" in refusal(case("MLP", mlp, draws=False, local_schedule=None))

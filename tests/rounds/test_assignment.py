@@ -24,28 +24,28 @@ def dealt(steps: dict[int, int], size: int, keeps_state: bool) -> tuple[dict[int
     return dict(owners), loads
 
 
-def test_clients_stay_where_their_state_is_if_the_work_is_even() -> None:
+def test_clients_stay_with_their_state_when_work_is_balanced() -> None:
     owners, _ = dealt({0: 30, 1: 30, 2: 25, 3: 28}, 2, keeps_state=True)
     assert owners == {0: 0, 1: 1, 2: 0, 3: 1}
 
 
-def test_a_little_work_is_not_worth_a_move() -> None:
+def test_small_work_is_not_worth_a_move() -> None:
     owners, _ = dealt({0: 3, 2: 2, 1: 1}, 2, keeps_state=True)
     assert owners == {0: 0, 2: 0, 1: 1}
 
 
-def test_what_is_around_a_clients_steps_counts() -> None:
+def test_per_client_overhead_counts_as_work() -> None:
     _, loads = dealt({0: 3, 2: 2, 4: 2, 6: 2, 1: 9}, 2, keeps_state=True)
     assert loads == {0: 7, 1: 11}  # one is moved, though there are as many steps here as there
 
 
-def test_a_little_work_on_a_large_model_is_worth_a_move() -> None:
+def test_small_work_on_a_large_model_is_worth_a_move() -> None:
     cohort = [Participant(i, i, 4, steps=5) for i in (0, 2, 4, 1)]
     owners = assign(cohort, Ranks(0, 2), keeps_state=True, numel=10**7)
     assert sorted(owners.values()) == [0, 0, 1, 1]
 
 
-def test_on_a_tiny_model_it_takes_more_for_a_trip_to_pay() -> None:
+def test_move_on_a_tiny_model_requires_more_work_to_pay_off() -> None:
     cohort = [Participant(i, i, 4, steps=1) for i in (*range(0, 24, 2), 1)]
     assert sum(assign(cohort, Ranks(0, 2), keeps_state=True).values()) > 1
     owners = assign(cohort, Ranks(0, 2), keeps_state=True, numel=100)
@@ -54,19 +54,19 @@ def test_on_a_tiny_model_it_takes_more_for_a_trip_to_pay() -> None:
     assert sum(assign(cohort, Ranks(0, 2), keeps_state=True, numel=100).values()) > 1
 
 
-def test_the_work_of_one_process_is_shared_if_there_is_enough_of_it() -> None:
+def test_work_of_one_process_is_shared_when_large_enough() -> None:
     _, loads = dealt({0: 50, 2: 50, 4: 50, 6: 50}, 2, keeps_state=True)
     assert loads == {0: 100, 1: 100}
 
 
-def test_no_more_states_travel_than_may() -> None:
+def test_moves_are_limited_by_most_moves() -> None:
     cohort = [Participant(i, i, 4, steps=50) for i in range(0, 20, 2)]
     owners = assign(cohort, Ranks(0, 2), keeps_state=True, most_moves=2)
     assert sum(rank == 1 for rank in owners.values()) == 2
 
 
 @given(st.dictionaries(st.integers(0, 500), st.integers(0, 300), max_size=40), st.integers(1, 5))
-def test_moves_never_leave_a_process_with_more_than_there_was(steps: dict[int, int], size: int) -> None:
+def test_moves_never_increase_the_maximum_load(steps: dict[int, int], size: int) -> None:
     owners, loads = dealt(steps, size, keeps_state=True)
     at_home: Counter[int] = Counter()
     for index, k in steps.items():
@@ -101,7 +101,9 @@ def moved_one_by_one(
     st.sampled_from([2**31, 3]),
     st.sampled_from([(2, 25), (2, 2), (1, 1)]),
 )
-def test_moves_are_the_best_of_all(steps: dict[int, int], size: int, most_moves: int, costs: tuple[int, int]) -> None:
+def test_moves_match_one_by_one_balancing(
+    steps: dict[int, int], size: int, most_moves: int, costs: tuple[int, int]
+) -> None:
     homes = {index: index % size for index in steps}
     limit = min(most_moves, len(homes))
     assert _balanced(homes, steps, size, most_moves, *costs) == moved_one_by_one(homes, steps, size, limit, *costs)
@@ -118,7 +120,7 @@ class Counted(dict[int, int]):
 
 
 @pytest.mark.parametrize("kinds", [2, 4000])
-def test_large_cohorts_are_not_looked_through_for_every_move(kinds: int) -> None:
+def test_large_cohorts_are_not_scanned_for_every_move(kinds: int) -> None:
     work = Counted({i: (8000 if i % 2 == 0 else 0) + i // 2 % kinds for i in range(4000)})
     homes = {i: i % 2 for i in work}
     owners = _balanced(homes, work, 2, 2**31, 2, 25)
@@ -134,7 +136,7 @@ STATES = {
 }
 
 
-def test_states_of_all_types_and_shapes_arrive_as_they_left(tmp_path: Path) -> None:
+def test_states_of_all_types_and_shapes_round_trip(tmp_path: Path) -> None:
     def work() -> dict[int, dict[str, torch.Tensor]]:
         torch.distributed.init_process_group("gloo", init_method="env://")
         rank = torch.distributed.get_rank()

@@ -66,7 +66,7 @@ class Elsewhere(FederatedDataModule):
         raise AssertionError("the data is elsewhere")
 
 
-def test_whoever_answers_for_clients_takes_the_place_of_engines() -> None:
+def test_remote_clients_replace_the_engine() -> None:
     data, module, run = Elsewhere(clients(), batch_size=4), seeded(), trainer(max_rounds=2)
     before = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
     run.fit(module, data)
@@ -86,11 +86,11 @@ class AsksForAGradient(FederatedCallback):
         trainer.fit_loop.local_steps  # noqa: B018
 
 
-def test_a_run_without_an_engine_says_so() -> None:
+def test_gradient_request_without_an_engine_raises() -> None:
     run = trainer(max_rounds=1, callbacks=AsksForAGradient())
     with pytest.raises(FederatedError, match="trained on their sites"):
         run.fit(seeded(Net), Elsewhere(clients(), batch_size=4))
 
 
-def test_by_default_clients_are_here() -> None:
+def test_clients_run_locally_by_default() -> None:
     assert FederatedDataModule(clients(), batch_size=4).connect_clients() is None

@@ -77,7 +77,7 @@ def same_replies(one: Answers, other: Answers) -> bool:
     return [value(reply) for reply in one] == [value(reply) for reply in other]
 
 
-def test_those_drawn_say_how_much_they_have_and_would_do() -> None:
+def test_sampled_clients_report_their_size_and_steps() -> None:
     def ask(who: Asked) -> Any:
         return who.work.participants({4: 1, 0: 3}, ROUND)
 
@@ -86,7 +86,7 @@ def test_those_drawn_say_how_much_they_have_and_would_do() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_an_answer_is_a_function_of_the_task_and_the_client(engine: str) -> None:
+def test_reply_depends_only_on_the_task_and_the_client(engine: str) -> None:
     def ask(who: Asked) -> list[Answers]:
         found = []
         for clients in ((0, 3), (0, 3), (3, 2, 0)):
@@ -111,7 +111,7 @@ def test_an_answer_is_a_function_of_the_task_and_the_client(engine: str) -> None
         assert list(reply.examples) == [SIZES[i] for i in reply.clients]
 
 
-def test_the_server_may_ask_for_fewer_steps_than_a_client_would_take() -> None:
+def test_server_can_request_fewer_steps_than_a_client_would_take() -> None:
     def ask(who: Asked) -> list[int]:
         who.begin(2)
         task = replace(who.task(TRAIN, [2]), steps={2: 2})
@@ -122,7 +122,7 @@ def test_the_server_may_ask_for_fewer_steps_than_a_client_would_take() -> None:
     assert asked(ask) == [2]
 
 
-def test_gradients_are_taken_before_the_work_where_nobody_has_asked_for_them() -> None:
+def test_gradients_not_requested_before_are_computed_before_the_work() -> None:
     def ask(who: Asked) -> tuple[Answers, Answers, Answers]:
         who.begin(0, 1)
         gradients = who.answers(who.task(GRADIENTS, [0, 1]))
@@ -141,7 +141,7 @@ def test_gradients_are_taken_before_the_work_where_nobody_has_asked_for_them() -
     assert "x" in not_asked[0].cohort_grad_read
 
 
-def test_what_clients_read_of_the_server_is_told() -> None:
+def test_server_values_read_by_clients_are_reported() -> None:
     def ask(who: Asked) -> Answers:
         who.begin(1)
         return who.answers(who.task(TRAIN, [1]))
@@ -150,7 +150,7 @@ def test_what_clients_read_of_the_server_is_told() -> None:
     assert asked(ask, FedAvg())[0].server_read == frozenset()
 
 
-def test_losses_of_all_clients_are_one_sum() -> None:
+def test_losses_of_all_clients_are_summed() -> None:
     def ask(who: Asked) -> list[Reply]:
         return [who.answers(who.task(LOSS, clients))[0] for clients in ([0, 1, 2], [0], [1, 2])]
 
@@ -161,7 +161,7 @@ def test_losses_of_all_clients_are_one_sum() -> None:
 
 
 @pytest.mark.thorough
-def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
+def test_only_errors_another_engine_avoids_cause_a_restart() -> None:
     def ask(who: Asked) -> list[Any]:
         cause = OnlySequentialError("the module draws")
         wrapped = ClientError("Client 1 failed.", 1)
@@ -174,7 +174,7 @@ def test_only_what_another_engine_can_do_is_a_reason_to_restart() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["auto", "vectorized", "sequential"])
-def test_after_memory_has_run_out_half_as_many_clients_run_and_after_one_another_engine(engine: str) -> None:
+def test_out_of_memory_shrinks_chunks_then_changes_the_engine(engine: str) -> None:
     held = list[Any]()
 
     def fails() -> None:
@@ -202,7 +202,7 @@ def test_after_memory_has_run_out_half_as_many_clients_run_and_after_one_another
 
 
 @pytest.mark.thorough
-def test_an_own_solve_runs_as_few_clients_at_once_as_the_work() -> None:
+def test_inner_solve_uses_the_chunk_size_of_the_work() -> None:
     def ask(who: Asked) -> Any:
         with pytest.warns(UserWarning, match="restarts with chunk_size=2"):
             who.work.restart(0, Restart("no memory.", 2))
@@ -211,6 +211,6 @@ def test_an_own_solve_runs_as_few_clients_at_once_as_the_work() -> None:
     assert asked(ask, Ditto(0.1), engine="vectorized") == [2, 2]
 
 
-def test_small_gradients_are_summed_of_several_clients_at_once() -> None:
+def test_small_gradients_of_several_clients_are_summed_together() -> None:
     assert gradients_together(torch.zeros(100)) == 2**16 // 100
     assert gradients_together(torch.zeros(2**17)) == 1

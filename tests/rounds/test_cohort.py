@@ -32,19 +32,19 @@ def names(members: Sequence[Participant]) -> list[Any]:
     return [member.client_id for member in members]
 
 
-def test_a_cohort_is_a_function_of_seed_and_round() -> None:
+def test_cohort_depends_only_on_seed_and_round() -> None:
     drawn, again = ([sampling(seed=s).draw(r, everybody) for s in (5, 6) for r in range(6)] for _ in range(2))
     assert drawn == again
     assert len({tuple(names(cohort.members)) for cohort in drawn}) > 3
     assert {len(cohort.members) for cohort in drawn} == {3}
 
 
-def test_a_client_drawn_twice_is_one_member_that_counts_twice() -> None:
+def test_client_drawn_twice_is_one_member_that_counts_twice() -> None:
     twice = sampling(sampler=lambda seed, round: ["cy", "ann", "cy"], clients_per_round=None)
     assert [(who.client_id, who.count) for who in twice.draw(0, everybody).members] == [("cy", 2), ("ann", 1)]
 
 
-def test_those_who_cannot_take_part_or_complete_nothing_are_dropped_in_the_order_drawn() -> None:
+def test_unavailable_clients_are_dropped_in_the_order_drawn() -> None:
     def some(drawn: Mapping[Any, int]) -> Sequence[Participant]:
         return [who for who in everybody(drawn) if who.client_id != "ann"]
 
@@ -57,7 +57,7 @@ def test_those_who_cannot_take_part_or_complete_nothing_are_dropped_in_the_order
     assert list(cohort.dropped) == ["dee", "ann"]
 
 
-def test_gradients_are_of_the_same_cohort_or_of_one_that_is_drawn_for_them() -> None:
+def test_gradients_use_the_same_cohort_or_a_separately_drawn_one() -> None:
     same = sampling(Mime()).draw(0, everybody)
     assert same.gradient_members == same.members
     other = sampling(FedDane(0.1), gradient_sampler=RoundRobinSampler(2)).draw(1, everybody)
@@ -66,7 +66,7 @@ def test_gradients_are_of_the_same_cohort_or_of_one_that_is_drawn_for_them() -> 
     assert sampling().draw(0, everybody).gradient_members == ()
 
 
-def test_the_losses_that_a_sampler_needs_are_measured_once_for_both_cohorts() -> None:
+def test_sampler_losses_are_measured_once_for_both_cohorts() -> None:
     asked: list[Any] = []
 
     def losses_of(clients: Sequence[Any]) -> Mapping[Any, float]:
@@ -85,14 +85,14 @@ def test_members_drawn_with_probabilities_have_their_share() -> None:
     assert [who.share for who in cohort.members] == [0.2] * 5
 
 
-def test_nobody_trains_without_the_gradient_of_a_cohort() -> None:
+def test_empty_gradient_cohort_leaves_no_members() -> None:
     def once(seed: int, round: int) -> list[str]:
         return []
 
     assert sampling(FedDane(0.1), gradient_sampler=once).draw(0, everybody).members == ()
 
 
-def test_a_method_that_needs_everybody_says_who_is_missing() -> None:
+def test_method_that_needs_all_clients_rejects_partial_participation() -> None:
     method, options = Scaffnew(prob=0.5), {"local_steps": 4, "local_epochs": None}
     whole = sampling(method, clients_per_round=1.0, **options).draw(0, everybody)
     assert len(whole.members) == 5
@@ -102,7 +102,7 @@ def test_a_method_that_needs_everybody_says_who_is_missing() -> None:
         sampling(method, clients_per_round=1.0, on_client_error="drop", **options).draw(0, everybody)
 
 
-def test_the_seed_of_a_private_run_is_that_of_the_first_process_and_another_one_each_time() -> None:
+def test_private_seed_is_broadcast_and_differs_each_time() -> None:
     said: list[int] = []
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda value: said.append(value) or 42))
     population = Population(IDS, lambda _: 8, [8] * 5)
@@ -113,5 +113,5 @@ def test_the_seed_of_a_private_run_is_that_of_the_first_process_and_another_one_
         secret_seed(trainer, DifferentialPrivacy(1.0, 1.0, 0.5), population)
 
 
-def test_no_round_has_no_members() -> None:
+def test_empty_cohort() -> None:
     assert DrawnCohort() == DrawnCohort((), (), ())

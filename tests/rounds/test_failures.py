@@ -50,19 +50,19 @@ def run(engine: Engine, drops: bool, plans: Sequence[WorkPlan] = PLANS) -> tuple
     return Isolation(engine, drops).run(engine.train, plans, failed), failed  # type: ignore[arg-type]
 
 
-def test_a_client_without_a_norm_does_not_hide_one_that_is_too_large() -> None:
+def test_client_with_nan_norm_does_not_hide_an_outlier() -> None:
     faults = Faults(drops=True, max_share=1.0, max_ratio=10.0)
     assert faults.add_outliers({"a": 1.0, "b": float("nan"), "c": 1e9, "d": 1.0}, "an update", torch.ones(2)) == {"c"}
     assert faults.add_outliers({"a": float("nan")}, "an update", torch.ones(2)) == set()
 
 
-def test_sound_clients_are_trained_once() -> None:
+def test_healthy_clients_are_trained_once() -> None:
     engine = Engine()
     assert run(engine, drops=True) == ((0, 1, 2, 3), {})
     assert (engine.trained, engine.undone) == ([[0, 1, 2, 3]], 0)
 
 
-def test_the_others_end_as_if_the_client_at_fault_had_not_been_there() -> None:
+def test_failed_client_does_not_affect_the_others() -> None:
     engine = Engine(bad=[2])
     result, failed = run(engine, drops=True)
     assert result == (0, 1, 3)
@@ -72,13 +72,13 @@ def test_the_others_end_as_if_the_client_at_fault_had_not_been_there() -> None:
 
 
 @pytest.mark.parametrize("plans", [PLANS, PLANS[:1]], ids=len)
-def test_nothing_is_left_if_all_fail(plans: Sequence[WorkPlan]) -> None:
+def test_result_is_none_if_all_clients_fail(plans: Sequence[WorkPlan]) -> None:
     result, failed = run(Engine(bad=range(4)), drops=True, plans=plans)
     assert result is None
     assert sorted(failed) == list(range(len(plans)))
 
 
-def test_the_run_stops_with_the_error_of_the_client_at_fault() -> None:
+def test_run_raises_the_error_of_the_failed_client() -> None:
     engine = Engine(bad=[1])
     with pytest.raises(ClientError, match="Client c1 failed"):
         run(engine, drops=False)
@@ -92,7 +92,7 @@ def test_no_client_is_dropped_if_none_fails_alone(drops: bool) -> None:
 
 
 @pytest.mark.parametrize("drops", [True, False])
-def test_an_error_that_is_no_clients_fault_is_raised_at_once(drops: bool) -> None:
+def test_error_not_caused_by_a_client_is_raised_immediately(drops: bool) -> None:
     engine = Engine()
 
     def train(plans: Sequence[WorkPlan]) -> Any:
@@ -104,7 +104,7 @@ def test_an_error_that_is_no_clients_fault_is_raised_at_once(drops: bool) -> Non
     assert len(engine.trained) == 1
 
 
-def test_the_search_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_search_for_failed_clients_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(bad=[2])
     isolation = Isolation(engine, True)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO):

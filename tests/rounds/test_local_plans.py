@@ -59,7 +59,7 @@ def refused(model: Any, sizes: Any = NINE, match: str = "", datamodule: Any = No
 
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
-def test_a_last_batch_of_one_is_refused_before_any_client_works(engine: Any) -> None:
+def test_single_example_last_batch_is_rejected_before_training(engine: Any) -> None:
     says = (
         r"Client 1 has 9 examples, and batch_size=4 makes a batch of one at the end\. body\.1 \(BatchNorm1d\).*Set"
         r" drop_last=True.*GroupNorm.*on_client_error='drop'"
@@ -117,7 +117,7 @@ class OnDemand(FederatedDataModule):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_other_ways_to_a_batch_of_one(name: str) -> None:
+def test_other_single_example_batches_are_rejected(name: str) -> None:
     make, options, match = CASES[name]
     options = {key: value() if key == "datamodule" else value for key, value in options.items()}
     if name == "shapes that differ by client":
@@ -162,7 +162,7 @@ WORKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "auto"])
-def test_several_clients_at_once(engine: Any) -> None:
+def test_single_example_batch_is_rejected_by_other_engines(engine: Any) -> None:
     model = seeded()
     model.body.insert(1, nn.BatchNorm1d(8, track_running_stats=False))
     with pytest.raises(FederatedError, match=r"Client 1 has 9 examples.*body\.1 \(BatchNorm1d\)") as caught:
@@ -171,16 +171,16 @@ def test_several_clients_at_once(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_nothing_is_refused_that_works(name: str) -> None:
+def test_working_configurations_are_not_rejected(name: str) -> None:
     assert WORKS[name]().isfinite().all()
 
 
-def test_clients_that_fail_are_dropped_if_that_is_asked_for() -> None:
+def test_failing_clients_are_dropped_with_on_client_error_drop() -> None:
     with pytest.warns(UserWarning, match="Client 1"):
         fit(seeded(Normed), data(NINE), on_client_error="drop", max_failed_share=0.5)
 
 
-def test_a_loader_of_the_users_own_fails_with_the_ways_out() -> None:
+def test_custom_loader_error_suggests_remedies() -> None:
     class Own(OnDemand):
         def client_dataloader(self, client_id: Any, generator: Any) -> Any:
             return self.loader(client_id, generator)
@@ -189,7 +189,7 @@ def test_a_loader_of_the_users_own_fails_with_the_ways_out() -> None:
         fit(seeded(Normed), Own(), clients_per_round=1)
 
 
-def test_the_trial_leaves_no_trace_where_it_passes() -> None:
+def test_successful_trial_has_no_side_effects() -> None:
     class Counting(Pictures):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self.last = batch[1]
@@ -208,7 +208,7 @@ def test_the_trial_leaves_no_trace_where_it_passes() -> None:
     assert torch.equal(parameters(trial_free), parameters(fitted[0]))
 
 
-def test_a_resumed_run_is_looked_at_too(tmp_path: Any) -> None:
+def test_resumed_run_is_checked(tmp_path: Any) -> None:
     t = trainer(max_rounds=1)
     t.fit(seeded(Normed), data((8, 8, 12)))
     t.save_checkpoint(tmp_path / "a.ckpt")
@@ -216,7 +216,7 @@ def test_a_resumed_run_is_looked_at_too(tmp_path: Any) -> None:
         fit(seeded(Normed), data(NINE), ckpt_path=tmp_path / "a.ckpt", clients_per_round=1)
 
 
-def test_many_clients_of_few_sizes_cost_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_clients_with_few_sizes_need_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_fed.rounds import local_plans
 
     tried: list[Any] = []
@@ -228,7 +228,7 @@ def test_many_clients_of_few_sizes_cost_one_trial(monkeypatch: pytest.MonkeyPatc
     assert len(tried) == 1
 
 
-def test_a_share_of_the_batches_is_rounded_down_but_never_to_none() -> None:
+def test_share_of_batches_is_rounded_down_but_is_at_least_one() -> None:
     assert [limited(count, 0.5) for count in (0, 1, 3, 4)] == [0, 1, 1, 2]
     assert [limited(count, 2) for count in (0, 1, 3)] == [0, 1, 2]
 
@@ -249,7 +249,7 @@ class Dropping(FederatedDataModule):
         )
 
 
-def test_a_client_whose_own_loader_drops_its_only_batch_is_named() -> None:
+def test_client_whose_loader_drops_its_only_batch_is_named() -> None:
     steps: list[int] = []
 
     class Steps(FederatedCallback):

@@ -52,7 +52,7 @@ def gradients(algorithm: Algorithm, clients: int = 3) -> tuple[ClientGradients, 
     return found, engine
 
 
-def test_a_gradient_of_server_and_client_is_taken_once() -> None:
+def test_gradient_used_by_server_and_client_is_computed_once() -> None:
     found, engine = gradients(FedDane(0.1))
     assert [plan.participant.index for plan, _ in found.each(INPUTS, plans(1, 2))] == [1, 2]
     own = found.of_workers(INPUTS, plans(2, 3))
@@ -64,7 +64,7 @@ def test_a_gradient_of_server_and_client_is_taken_once() -> None:
     assert found.norms_of([1, 2, 3]) == {}
 
 
-def test_gradients_that_take_too_much_memory_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_too_large_to_cache_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_training, "_CACHE_BYTES", 3 * 2 * 4 - 1)
     found, engine = gradients(FedDane(0.1))
     list(found.each(INPUTS, plans(1)))
@@ -73,20 +73,20 @@ def test_gradients_that_take_too_much_memory_are_taken_again(monkeypatch: pytest
     assert engine.taken == [1, 1]
 
 
-def test_gradients_that_only_the_server_reads_are_not_taken_for_the_work() -> None:
+def test_gradients_read_only_by_the_server_are_not_computed_for_work() -> None:
     found, engine = gradients(Mime())
     assert found.of_workers(INPUTS, plans(1)) == {}
     assert engine.taken == []
 
 
-def test_gradients_of_clients_alone_are_taken_for_their_work() -> None:
+def test_gradients_read_only_by_clients_are_computed_for_their_work() -> None:
     found, engine = gradients(Scaffold(option="i"))
     assert not found.caches
     assert found.of_workers(INPUTS, plans(1, 2)).keys() == {1, 2}
     assert engine.taken == [1, 2]
 
 
-def test_a_client_without_a_finite_gradient_is_named() -> None:
+def test_client_without_a_finite_gradient_is_named() -> None:
     found, _ = gradients(FedDane(0.1))
     answers = {plan.participant.index: answer for plan, answer in found.each(INPUTS, plans(8, 1, 9))}
     assert isinstance(answers[8], ClientError)
@@ -118,7 +118,7 @@ def inner_solve(method: Algorithm, accumulated: int = 1) -> InnerSolve:
     return InnerSolve(engine, SimpleNamespace(steps=lambda length, accumulated: 1))  # type: ignore[arg-type]
 
 
-def test_an_own_solve_is_as_long_as_the_work_in_the_round_unless_the_method_says() -> None:
+def test_inner_solve_length_defaults_to_the_work_of_the_round() -> None:
     plan = WorkPlan(Participant("ann", 0, 20, 1, 3), Batches(5), (3,))  # type: ignore[arg-type]
     assert inner_solve(Ditto(0.5)).plan(plan) is plan
     longer = inner_solve(FedRep(["head.*"], 2)).plan(plan)
@@ -128,7 +128,7 @@ def test_an_own_solve_is_as_long_as_the_work_in_the_round_unless_the_method_says
 
 
 @pytest.mark.parametrize("batches", ["own", "same"])
-def test_an_own_solve_draws_batches_of_its_own_only_where_the_method_says(batches: str) -> None:
+def test_inner_solve_draws_separate_batches_only_if_requested(batches: str) -> None:
     method = Ditto(0.5, batches=batches)
     prepared: Any = SimpleNamespace(algorithm=method, seed=7)
     other = prepared_for_inner_solve(prepared)
@@ -137,7 +137,7 @@ def test_an_own_solve_draws_batches_of_its_own_only_where_the_method_says(batche
     assert (other.seed == 7) == (not method.own_solve.own_batches)
 
 
-def test_what_an_own_solve_logs_and_leaves_in_buffers_is_no_part_of_the_round() -> None:
+def test_logs_and_buffers_of_inner_solves_are_excluded_from_the_round() -> None:
     class Counts(Ordinary):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ class OneRests:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_first_gradients_are_kept_by_clients_without_steps_and_taken_once(engine: Any) -> None:
+def test_first_gradients_are_computed_once_and_kept_without_steps(engine: Any) -> None:
     taken: list[int] = []
 
     class Costs(FederatedCallback):
@@ -229,7 +229,7 @@ def replies(out: Outgoing, result: ChunkResult, states: States) -> list[tuple[sl
     return list(out.of(result, before, 0, states))  # type: ignore[arg-type]
 
 
-def test_clients_answer_together_and_keep_their_states_at_once() -> None:
+def test_clients_of_a_chunk_reply_together_and_keep_their_states() -> None:
     states, result = States(), chunk()
     ((at, sent),) = replies(outgoing(), result, states)
     assert at == slice(None)
@@ -241,13 +241,13 @@ def test_clients_answer_together_and_keep_their_states_at_once() -> None:
     assert torch.equal(states.kept[10]["c"], torch.arange(4.0, 8.0) + 100)
 
 
-def test_models_are_not_sent_where_a_message_is_no_plain_change() -> None:
+def test_models_are_not_sent_when_a_message_is_not_a_plain_change() -> None:
     ((_, sent),) = replies(outgoing(), chunk(sends_delta=False), States())
     assert sent["models"] is None
 
 
 @pytest.mark.parametrize("keep", [{"c": torch.zeros(3, 4)}, {}], ids=["new states", "old states"])
-def test_clients_at_fault_and_without_a_step_keep_nothing_new(keep: dict[str, Tensor]) -> None:
+def test_failed_clients_and_clients_without_steps_keep_nothing_new(keep: dict[str, Tensor]) -> None:
     states = States()
     replies(
         outgoing(), chunk(steps=(2, 0, 2), keep=keep, faults={2: ClientError("no", "c30")}, buffers=[{}] * 3), states
@@ -256,7 +256,7 @@ def test_clients_at_fault_and_without_a_step_keep_nothing_new(keep: dict[str, Te
     assert states.kept[20]["c"].tolist() == ([0.0] * 4 if keep else [1.0] * 4), "as it was, of the second one asked"
 
 
-def test_optimizers_and_buffers_that_stay_with_a_client_are_kept_beside_its_state() -> None:
+def test_per_client_optimizers_and_buffers_are_kept_with_its_state() -> None:
     states = States()
     solver = [{"0.momentum": torch.full((1,), float(i))} for i in range(3)]
     buffers = [{"mean": torch.full((1,), float(i)), "shared": torch.zeros(1)} for i in range(3)]
@@ -267,7 +267,7 @@ def test_optimizers_and_buffers_that_stay_with_a_client_are_kept_beside_its_stat
     assert all(torch.equal(value, expected[name]) for name, value in states.kept[30].items())
 
 
-def test_compressed_messages_are_sent_one_by_one_with_their_bytes_and_what_is_left_is_kept() -> None:
+def test_compressed_messages_are_sent_singly_and_residuals_are_kept() -> None:
     states, result = States(), chunk(faults={2: ClientError("no", "c30")})
     found = replies(outgoing(TopK(0.25)), result, states)
     assert [at for at, _ in found] == [slice(1, 2), slice(0, 1)], "in the order asked, without the one at fault"
@@ -281,7 +281,7 @@ def test_compressed_messages_are_sent_one_by_one_with_their_bytes_and_what_is_le
     assert result.send["delta"][0].tolist() == [0.0, 1.0, 2.0, 3.0], "messages are not changed in place"
 
 
-def test_a_client_without_a_step_sends_no_compressed_message() -> None:
+def test_client_without_a_step_sends_no_compressed_message() -> None:
     states = States()
     found = replies(outgoing(TopK(0.25)), chunk(steps=(0, 2, 2)), states)
     sent = {at.start: parts for at, parts in found}
@@ -320,7 +320,7 @@ def drawn(clients: Sequence[int], dropout: float = 0.0, **options: Any) -> dict[
     return seen.drawn
 
 
-def test_hooks_of_a_client_draw_the_same_whoever_else_trains() -> None:
+def test_hooks_of_a_client_draw_the_same_for_any_cohort() -> None:
     together = drawn([4, 0, 2])
     assert len(set(together.values())) == len(together) == 12
     alone = drawn([2], dropout=0.5)

@@ -19,7 +19,7 @@ def reply(*clients: int, **parts: Any) -> Reply:
 
 
 @given(st.permutations(ASKED), st.integers(1, 4))
-def test_replies_are_handed_on_in_the_order_in_which_clients_were_asked(arrival: list[int], together: int) -> None:
+def test_replies_are_released_in_the_order_clients_were_asked(arrival: list[int], together: int) -> None:
     groups = [ASKED[i : i + together] for i in range(0, 4, together)]
     groups.sort(key=lambda group: arrival.index(group[0]))
     order, ready = ReplyOrder(ASKED), list[int]()
@@ -31,7 +31,7 @@ def test_replies_are_handed_on_in_the_order_in_which_clients_were_asked(arrival:
     assert order.rest() == []
 
 
-def test_a_reply_waits_for_all_clients_before_it_and_is_copied_while_it_does() -> None:
+def test_reply_waits_for_earlier_clients_and_is_copied_meanwhile() -> None:
     order, send = ReplyOrder(ASKED), torch.ones(1, 3)
     waiting = reply(9, send={"delta": send, "again": send}, models=send, changes=send + 1, buffers=[{"b": send}])
     assert order.arrive(waiting) == []
@@ -47,7 +47,7 @@ def test_a_reply_waits_for_all_clients_before_it_and_is_copied_while_it_does() -
     assert copied.buffers[0]["b"].tolist() == [[1.0] * 3]
 
 
-def test_replies_that_wait_for_clients_which_never_answer_are_the_rest_in_order() -> None:
+def test_replies_waiting_for_missing_clients_are_returned_in_order() -> None:
     order = ReplyOrder(ASKED)
     for client in (4, 9):
         assert order.arrive(reply(client)) == []
@@ -55,13 +55,13 @@ def test_replies_that_wait_for_clients_which_never_answer_are_the_rest_in_order(
     assert [one.clients for one in order.rest()] == [(9,), (4,)]
 
 
-def test_rows_are_in_the_order_of_the_sum_without_clients_that_failed() -> None:
+def test_rows_follow_the_sum_order_without_failed_clients() -> None:
     order = ReplyOrder(ASKED)
     assert order.rows(reply(4, 9, 7)) == [2, 1, 0]
     assert order.rows(reply(4, 9, 7, 2, failed={9: ClientError("no", "c9")})) == [2, 3, 0]
 
 
-def test_a_second_copy_counts_once_and_strangers_are_refused_by_name() -> None:
+def test_duplicate_reply_counts_once_and_unknown_client_is_rejected() -> None:
     order = ReplyOrder(ASKED)
     assert len(order.arrive(reply(7))) == 1
     assert order.arrive(reply(7)) == []
@@ -73,7 +73,7 @@ def test_a_second_copy_counts_once_and_strangers_are_refused_by_name() -> None:
     assert order.missing() == [2, 9, 4]
 
 
-def test_the_work_for_a_reply_does_not_grow_with_the_cohort() -> None:
+def test_work_per_reply_does_not_grow_with_the_cohort() -> None:
     looks = []
     for count in (20, 200):
         order = ReplyOrder(map(Counted, range(count)))

@@ -53,7 +53,7 @@ def fitted(hooks: FederatedCallback, bad: int | None, **options: Any) -> torch.T
 
 
 @pytest.mark.filterwarnings("ignore:Client 2")
-def test_a_round_begins_again_without_a_client_whose_gradient_the_others_use() -> None:
+def test_round_restarts_without_a_client_whose_gradient_others_use() -> None:
     hooks, without = Hooks(), Hooks()
     x = fitted(hooks, 2, algorithm=Mime())
     expected = fitted(
@@ -66,20 +66,20 @@ def test_a_round_begins_again_without_a_client_whose_gradient_the_others_use() -
 
 
 @pytest.mark.filterwarnings("ignore:Client 2")
-def test_a_client_that_fails_in_its_own_work_costs_no_restart() -> None:
+def test_client_that_fails_in_local_work_needs_no_restart() -> None:
     hooks = Hooks()
     fitted(hooks, 2, algorithm=FedAvg())
     assert hooks.called == {"start": 1, "client": 3, "end": 1}
     assert list(hooks.rounds[0].failed) == [2]
 
 
-def test_the_servers_half_is_there_while_clients_work_and_is_released_afterwards() -> None:
+def test_server_half_exists_during_client_work_and_is_released_after() -> None:
     hooks = Hooks()
     fitted(hooks, None, max_rounds=2)
     assert hooks.current_round == [False, *[True] * 4, False] * 2
 
 
-def test_a_round_that_nobody_takes_part_in_says_so_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_round_logs_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     hooks = Hooks()
     options = {"clients_per_round": None, "sampler": lambda seed, round: [] if round == 1 else [0, 3]}
     with caplog.at_level("INFO"):

@@ -108,7 +108,7 @@ class Half:
         return self.round.close({}, 0.0)
 
 
-def test_the_population_loss_is_the_mean_over_its_examples() -> None:
+def test_population_loss_is_the_mean_over_its_examples() -> None:
     half = Half(FedProx(0.1, adaptive=True))
     half.receive(3, 0)
     half.receive(1, 2, 4)
@@ -137,7 +137,7 @@ METHODS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", list(METHODS))
 @given(order=st.permutations([3, 0, 4, 1]), gradients=st.permutations([3, 0, 4, 1]), losses=st.permutations(range(5)))
-def test_the_order_of_replies_changes_no_bit(
+def test_order_of_replies_keeps_identical_bits(
     name: str, order: Sequence[int], gradients: Sequence[int], losses: Sequence[int]
 ) -> None:
     x, state, report = ended(Half(METHODS[name]()), {})
@@ -150,7 +150,7 @@ def test_the_order_of_replies_changes_no_bit(
     assert report.cohort == ("dee", "ann", "eve", "bob")
 
 
-def test_what_is_asked_and_of_whom() -> None:
+def test_tasks_have_the_expected_phases_and_clients() -> None:
     half = Half(FedProx(mu=0.1, adaptive=True))
     assert (half.task.phase, half.task.clients) == (LOSS, (0, 1, 2, 3, 4))
     for i in range(5):
@@ -166,7 +166,7 @@ def test_what_is_asked_and_of_whom() -> None:
     assert half.next().cohort_grad.keys() == {"x"}
 
 
-def test_the_mean_is_that_of_the_clients_by_examples() -> None:
+def test_mean_of_clients_is_weighted_by_examples() -> None:
     half = Half()
     start = half.server.x.clone()
     x, _, report = ended(half, {})
@@ -177,7 +177,7 @@ def test_the_mean_is_that_of_the_clients_by_examples() -> None:
     assert report.loss == pytest.approx((5 * 3.5 + 13 * 0.5 + 16 * 4.5 + 8 * 1.5) / 42)
 
 
-def test_the_work_of_a_round_grows_as_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_a_round_grows_linearly_with_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     for count in (20, 80):
         ids = list(map(Counted, range(1000, 1000 + count)))
@@ -191,7 +191,7 @@ def test_the_work_of_a_round_grows_as_its_clients(monkeypatch: pytest.MonkeyPatc
     assert looks[1] < 5 * looks[0]
 
 
-def test_several_clients_may_answer_together_in_any_order_too() -> None:
+def test_several_clients_can_reply_together_in_any_order() -> None:
     def run(*orders: Sequence[int]) -> Tensor:
         half = Half()
         for clients in orders:
@@ -205,7 +205,7 @@ def test_several_clients_may_answer_together_in_any_order_too() -> None:
     assert torch.allclose(whole, run((1,), (0, 3, 4)))
 
 
-def test_a_reply_that_waits_is_a_copy() -> None:
+def test_waiting_reply_is_a_copy() -> None:
     half = Half()
     early = half.reply(1)
     assert half.round.receive(early) == []
@@ -217,7 +217,7 @@ def test_a_reply_that_waits_is_a_copy() -> None:
     assert torch.equal(half.server.x, ended(Half(), {})[0])
 
 
-def test_a_second_copy_of_a_reply_counts_once() -> None:
+def test_duplicate_reply_counts_once() -> None:
     half = Half()
     assert half.receive(3) == ["dee"]
     assert half.receive(3) == []
@@ -229,7 +229,7 @@ def test_a_second_copy_of_a_reply_counts_once() -> None:
     assert report == once
 
 
-def test_replies_of_an_earlier_phase_or_round_are_ignored_by_name() -> None:
+def test_late_replies_are_ignored_with_a_warning() -> None:
     half = Half(Mime(base=SGDm()))
     late = half.reply(3)
     for i in half.task.clients:
@@ -250,7 +250,7 @@ def test_replies_of_an_earlier_phase_or_round_are_ignored_by_name() -> None:
         half.round.receive(last)
 
 
-def test_replies_of_strangers_are_refused_by_name() -> None:
+def test_unexpected_replies_are_rejected() -> None:
     half = Half()
     with pytest.raises(FederatedError, match="the client with stored index 2, which was not asked"):
         half.receive(2)
@@ -263,7 +263,7 @@ def test_replies_of_strangers_are_refused_by_name() -> None:
         half.receive(0, send={"delta": vectors(0), "more": vectors(0)})
 
 
-def test_who_is_missing_is_told_and_stops_the_run() -> None:
+def test_missing_client_is_named_and_stops_the_run() -> None:
     half = Half()
     for i in (0, 1):
         half.receive(i)
@@ -274,7 +274,7 @@ def test_who_is_missing_is_told_and_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("aggregator", [None, CoordinateMedian()], ids=repr)
-def test_who_is_missing_leaves_the_round_if_that_is_asked_for(aggregator: Any) -> None:
+def test_missing_client_is_dropped_with_on_client_error_drop(aggregator: Any) -> None:
     half = Half(on_client_error="drop", aggregator=aggregator)
     for i in (1, 4, 0):  # all of them wait for the one that does not come
         assert half.receive(i) == []
@@ -286,7 +286,7 @@ def test_who_is_missing_leaves_the_round_if_that_is_asked_for(aggregator: Any) -
     assert report.weights == pytest.approx(dict(without.weights))
 
 
-def test_a_round_begins_again_where_others_rest_on_who_is_missing() -> None:
+def test_round_restarts_when_others_depend_on_a_missing_client() -> None:
     half = Half(Mime(base=SGDm()), on_client_error="drop")
     for i in (1, 4, 0):
         half.receive(i)
@@ -300,14 +300,14 @@ def test_a_round_begins_again_where_others_rest_on_who_is_missing() -> None:
     assert (report.cohort, report.dropped) == (without.cohort, ("dee",))
 
 
-def test_too_many_missing_end_the_run() -> None:
+def test_too_many_missing_clients_end_the_run() -> None:
     half = Half(on_client_error="drop")
     half.receive(0)
     with pytest.raises(ClientError, match="3 of 4 clients failed in round 0, more than max_failed_share=0.5 allows"):
         half.round.close_phase()
 
 
-def test_a_client_that_reports_its_failure_is_dropped_or_stops_the_run() -> None:
+def test_client_that_reports_a_failure_is_dropped_or_stops_the_run() -> None:
     failed = {3: ClientError("Client 'dee' failed: the disk is gone.", "dee")}
     with pytest.raises(ClientError, match="the disk is gone"):
         Half().receive(3, failed=failed)
@@ -320,7 +320,7 @@ def test_a_client_that_reports_its_failure_is_dropped_or_stops_the_run() -> None
     assert torch.allclose(half.server.x, ended(Half(cohort=(0, 4, 1)), {})[0], rtol=0, atol=1e-6)
 
 
-def test_a_client_without_a_step_has_no_weight() -> None:
+def test_client_without_a_step_has_zero_weight() -> None:
     half = Half()
     for i in half.task.clients:
         reply = half.reply(i)

@@ -87,7 +87,7 @@ def expected(ratio: float, weights: tuple[int, ...] = SIZES) -> float:
 
 @pytest.mark.parametrize("ratio", few(RATIOS, [1e-3, 1e-6]))
 @pytest.mark.parametrize("options", [{"engine": "sequential"}, {"engine": "vectorized", "chunk_size": 2}], ids=str)
-def test_drift_is_the_spread_of_the_changes_at_every_ratio(options: dict[str, Any], ratio: float) -> None:
+def test_drift_matches_the_spread_of_changes_at_every_ratio(options: dict[str, Any], ratio: float) -> None:
     assert drift(ratio, **options) == pytest.approx(expected(ratio), rel=1e-2)
 
 
@@ -102,22 +102,22 @@ def test_drift_is_the_spread_of_the_changes_at_every_ratio(options: dict[str, An
     ],
     ids=str,
 )
-def test_drift_whatever_becomes_of_the_changes(options: dict[str, Any]) -> None:
+def test_drift_is_independent_of_how_changes_are_aggregated(options: dict[str, Any]) -> None:
     weights = (1,) * len(SIZES) if "weighting" in options else SIZES
     assert drift(1e-4, **options) == pytest.approx(expected(1e-4, weights), rel=1e-2)
 
 
-def test_drift_vanishes_where_all_clients_change_alike() -> None:
+def test_drift_is_zero_when_all_clients_change_alike() -> None:
     assert drift(0.0) < 1e-7 * float(torch.linalg.vector_norm(directions(0.0)[0]))  # gradients are rounded
 
 
 @pytest.mark.parametrize("options", few([{}, {"engine": "vectorized"}, {"compression": TopK(0.5)}], [{}]), ids=str)
-def test_two_processes_find_the_drift_too(options: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_measure_the_same_drift(options: dict[str, Any], tmp_path: Path) -> None:
     for outcome in in_processes(partial(drift, 1e-5, strategy="clients", devices=2, **options), tmp_path):
         assert outcome.value == pytest.approx(expected(1e-5), rel=1e-2), outcome.trace
 
 
-def test_a_process_without_clients_does_not_disturb_the_drift(tmp_path: Path) -> None:
+def test_process_without_clients_does_not_affect_the_drift(tmp_path: Path) -> None:
     run = partial(drift, 1e-5, strategy="clients", devices=2, sampler=lambda seed, round: [0], clients_per_round=None)
     for outcome in in_processes(run, tmp_path):
         assert outcome.value == 0, outcome.trace
@@ -130,7 +130,7 @@ def test_a_process_without_clients_does_not_disturb_the_drift(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("method", "vectors"), [(FedAvg(), 1), (FedCM(alpha=0.1), 2), (ScaffoldM(beta=0.2), 3)], ids=str
 )
-def test_a_vector_that_corrections_read_is_sent_beside_x(method: Algorithm, vectors: int, engine: str) -> None:
+def test_vector_read_by_corrections_is_sent_with_x(method: Algorithm, vectors: int, engine: str) -> None:
     model = Net()
     run = trainer(algorithm=method, max_rounds=1, clients_per_round=2, local_steps=2, local_epochs=None, engine=engine)
     run.fit(model, data(sizes=(5, 9, 14)))
@@ -171,7 +171,7 @@ def traffic(model: Net, **options: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_buffers_that_nobody_changes_do_not_travel(engine: str) -> None:
+def test_unchanged_buffers_are_not_sent(engine: str) -> None:
     model = seeded(WithBuffers, moves=False)
     before = model.positions.clone()
     assert traffic(model, engine=engine) == [(0, 0)] * 3
@@ -179,7 +179,7 @@ def test_buffers_that_nobody_changes_do_not_travel(engine: str) -> None:
 
 
 @pytest.mark.thorough
-def test_buffers_that_clients_change_travel_from_then_on_after_a_resume_too(tmp_path: Path) -> None:
+def test_changed_buffers_are_sent_from_then_on_and_after_a_resume(tmp_path: Path) -> None:
     assert traffic(seeded(WithBuffers, moves=True)) == [(36, 0), (36, 36), (36, 36)]
     saver = ModelCheckpoint(tmp_path, filename="a")
     fit(seeded(WithBuffers, moves=True), callbacks=saver, enable_checkpointing=True, max_rounds=1)
@@ -200,7 +200,7 @@ class WritesBytes(Bytes):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("moves", [False, True])
-def test_buffers_travel_alike_from_several_processes(moves: bool, tmp_path: Path) -> None:
+def test_several_processes_count_the_same_buffer_bytes(moves: bool, tmp_path: Path) -> None:
     model = seeded(WithBuffers, moves=moves)
     vector = 3 * 4 * sum(p.numel() for p in model.parameters())
     run = trainer(callbacks=WritesBytes(tmp_path), max_rounds=2, devices=2, strategy="clients_fork")
@@ -236,7 +236,7 @@ def outcome(engine: str, algorithm: Algorithm, make: Any = Ordinary, **options: 
 
 
 @pytest.mark.parametrize(("algorithm", "engine", "precision"), covering(METHODS, ENGINES[::-1], ["32-true", "64-true"]))
-def test_the_server_has_the_clients_bits(
+def test_server_derives_omitted_messages_with_identical_bits(
     algorithm: Algorithm, engine: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     average, compared = RoundTotals._averaged, list[str]()
@@ -254,7 +254,7 @@ def test_the_server_has_the_clients_bits(
     assert compared
 
 
-def test_a_reply_without_either_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_missing_both_alternatives_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     add = RoundTotals.update
 
     def bare(self: RoundTotals, reply: Reply, *args: Any) -> Any:
@@ -266,7 +266,7 @@ def test_a_reply_without_either_is_refused_by_name(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("algorithm", "engine"), covering(METHODS[:2], ENGINES))
-def test_one_vector_and_a_number_travel_with_plain_sgd(algorithm: Algorithm, engine: str) -> None:
+def test_plain_sgd_sends_one_vector_and_one_number(algorithm: Algorithm, engine: str) -> None:
     (x, *_), sent = outcome(engine, algorithm, clients_per_round=3)
     vector = x.numel() * x.element_size()
     assert sent == [3 * (vector + x.element_size())] * 2
@@ -274,7 +274,7 @@ def test_one_vector_and_a_number_travel_with_plain_sgd(algorithm: Algorithm, eng
     assert sent == [3 * 2 * vector] * 2, "the sum of the rates is a vector there"
 
 
-def test_compressed_messages_all_travel() -> None:
+def test_compressed_messages_are_all_sent() -> None:
     """The control variate that the server follows would otherwise miss what compression leaves out."""
     (x, *_), sent = outcome("sequential", Scaffold(), compression=TopK(1.0), clients_per_round=3)
     assert min(sent) > 3 * 2 * x.numel() * x.element_size()
@@ -313,7 +313,7 @@ class Gradients(FederatedCallback):
         [{"local_epochs": 2}, {"local_steps": 7}],
     ),
 )  # fmt: skip
-def test_every_example_whose_gradient_is_taken_is_counted(method: Any, work: dict[str, int]) -> None:
+def test_every_example_with_a_computed_gradient_is_counted(method: Any, work: dict[str, int]) -> None:
     model, gradients = Counting(), Gradients()
     local = work if method.local_work else {"local_epochs": None}
     run = trainer(algorithm=method, max_rounds=3, clients_per_round=2, callbacks=gradients, **local)
@@ -343,7 +343,7 @@ CHUNKS: list[dict[str, Any]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", CHUNKS, ids=str)
-def test_clients_are_listed_as_they_were_drawn(options: dict[str, Any]) -> None:
+def test_clients_are_listed_in_the_order_drawn(options: dict[str, Any]) -> None:
     drawn, record = [4, 1, 3, 0, 2], Record()
     run(clients_per_round=None, sampler=lambda seed, round: drawn, max_rounds=1, callbacks=record, **options)
     (report,) = record.rounds
@@ -351,7 +351,7 @@ def test_clients_are_listed_as_they_were_drawn(options: dict[str, Any]) -> None:
     assert all(list(part) == drawn for part in (report.sizes, report.steps, report.weights, report.clients))
 
 
-def test_weights_are_those_of_messages_where_no_change_is_sent() -> None:
+def test_weights_match_the_messages_when_no_change_is_sent() -> None:
     record = Record()
     run("sequential", algorithm=FedNova(), weighting="uniform", max_rounds=1, callbacks=[record])
     assert list(record.rounds[0].weights.values()) == [0.25] * 4

@@ -90,7 +90,7 @@ class Plain(Net):
         FedAsync(4, alpha=0.5, staleness="hinge", a=2.0, b=1.0, clock=LATE),
     ],
 )
-def test_a_plain_program_comes_to_the_same(asynchronous: Asynchronous) -> None:
+def test_run_matches_a_plain_pytorch_program(asynchronous: Asynchronous) -> None:
     owned, events = (
         clients((13, 8, 21, 5, 16, 9)),
         Arrivals(3, range(6), LATE, asynchronous.size, asynchronous.concurrency),
@@ -119,12 +119,12 @@ def test_a_plain_program_comes_to_the_same(asynchronous: Asynchronous) -> None:
     assert float((parameters(done) - x).abs().max()) < 1e-13
 
 
-def test_who_waits_for_all_is_synchronous() -> None:
+def test_buffer_of_all_clients_matches_a_synchronous_run() -> None:
     whole = run(None, clients_per_round=1.0, weighting="uniform", max_rounds=4)
     assert torch.allclose(parameters(run(FedBuff(6, 6), max_rounds=4)), parameters(whole), atol=1e-6)
 
 
-def test_one_client_at_a_time_hands_its_model_to_the_next() -> None:
+def test_concurrency_of_one_matches_sequential_training() -> None:
     def clients_in_turn(seed: int, round: int) -> list[int]:
         return Arrivals(0, range(6), ClientClock(), 1, 1).in_round(round).begin
 
@@ -132,7 +132,7 @@ def test_one_client_at_a_time_hands_its_model_to_the_next() -> None:
     assert torch.allclose(parameters(run(FedAsync(1, alpha=1.0))), parameters(in_turn), atol=1e-6)
 
 
-def test_the_servers_optimizer_takes_the_step() -> None:
+def test_server_optimizer_takes_the_step() -> None:
     by_adam, by_sgd = (
         run(FedBuff(2, 4, clock=LATE), max_rounds=4, **options)
         for options in ({"server_optimizer": partial(FedAdam, lr=0.03)}, {})
@@ -140,7 +140,7 @@ def test_the_servers_optimizer_takes_the_step() -> None:
     assert not torch.allclose(parameters(by_adam), parameters(by_sgd), atol=1e-3)
 
 
-def test_scaffolds_c_is_the_mean_of_what_has_arrived() -> None:
+def test_scaffold_c_is_the_mean_of_arrived_client_states() -> None:
     done = run(FedBuff(6, 6), Scaffold(), max_rounds=4)  # all arrive: c is the mean of all c_i
     kept = [done.fit_loop.state.clients.get(i)["c_i"] for i in range(6)]
     assert torch.allclose(done.fit_loop.server["c"], torch.stack(kept).mean(0), atol=1e-6)
@@ -164,7 +164,7 @@ def test_engines_agree(algorithm: Algorithm) -> None:
     ("asynchronous", "algorithm"),
     covering([FedBuff(2, 5, clock=LATE), FedAsync(4, clock=LATE)], [Scaffold(), FedAvg()]),
 )
-def test_a_resumed_run_has_the_same_bits(asynchronous: Asynchronous, algorithm: Algorithm, tmp_path: Path) -> None:
+def test_resumed_run_has_identical_bits(asynchronous: Asynchronous, algorithm: Algorithm, tmp_path: Path) -> None:
     whole, half = run(asynchronous, algorithm), run(asynchronous, algorithm, max_rounds=5)
     assert half.fit_loop.settings.aggregator.state_dict()["messages"]
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -175,7 +175,7 @@ def test_a_resumed_run_has_the_same_bits(asynchronous: Asynchronous, algorithm: 
     assert torch.equal(parameters(half), parameters(whole))
 
 
-def test_a_checkpoint_of_other_events_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_other_concurrency_is_rejected(tmp_path: Path) -> None:
     run(FedBuff(2, 5, clock=LATE), max_rounds=3).save_checkpoint(tmp_path / "run.ckpt")
     with pytest.raises(
         FederatedError, match=r"aggregator is FedBuff.*concurrency=5.*this run's is FedBuff.*concurrency=4"
@@ -192,7 +192,7 @@ DAMAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_damaged_messages_are_refused_by_name(damage: Any, tmp_path: Path) -> None:
+def test_corrupt_messages_in_a_checkpoint_are_rejected(damage: Any, tmp_path: Path) -> None:
     run(FedBuff(2, 5, clock=LATE), max_rounds=3).save_checkpoint(tmp_path / "run.ckpt")
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
     kept = saved["loops"]["fit_loop"]["state_dict"]["aggregator"]
@@ -202,7 +202,7 @@ def test_damaged_messages_are_refused_by_name(damage: Any, tmp_path: Path) -> No
         run(FedBuff(2, 5, clock=LATE), fit={"ckpt_path": tmp_path / "run.ckpt"})
 
 
-def test_a_lost_message_is_missed_by_name(tmp_path: Path) -> None:
+def test_missing_message_in_a_checkpoint_is_rejected(tmp_path: Path) -> None:
     run(FedBuff(2, 5, clock=LATE), max_rounds=3).save_checkpoint(tmp_path / "run.ckpt")
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
     del saved["loops"]["fit_loop"]["state_dict"]["aggregator"]
@@ -212,7 +212,7 @@ def test_a_lost_message_is_missed_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aggregator", [None, CoordinateMedian()])
-def test_a_synchronous_run_does_not_go_on_from_an_asynchronous_one(aggregator: Any, tmp_path: Path) -> None:
+def test_synchronous_run_rejects_an_asynchronous_checkpoint(aggregator: Any, tmp_path: Path) -> None:
     run(FedBuff(2, 5), max_rounds=3).save_checkpoint(tmp_path / "run.ckpt")
     with pytest.raises(FederatedError, match="aggregator is FedBuff"):
         run(None, aggregator=aggregator, clients_per_round=3, fit={"ckpt_path": tmp_path / "run.ckpt"})
@@ -222,7 +222,7 @@ def test_a_synchronous_run_does_not_go_on_from_an_asynchronous_one(aggregator: A
 
 
 @pytest.mark.parametrize(("size", "concurrency"), [(1, 1), (3, 7), (6, 2), (8, 8)])
-def test_events_are_those_of_clients_at_work(size: int, concurrency: int) -> None:
+def test_events_are_consistent_and_deterministic(size: int, concurrency: int) -> None:
     population, in_progress, last = range(8), list[Arrival](), 0.0
     events = Arrivals(5, population, LATE, size, concurrency)
     for r in range(30):
@@ -238,7 +238,7 @@ def test_events_are_those_of_clients_at_work(size: int, concurrency: int) -> Non
     assert Arrivals(6, population, LATE, size, concurrency).in_round(17) != events.in_round(17)
 
 
-def test_messages_are_let_go_once_they_have_arrived() -> None:
+def test_messages_are_freed_after_arrival() -> None:
     run, ids, sent = FedBuff(2, 3), list("abcde"), list[Any]()
     for number in range(12):
         begun = {client_id: {"delta": torch.zeros(1)} for client_id in run(0, number, ids)}
@@ -249,7 +249,7 @@ def test_messages_are_let_go_once_they_have_arrived() -> None:
     assert sum(message() is not None for message in sent) <= 2 + 3
 
 
-def test_slow_clients_are_stale_and_fast_ones_come_often() -> None:
+def test_slow_clients_are_staler_and_arrive_less_often() -> None:
     clock = ClientClock(slow_share=0.5, slow_factor=10.0)
     events, seen, stale = (
         Arrivals(0, range(10), clock, 2, 6),
@@ -266,7 +266,7 @@ def test_slow_clients_are_stale_and_fast_ones_come_often() -> None:
     assert np.mean(stale[True]) > 2 * np.mean(stale[False])
 
 
-def test_time_is_that_of_the_slowest_or_of_the_last_arrival(tmp_path: Path) -> None:
+def test_simulated_time_follows_slowest_client_or_last_arrival(tmp_path: Path) -> None:
     times = SimulatedTime(ClientClock({0: 1.0, 1: 2.0, 2: 3.0, 3: 5.0, 4: 8.0, 5: 13.0}))
     done = run(
         None, callbacks=times, clients_per_round=None, sampler=lambda seed, r: [[0, 3], [1], [5, 2]][r], max_rounds=3
@@ -278,7 +278,7 @@ def test_time_is_that_of_the_slowest_or_of_the_last_arrival(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("asynchronous", [None, FedBuff(2, 4)])
-def test_time_goes_on_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_path: Path) -> None:
+def test_simulated_time_continues_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_path: Path) -> None:
     run(asynchronous, callbacks=SimulatedTime(), max_rounds=2).save_checkpoint(tmp_path / "run.ckpt")
     resumed, whole = SimulatedTime(), SimulatedTime()
     run(asynchronous, callbacks=resumed, max_rounds=4, fit={"ckpt_path": tmp_path / "run.ckpt"})
@@ -315,7 +315,7 @@ def test_time_goes_on_in_a_resumed_run(asynchronous: Asynchronous | None, tmp_pa
         ({"asynchronous": "FedBuff"}, "asynchronous must be an Asynchronous such as FedBuff"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], said: str) -> None:
+def test_incompatible_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(FederatedError, match=said):
         trainer(**{"asynchronous": FedBuff(2, 4), "clients_per_round": None, **options})
 
@@ -337,12 +337,12 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], said: str
         (lambda: SimulatedTime(3), "clock=3"),
     ],
 )
-def test_impossible_arguments_are_refused(make: Any, said: str) -> None:
+def test_invalid_arguments_are_rejected(make: Any, said: str) -> None:
     with pytest.raises(FederatedError, match=said):
         make()
 
 
-def test_a_run_refuses_what_cannot_be_told_before() -> None:
+def test_invalid_settings_are_rejected_when_fit_starts() -> None:
     with pytest.raises(FederatedError, match=r"FedBuff\(concurrency=7\) needs at least as many clients; there are 6"):
         run(FedBuff(2, 7))
     with pytest.raises(FederatedError, match=r"SimulatedTime\(clock=...\) cannot be combined with asynchronous="):

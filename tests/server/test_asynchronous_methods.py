@@ -56,7 +56,7 @@ MODELS = [name for name in NAMES if getattr(ROWS[name][0].algorithm, "pseudo_gra
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_half_the_means_make_half_the_step(name: str) -> None:
+def test_server_step_is_linear_in_the_means(name: str) -> None:
     """The weights of messages do not sum to one."""
     algorithm, x = ROWS[name][0].algorithm, torch.linspace(0.5, 1, 6, dtype=torch.float64)
 
@@ -131,11 +131,11 @@ def differing(found: Ends, wanted: Ends) -> list[str]:
     ],
     ids=repr,
 )
-def test_weights_of_late_answers_by_hand(asynchronous: Asynchronous, weights: dict[int, float]) -> None:
+def test_staleness_weights_match_a_hand_computation(asynchronous: Asynchronous, weights: dict[int, float]) -> None:
     assert {late: asynchronous.weight(late) for late in weights} == pytest.approx(weights)
 
 
-def test_methods_that_may_run_asynchronously_are_those_whose_clients_work_alone() -> None:
+def test_asynchronous_methods_are_those_with_independent_clients() -> None:
     def works_alone(method: Method) -> bool:
         algorithm = method.algorithm
         averages = algorithm.full_grad_at and algorithm.full_grad_for != "client"
@@ -154,13 +154,15 @@ def test_methods_that_may_run_asynchronously_are_those_whose_clients_work_alone(
         pytest.param(MODELS, ONE_BY_ONE, id="all, FedAsync"),
     ],
 )
-def test_two_processes_give_the_bits_of_one(names: Sequence[str], asynchronous: Asynchronous, tmp_path: Path) -> None:
+def test_two_processes_match_one_with_identical_bits(
+    names: Sequence[str], asynchronous: Asynchronous, tmp_path: Path
+) -> None:
     assert not differing(in_two(tmp_path, names, asynchronous), run(names, asynchronous))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "FedBN"])  # whose buffers that engine refuses
-def test_two_processes_agree_where_clients_are_trained_at_once(name: str, tmp_path: Path) -> None:
+def test_two_processes_match_one_with_the_vectorized_engine(name: str, tmp_path: Path) -> None:
     def leaves(value: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
             return [value]
@@ -178,7 +180,7 @@ def test_two_processes_agree_where_clients_are_trained_at_once(name: str, tmp_pa
     "names",
     [pytest.param(["Scaffold ii", "FedCM"], id="two"), pytest.param(NAMES, id="all")],
 )
-def test_a_run_may_be_resumed_in_another_number_of_processes(
+def test_run_resumes_with_another_number_of_processes(
     names: Sequence[str], processes: tuple[int, ...], tmp_path: Path
 ) -> None:
     ends = Ends()

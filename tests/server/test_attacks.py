@@ -28,7 +28,7 @@ def population(ids: Any = range(10)) -> Population:
 # ------------------------------------------------------------------ who is bad
 
 
-def test_a_share_of_the_clients_is_drawn_from_the_seed() -> None:
+def test_attackers_are_drawn_from_the_seed() -> None:
     attack = SignFlipAttack(0.3)
     assert len(attack.attackers(0, population())) == len(SignFlipAttack(0.25).attackers(0, population())) == 3
     assert attack.attackers(0, population()) == attack.attackers(0, population())
@@ -38,7 +38,7 @@ def test_a_share_of_the_clients_is_drawn_from_the_seed() -> None:
     assert SignFlipAttack(1.0).attackers(0, population()) == frozenset(range(10))
 
 
-def test_bad_clients_may_be_named() -> None:
+def test_attackers_may_be_listed_by_id() -> None:
     assert SignFlipAttack(["c", "a"]).attackers(0, population(["a", "b", "c"])) == {0, 2}
     with pytest.raises(
         FederatedError, match=r"attack=SignFlipAttack.* has 'x', not ids of the data module's 3 clients"
@@ -83,14 +83,14 @@ class Changes(FederatedCallback):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_flipped_messages_are_what_the_server_averages(engine: str) -> None:
+def test_server_averages_the_flipped_messages(engine: str) -> None:
     seen = Changes()
     found = mean_update(SignFlipAttack([1, 4], scale=3.0), engine, callbacks=[seen])
     own = [-3.0 * change if i in (1, 4) else change for i, change in sorted(seen.of.items())]
     torch.testing.assert_close(found, torch.stack(own).mean(dim=0), rtol=1e-12, atol=1e-14)
 
 
-def test_noise_replaces_the_message_and_depends_on_seed_round_and_client() -> None:
+def test_noise_replaces_the_message_and_differs_per_client() -> None:
     seen = Changes()
     found = mean_update(NoiseAttack([2], std=5.0), callbacks=[seen])
     honest = torch.stack([change for i, change in seen.of.items() if i != 2]).sum(dim=0)
@@ -103,7 +103,7 @@ def test_noise_replaces_the_message_and_depends_on_seed_round_and_client() -> No
     assert float((other - noise).abs().max()) > 1.0
 
 
-def test_a_message_sent_under_two_names_is_changed_once() -> None:
+def test_message_sent_under_two_names_is_attacked_once() -> None:
     both, noise = torch.ones(4), torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
     stream = torch.Generator().manual_seed(0)
     sent = attacked(NoiseAttack(0.5, 1.0), {"a": both, "b": both, "c": torch.ones(4)}, stream)
@@ -115,7 +115,7 @@ def test_a_message_sent_under_two_names_is_changed_once() -> None:
     ("returned", "message"),
     [(None, "as a NoneType"), (torch.ones(2), r"of shape \[2\], in place of 'a'")],
 )
-def test_what_an_attack_returns_in_another_form_is_refused(returned: Any, message: str) -> None:
+def test_custom_attack_with_an_invalid_result_is_rejected(returned: Any, message: str) -> None:
     class Own(Attack):
         def message(self, message: Tensor, stream: torch.Generator) -> Any:
             return returned
@@ -126,7 +126,7 @@ def test_what_an_attack_returns_in_another_form_is_refused(returned: Any, messag
         attacked(Own(0.5), {"a": torch.ones(3)}, torch.Generator())
 
 
-def test_a_part_of_another_message_keeps_its_shape() -> None:
+def test_attacked_view_of_another_message_keeps_its_shape() -> None:
     whole = torch.ones(4)
     sent = attacked(SignFlipAttack(0.5, 2.0), {"first": whole[:1], "whole": whole}, torch.Generator())
     assert sent["first"].tolist() == [-2]
@@ -146,7 +146,7 @@ def test_a_part_of_another_message_keeps_its_shape() -> None:
     ],
     ids=repr,
 )
-def test_engines_and_chunks_agree(algorithm: Algorithm, attack: Attack) -> None:
+def test_engines_and_chunk_sizes_agree(algorithm: Algorithm, attack: Attack) -> None:
     options: dict[str, Any] = {"algorithm": algorithm, "attack": attack, "limit_val_batches": 0, "clients_per_round": 6}
     if not algorithm.local_work:
         options["local_epochs"] = None
@@ -156,12 +156,12 @@ def test_engines_and_chunks_agree(algorithm: Algorithm, attack: Attack) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("compression", [TopK(0.2), QSGD(7)], ids=repr)
-def test_messages_are_attacked_before_they_are_compressed(compression: Any) -> None:
+def test_messages_are_attacked_before_compression(compression: Any) -> None:
     options = {"attack": SignFlipAttack(0.5), "compression": compression, "aggregator": CoordinateMedian()}
     assert_agree(run("sequential", **options), run("vectorized", chunk_size=4, **options))
 
 
-def test_full_batch_gradients_are_attacked_too() -> None:
+def test_full_batch_gradients_are_attacked() -> None:
     momenta = [
         run("sequential", algorithm=Mime(SGDm()), attack=attack, max_rounds=1).fit_loop.server["m"]
         for attack in (None, SignFlipAttack(1.0))
@@ -175,7 +175,7 @@ def test_full_batch_gradients_are_attacked_too() -> None:
     assert not torch.equal(*noise), "every client has its own"
 
 
-def test_a_bad_clients_own_work_reads_its_true_gradient() -> None:
+def test_attackers_train_on_their_true_gradients() -> None:
     # its step is the cohort's gradient, here its own flipped one, and its message is flipped again
     options = {"algorithm": FedDane(0.1, "same"), "clients_per_round": 1, "max_rounds": 1, "local_epochs": None}
     honest, bad = (
@@ -185,7 +185,7 @@ def test_a_bad_clients_own_work_reads_its_true_gradient() -> None:
     torch.testing.assert_close(bad.fit_loop.state.x, honest.fit_loop.state.x, rtol=1e-12, atol=1e-14)
 
 
-def test_bad_clients_keep_their_own_states() -> None:
+def test_attackers_keep_honest_client_states() -> None:
     honest, bad = (run("sequential", algorithm=Scaffold(), attack=a, max_rounds=1) for a in (None, SignFlipAttack(1.0)))
     mine, theirs = state_of(honest), state_of(bad)
     for name in mine:
@@ -193,12 +193,12 @@ def test_bad_clients_keep_their_own_states() -> None:
             assert torch.equal(mine[name], theirs[name])
 
 
-def test_an_attack_by_nobody_changes_no_bit() -> None:
+def test_attack_without_attackers_keeps_identical_bits() -> None:
     assert torch.equal(fit(attack=None), fit(attack=SignFlipAttack(0.0)))
 
 
 @pytest.mark.parametrize("attack", [NoiseAttack(0.5, 0.1), LabelFlipAttack([1], CLASSES)], ids=repr)
-def test_a_resumed_run_has_the_same_bits(attack: Attack, tmp_path: Any) -> None:
+def test_resumed_run_has_identical_bits(attack: Attack, tmp_path: Any) -> None:
     whole = fit(attack=attack, max_rounds=3)
     first = trainer(attack=attack, max_rounds=2)
     first.fit(seeded(), data())
@@ -206,7 +206,7 @@ def test_a_resumed_run_has_the_same_bits(attack: Attack, tmp_path: Any) -> None:
     assert torch.equal(whole, fit(attack=attack, max_rounds=3, ckpt_path=tmp_path / "a.ckpt"))
 
 
-def test_another_attack_after_a_break_warns(tmp_path: Any) -> None:
+def test_resuming_with_another_attack_warns(tmp_path: Any) -> None:
     first = trainer(attack=SignFlipAttack([1]), max_rounds=1)
     first.fit(seeded(), data())
     first.save_checkpoint(tmp_path / "a.ckpt")
@@ -218,7 +218,7 @@ def test_another_attack_after_a_break_warns(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["sequential"]))
-def test_flipped_labels_are_those_of_data_with_flipped_labels(engine: str) -> None:
+def test_label_flip_matches_data_with_flipped_labels(engine: str) -> None:
     sets = clients()
     for i in (1, 4):
         sets[i] = TensorDataset(sets[i].tensors[0], CLASSES - 1 - sets[i].tensors[1])
@@ -248,13 +248,13 @@ def test_labels_are_found_in_pairs_and_mappings() -> None:
         (torch.tensor([0, 200], dtype=torch.uint8), 256, torch.tensor([255, 55], dtype=torch.uint8)),
     ],
 )
-def test_labels_keep_their_type(labels: Tensor, num_classes: int, flipped: Tensor) -> None:
+def test_flipped_labels_keep_their_dtype(labels: Tensor, num_classes: int, flipped: Tensor) -> None:
     found = LabelFlipAttack(0.5, num_classes).batch([labels, labels])[1]
     assert found.dtype == labels.dtype
     assert found.tolist() == flipped.tolist()
 
 
-def test_labels_that_their_type_cannot_hold_are_refused() -> None:
+def test_labels_that_overflow_their_dtype_are_rejected() -> None:
     for num_classes, kind in ((300, torch.uint8), (3, torch.bool)):
         with pytest.raises(FederatedError, match=f"makes the label {num_classes - 1}, which .* {kind} cannot hold"):
             LabelFlipAttack(0.5, num_classes).batch([None, torch.tensor([0, 1], dtype=kind)])
@@ -271,12 +271,12 @@ def test_labels_that_their_type_cannot_hold_are_refused() -> None:
         ([torch.zeros(3, 2), torch.tensor([0, 4, 1])], "found the labels 0 to 4 in a batch.*from 0 to 3"),
     ],
 )
-def test_batches_without_such_labels_are_refused(batch: Any, message: str) -> None:
+def test_batches_without_valid_labels_are_rejected(batch: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         LabelFlipAttack(0.5, 4).batch(batch)
 
 
-def test_changed_batches_count_like_their_own() -> None:
+def test_changed_batches_keep_the_original_counts() -> None:
     own = data().client_batches(0)
     changed = ChangedBatches(own, lambda batch: [batch[0] + 1, batch[1]])
     assert (changed.size, changed.num_batches(), changed.num_examples(2)) == (13, 4, 8)
@@ -306,7 +306,7 @@ def test_changed_batches_count_like_their_own() -> None:
         (lambda: fit(Ordinary(), attack=SignFlipAttack([77])), "has 77, not ids of the data module's 6 clients"),
     ],
 )
-def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
+def test_invalid_arguments_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
 
@@ -321,6 +321,6 @@ class NoNumbers(Attack):
 @pytest.mark.parametrize(
     ("algorithm", "what"), [(FedAvg(), "message 'delta'"), (Mime(SGDm()), "full-batch gradient at x")]
 )
-def test_numbers_that_are_not_finite_are_those_of_the_attack(algorithm: Any, what: str) -> None:
+def test_non_finite_means_are_attributed_to_the_attack(algorithm: Any, what: str) -> None:
     with pytest.raises(FederatedError, match=rf"mean of .* {what} is not finite in round 0, .*attack=NoNumbers.*drop"):
         run("sequential", algorithm=algorithm, attack=NoNumbers([1]), clients_per_round=6)

@@ -10,7 +10,7 @@ from lightning_fed.server import (
 )
 
 
-def test_seconds_follow_examples_speeds_and_a_trace(tmp_path: Path) -> None:
+def test_seconds_follow_examples_traces_and_random_speeds(tmp_path: Path) -> None:
     class Two(list[str]):
         sizes = (3, 5)
 
@@ -29,7 +29,7 @@ def test_seconds_follow_examples_speeds_and_a_trace(tmp_path: Path) -> None:
     assert jitter.seconds_of(0, range(2), 1, 3) == ClientClock(jitter=0.5).seconds_of(0, range(2), 1, 3)
 
 
-def test_the_widest_spreads_have_times() -> None:
+def test_extreme_spreads_yield_valid_times() -> None:
     for clock in (ClientClock({0: 0.0, 1: 1.0}, spread=1e6), ClientClock({0: 0.0, 1: 1.0}, jitter=1e6)):
         seconds = [clock.seconds_of(0, range(2), i, r) for i in range(2) for r in range(8)]
         assert not any(map(math.isnan, seconds))

@@ -55,7 +55,7 @@ def ledger(privacy: ClientPrivacy = PRIVATE) -> PrivacyLedger:
 
 
 @pytest.mark.parametrize(("size", "steps"), [(16, 1), (16, 30), (100, 200), (3, 5)])
-def test_poisson_batches_are_accounted_for_as_opacus_does(size: int, steps: int) -> None:
+def test_poisson_accounting_matches_opacus(size: int, steps: int) -> None:
     from opacus.accountants import RDPAccountant
 
     theirs, ours = RDPAccountant(), ledger()
@@ -64,7 +64,7 @@ def test_poisson_batches_are_accounted_for_as_opacus_does(size: int, steps: int)
     assert ours.epsilons() == {5: pytest.approx(theirs.get_epsilon(1e-3), rel=1e-2)}  # other orders
 
 
-def test_one_gaussian_mechanism_is_within_its_exact_privacy() -> None:
+def test_epsilon_bounds_the_exact_gaussian_mechanism() -> None:
     # Balle and Wang, ICML 2018, Theorem 8: the exact delta of a Gaussian mechanism of multiplier z
     epsilon, z = PRIVATE.epsilon({1: 1}), 1.1
 
@@ -77,7 +77,7 @@ def test_one_gaussian_mechanism_is_within_its_exact_privacy() -> None:
     assert phi(0.5 / z - smaller * z) - math.exp(smaller) * phi(-0.5 / z - smaller * z) > PRIVATE.delta
 
 
-def test_rounds_add_up_by_client() -> None:
+def test_rounds_accumulate_per_client() -> None:
     ours = ledger()
     for _ in range(3):
         ours.add(0, 16, 4)
@@ -92,7 +92,7 @@ def test_rounds_add_up_by_client() -> None:
     assert ours.epsilons()[0] > before
 
 
-def test_shuffled_epochs_count_once_each() -> None:
+def test_each_shuffled_epoch_counts_once() -> None:
     ours = ledger(SHUFFLED)
     ours.add(0, 16, 3)  # an epoch of 3 of its 4 batches
     ours.add(1, 16, 4)  # one epoch, and the first step of another
@@ -100,7 +100,7 @@ def test_shuffled_epochs_count_once_each() -> None:
     assert SHUFFLED.epsilon({1: 1}) > PRIVATE.epsilon({4: 4})  # sampling amplifies
 
 
-def test_no_noise_is_no_privacy_and_no_work_costs_nothing() -> None:
+def test_epsilon_is_infinite_without_noise_and_zero_without_work() -> None:
     assert ClientPrivacy(0.0, 1.0).epsilon({1: 1}) == math.inf
     assert ClientPrivacy(0.0, 1.0).epsilon({}) == 0.0
     assert PRIVATE.epsilon({4: 0}) == 0.0
@@ -109,14 +109,14 @@ def test_no_noise_is_no_privacy_and_no_work_costs_nothing() -> None:
     assert idle.epsilons() == {}
 
 
-def test_the_noise_of_a_run_cannot_change() -> None:
+def test_noise_multiplier_is_immutable() -> None:
     privacy = copy.deepcopy(PRIVATE)
     with pytest.raises(FederatedError, match="noise_multiplier cannot change"):
         privacy.noise_multiplier = 0.1
     assert privacy.epsilon({1: 1}) == PRIVATE.epsilon({1: 1})
 
 
-def test_counts_survive_a_checkpoint() -> None:
+def test_counts_round_trip_through_a_checkpoint() -> None:
     ours, again = ledger(), ledger()
     ours.add(2, 16, 4)
     ours.add(2, 20, 4)
@@ -133,7 +133,7 @@ def test_counts_survive_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     "bad", [None, torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[0, 0, 1]])]
 )
-def test_other_counts_are_refused(bad: Any) -> None:
+def test_invalid_counts_are_rejected(bad: Any) -> None:
     with pytest.raises(ValueError, match="the privacy that clients have spent"):
         ledger().load(bad)
 
@@ -157,7 +157,7 @@ def test_other_counts_are_refused(bad: Any) -> None:
     ],
     ids=repr,
 )
-def test_methods_that_read_one_gradient_per_step_are_covered(algorithm: Any) -> None:
+def test_methods_with_one_gradient_per_step_are_supported(algorithm: Any) -> None:
     assert trainer(algorithm=algorithm, client_privacy=PRIVATE).fit_loop.settings.client_privacy is PRIVATE
 
 
@@ -186,7 +186,7 @@ def test_methods_that_read_one_gradient_per_step_are_covered(algorithm: Any) -> 
     ],
     ids=lambda value: repr(value) if not isinstance(value, str) else "",
 )
-def test_methods_that_read_data_in_other_ways_are_refused_by_name(algorithm: Any, reason: str) -> None:
+def test_methods_with_other_data_access_are_rejected(algorithm: Any, reason: str) -> None:
     local = {} if algorithm.local_work else {"local_epochs": None}
     with pytest.raises(FederatedError, match=rf"cannot be combined with {type(algorithm).__name__}\(.*{reason}"):
         trainer(algorithm=algorithm, client_privacy=PRIVATE, **local)
@@ -216,6 +216,6 @@ def test_methods_that_read_data_in_other_ways_are_refused_by_name(algorithm: Any
         ),
     ],
 )
-def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
+def test_invalid_arguments_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()

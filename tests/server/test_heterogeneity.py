@@ -31,7 +31,7 @@ def completed(
     ("share", "clients", "want"),
     [(0.0, 10, 0), (0.5, 10, 5), (0.9, 10, 9), (1.0, 10, 10), (0.25, 10, 3), (0.24, 10, 2), (0.5, 1, 1), (0.5, 3, 2)],
 )
-def test_the_share_of_stragglers_is_exact_in_every_round(share: float, clients: int, want: int) -> None:
+def test_straggler_share_is_exact_in_every_round(share: float, clients: int, want: int) -> None:
     het = SystemsHeterogeneity(stragglers=share, policy="drop")
     for r in range(20):
         done = het(0, r, range(clients), [2] * clients, [6] * clients)
@@ -39,7 +39,7 @@ def test_the_share_of_stragglers_is_exact_in_every_round(share: float, clients: 
         assert done.count(6) == clients - want
 
 
-def test_everybody_is_a_straggler_equally_often() -> None:
+def test_clients_are_stragglers_equally_often() -> None:
     rounds, het = 2000, SystemsHeterogeneity(stragglers=0.3, policy="drop")
     slow = Counter(i for r in range(rounds) for i, done in enumerate(completed(het, r)) if done is None)
     assert sum(slow.values()) == 3 * rounds
@@ -48,7 +48,7 @@ def test_everybody_is_a_straggler_equally_often() -> None:
 
 
 @pytest.mark.parametrize("epochs", [2, 5, 20])
-def test_stragglers_do_one_to_all_epochs_equally_often(epochs: int) -> None:
+def test_straggler_epochs_are_uniform(epochs: int) -> None:
     rounds, het = 300, SystemsHeterogeneity(stragglers=1.0)
     found = Counter(done for r in range(rounds) for done in completed(het, r, epochs, steps=7 * epochs))
     assert set(found) == {7 * e for e in range(1, epochs + 1)}
@@ -58,7 +58,7 @@ def test_stragglers_do_one_to_all_epochs_equally_often(epochs: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6])
-def test_stragglers_of_one_epoch_do_one_to_all_steps_equally_often(steps: int) -> None:
+def test_straggler_steps_are_uniform_within_a_single_epoch(steps: int) -> None:
     rounds, het = 300, SystemsHeterogeneity(stragglers=1.0)
     found = Counter(done for r in range(rounds) for done in completed(het, r, epochs=1, steps=steps))
     assert set(found) == set(range(1, steps + 1))
@@ -73,9 +73,7 @@ def test_stragglers_of_one_epoch_do_one_to_all_steps_equally_often(steps: int) -
     seed=st.integers(0, 2**40),
     round=st.integers(0, 1000),
 )
-def test_stragglers_do_whole_epochs_of_their_own(
-    share: float, work: list[tuple[int, int]], seed: int, round: int
-) -> None:
+def test_stragglers_complete_whole_epochs(share: float, work: list[tuple[int, int]], seed: int, round: int) -> None:
     epochs, steps = [e for e, _ in work], [e * per_epoch for e, per_epoch in work]
     done = SystemsHeterogeneity(stragglers=share)(seed, round, range(len(work)), epochs, steps)
     for n, (e, per_epoch) in zip(done, work, strict=True):
@@ -89,7 +87,7 @@ def test_stragglers_do_whole_epochs_of_their_own(
 # ------------------------------------------------------------------ deadline and dropout
 
 
-def test_the_deadline_cuts_by_speeds_that_never_change() -> None:
+def test_deadline_cuts_by_constant_log_normal_speeds() -> None:
     het = SystemsHeterogeneity(deadline=20, speed_spread=0.7)
     first = completed(het, 0, steps=10**6)
     assert all(completed(het, r, steps=10**6) == first for r in range(5))
@@ -104,13 +102,13 @@ def test_the_deadline_cuts_by_speeds_that_never_change() -> None:
     assert abs(float(logs.std()) - 0.7) < 5 * 0.7 / (2 * n) ** 0.5
 
 
-def test_the_speeds_are_the_same_under_every_deadline() -> None:
+def test_speeds_are_independent_of_the_deadline() -> None:
     one, two = (SystemsHeterogeneity(deadline=d, speed_spread=1.0) for d in (1000, 2000))
     for a, b in zip(completed(one, 0, steps=10**9), completed(two, 3, steps=10**9), strict=True):
         assert b in (2 * a, 2 * a + 1)
 
 
-def test_without_a_spread_everybody_completes_the_deadline_rounded_down() -> None:
+def test_zero_speed_spread_completes_the_floored_deadline() -> None:
     assert completed(SystemsHeterogeneity(deadline=7.9, speed_spread=0), 0) == [7] * K
     assert set(completed(SystemsHeterogeneity(deadline=7.9, speed_spread=1e6), 0)) == {None, 40}
     assert completed(SystemsHeterogeneity(deadline=40, speed_spread=0), 0) == [40] * K
@@ -118,11 +116,11 @@ def test_without_a_spread_everybody_completes_the_deadline_rounded_down() -> Non
     assert completed(SystemsHeterogeneity(deadline=40, speed_spread=0, policy="drop"), 0) == [40] * K
 
 
-def test_no_step_in_time_leaves_a_client_out() -> None:
+def test_client_without_a_step_in_time_is_dropped() -> None:
     assert completed(SystemsHeterogeneity(deadline=0.99, speed_spread=0), 0) == [None] * K
 
 
-def test_dropout_loses_clients_at_its_probability() -> None:
+def test_dropout_drops_clients_with_its_probability() -> None:
     rounds, het = 400, SystemsHeterogeneity(dropout=0.3)
     done = [n for r in range(rounds) for n in completed(het, r)]
     assert set(done) == {None, 40}
@@ -131,7 +129,7 @@ def test_dropout_loses_clients_at_its_probability() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "drop"])
-def test_the_lost_are_lost_under_either_policy(policy: Any) -> None:
+def test_lost_clients_are_dropped_under_both_policies(policy: Any) -> None:
     het = SystemsHeterogeneity(dropout=0.5, policy=policy)
     assert [completed(het, r) for r in range(5)] == [completed(SystemsHeterogeneity(dropout=0.5), r) for r in range(5)]
 
@@ -139,11 +137,11 @@ def test_the_lost_are_lost_under_either_policy(policy: Any) -> None:
 # ------------------------------------------------------------------ all together
 
 
-def test_nothing_is_asked_for_and_nothing_happens() -> None:
+def test_default_settings_complete_all_steps() -> None:
     assert completed(SystemsHeterogeneity(), 3) == [40] * K
 
 
-def test_causes_are_independent_and_the_least_counts() -> None:
+def test_causes_are_independent_and_the_minimum_applies() -> None:
     alone = {
         "stragglers": SystemsHeterogeneity(stragglers=0.6),
         "deadline": SystemsHeterogeneity(deadline=25),
@@ -156,7 +154,7 @@ def test_causes_are_independent_and_the_least_counts() -> None:
         assert completed(together, r) == want
 
 
-def test_drop_leaves_out_all_who_would_have_done_less() -> None:
+def test_drop_policy_drops_all_incomplete_clients() -> None:
     slow = SystemsHeterogeneity(stragglers=0.6, policy="drop")
     late = SystemsHeterogeneity(deadline=40)
     both = SystemsHeterogeneity(stragglers=0.6, deadline=40, policy="drop")
@@ -168,7 +166,7 @@ def test_drop_leaves_out_all_who_would_have_done_less() -> None:
     assert len(seen) == 4  # every combination came up
 
 
-def test_it_is_a_function_of_seed_and_round() -> None:
+def test_completed_steps_depend_only_on_seed_and_round() -> None:
     het = SystemsHeterogeneity(stragglers=0.5, deadline=30, dropout=0.2)
     first = [completed(het, r) for r in range(10)]
     torch.manual_seed(5)
@@ -179,7 +177,7 @@ def test_it_is_a_function_of_seed_and_round() -> None:
 @pytest.mark.parametrize(
     "settings", [{"stragglers": 1.0}, {"stragglers": 1.0, "deadline": 20, "dropout": 0.3}, {"dropout": 0.5}], ids=str
 )
-def test_a_clients_own_draw_does_not_depend_on_its_cohort(settings: dict[str, Any]) -> None:
+def test_client_draw_is_independent_of_its_cohort(settings: dict[str, Any]) -> None:
     het = SystemsHeterogeneity(**settings)
     for r in range(10):
         whole = dict(zip(CLIENTS, completed(het, r), strict=True))
@@ -187,11 +185,11 @@ def test_a_clients_own_draw_does_not_depend_on_its_cohort(settings: dict[str, An
         assert het(0, r, some, [4] * 3, [40] * 3) == [whole[i] for i in some]
 
 
-def test_a_client_without_work_is_left_out() -> None:
+def test_client_without_steps_is_dropped() -> None:
     assert SystemsHeterogeneity(stragglers=1.0)(0, 0, [0, 1], [1, 1], [0, 1]) == [None, 1]
 
 
-def test_a_cohort_of_nobody() -> None:
+def test_empty_cohort() -> None:
     assert SystemsHeterogeneity(stragglers=0.5, dropout=0.5, deadline=3)(0, 0, [], [], []) == []
 
 
@@ -214,23 +212,23 @@ def test_a_cohort_of_nobody() -> None:
         ("speed_spread", math.inf, r"a finite number in \[0, inf\)"),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(name: str, value: Any, allowed: str) -> None:
+def test_out_of_range_values_are_rejected(name: str, value: Any, allowed: str) -> None:
     with pytest.raises(FederatedError, match=rf"SystemsHeterogeneity\({name}={value!r}\): {name} must be {allowed}"):
         SystemsHeterogeneity(**{name: value})
 
 
-def test_other_policies_are_refused() -> None:
+def test_unknown_policy_is_rejected() -> None:
     with pytest.raises(FederatedError, match="\\(policy='wait'\\): policy must be 'keep' or 'drop'"):
         SystemsHeterogeneity(policy="wait")  # type: ignore[arg-type]
 
 
-def test_it_shows_itself_as_it_would_be_written() -> None:
+def test_repr_round_trips() -> None:
     het = SystemsHeterogeneity(stragglers=0.5, policy="drop", dropout=0.1, deadline=30)
     again = eval(repr(het), {"SystemsHeterogeneity": SystemsHeterogeneity})  # our own text
     assert vars(again) == vars(het)
 
 
-def test_methods_without_local_work_refuse_it() -> None:
+def test_methods_without_local_work_reject_heterogeneity() -> None:
     with pytest.raises(FederatedError, match="does not apply to ServerOnly, whose clients take no local steps"):
         trainer(algorithm=ServerOnly(), heterogeneity=SystemsHeterogeneity(), local_epochs=None)
 
@@ -283,7 +281,7 @@ def test_partial_work_is_kept_and_counted(algorithm: Any) -> None:
     assert any(report.steps[i] < 3 * n for report in kept.reports for i, n in enumerate(BATCHES))
 
 
-def test_dropped_stragglers_are_reported_and_leave_no_trace() -> None:
+def test_dropped_stragglers_are_reported_without_affecting_x() -> None:
     het = SystemsHeterogeneity(stragglers=0.5, policy="drop")
     kept = record(2, heterogeneity=het, local_epochs=2)
     for report in kept.reports:
@@ -303,7 +301,7 @@ def test_dropped_stragglers_are_reported_and_leave_no_trace() -> None:
     assert all(map(torch.equal, chosen.models, kept.models))
 
 
-def test_local_steps_are_cut_in_the_middle_of_an_epoch() -> None:
+def test_deadline_cuts_local_steps_within_an_epoch() -> None:
     het = SystemsHeterogeneity(deadline=5, speed_spread=0.8)
     want = het(0, 0, range(6), [1] * 6, [9] * 6)
     (report,) = record(1, heterogeneity=het, local_steps=9).reports
@@ -335,7 +333,7 @@ EMPTY: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", EMPTY, ids=str)
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(option="i")], ids=repr)
-def test_rounds_in_which_all_are_dropped_change_nothing(settings: dict[str, Any], algorithm: Any) -> None:
+def test_rounds_with_all_clients_dropped_change_nothing(settings: dict[str, Any], algorithm: Any) -> None:
     kept = record(2, algorithm=algorithm, local_epochs=1, **settings)
     for report, model, state in zip(kept.reports, kept.models, kept.states, strict=True):
         assert report.cohort == ()
@@ -351,7 +349,7 @@ def test_rounds_in_which_all_are_dropped_change_nothing(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold(), Scaffold(option="i")], ids=repr)
-def test_empty_rounds_change_nothing_and_the_run_goes_on(algorithm: Any) -> None:
+def test_empty_rounds_change_nothing_and_the_run_continues(algorithm: Any) -> None:
     kept = record(
         8, algorithm=algorithm, sampler=BernoulliSampler(0.2), clients_per_round=None, server_optimizer=FedAvgM
     )
@@ -368,7 +366,7 @@ def test_empty_rounds_change_nothing_and_the_run_goes_on(algorithm: Any) -> None
     assert quiet > 0  # a round in which something happens comes after one in which nothing does
 
 
-def test_a_run_with_empty_and_partial_rounds_resumes_exactly(tmp_path: Any) -> None:
+def test_run_with_empty_and_partial_rounds_resumes_exactly(tmp_path: Any) -> None:
     common: dict[str, Any] = {
         "algorithm": Scaffold(),
         "sampler": BernoulliSampler(0.3),

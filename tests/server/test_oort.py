@@ -65,7 +65,7 @@ class Reference:
             self.epsilon *= 0.98
 
 
-def test_rounds_are_those_of_the_algorithm() -> None:
+def test_rounds_match_the_reference_algorithm() -> None:
     random, seed, k = np.random.default_rng(0), 5, 6
     clock = ClientClock(SECONDS, jitter=0.2)  # every round has its own times
     sampler = OortSampler(k, clock=clock, pacer_step=1.5, window=3, squared_loss="square")
@@ -109,7 +109,7 @@ def round_half_up(value: float) -> int:
 
 
 @pytest.mark.thorough
-def test_clients_are_drawn_in_proportion_to_their_utility_among_those_admitted() -> None:
+def test_admitted_clients_are_drawn_in_proportion_to_utility() -> None:
     sampler, rounds = OortSampler(1, exploration=0.0, cutoff=0.5, clip=1.0), 1500
     sampler.update(0, {i: report(i, loss) for i, loss in zip("abcd", (4.0, 3.0, 2.0, 1.0), strict=True)})
     found = Counter(sampler(seed, 0, list("abcd"))[0] for seed in range(rounds))  # log 1 = 0: no bonus
@@ -118,7 +118,7 @@ def test_clients_are_drawn_in_proportion_to_their_utility_among_those_admitted()
     assert "d" not in found
 
 
-def test_shares_are_rounded_and_both_draws_are_independent() -> None:
+def test_shares_are_rounded_and_draws_are_independent() -> None:
     sampler = OortSampler(4, exploration=0.4)  # 1.6 of 4
     sampler.update(0, {i: report(i, 1.0) for i in "abcd"})
     assert len(set(sampler(0, 0, list("abcdefgh"))) & set("efgh")) == 2
@@ -127,7 +127,7 @@ def test_shares_are_rounded_and_both_draws_are_independent() -> None:
     assert {tuple(pair(seed, 0, list("abcd"))) for seed in range(60)} == {(i, j) for i in "ab" for j in "cd"}
 
 
-def test_those_that_have_not_taken_part_are_drawn_by_speed() -> None:
+def test_unexplored_clients_are_drawn_by_speed() -> None:
     rounds, seconds = 1500, {"a": 1.0, "b": 2.0, "c": 4.0}
     sampler = OortSampler(1, clock=ClientClock(seconds), pacer_step=1.0)
     found = Counter(sampler(0, r, list("abc"))[0] for r in range(rounds))
@@ -135,7 +135,7 @@ def test_those_that_have_not_taken_part_are_drawn_by_speed() -> None:
         assert abs(found[name] - chance * rounds) < 5 * math.sqrt(chance * (1 - chance) * rounds)
 
 
-def test_clients_that_turn_out_to_be_empty_are_not_the_fastest_ones() -> None:
+def test_empty_clients_are_not_preferred_as_the_fastest() -> None:
     sizes = [0, 4, 0, 6, 0]  # unknown until clients are built
     population, sampler = Population(range(5), sizes.__getitem__), OortSampler(2, **SLOW)
     assert [sampler(0, r, population) for r in range(3)] == [[1, 3]] * 3
@@ -143,7 +143,7 @@ def test_clients_that_turn_out_to_be_empty_are_not_the_fastest_ones() -> None:
     assert sampler(0, 1, population) == [1, 3]
 
 
-def test_clients_that_turn_out_to_be_empty_take_no_place_of_others() -> None:
+def test_empty_clients_do_not_reduce_the_cohort_size() -> None:
     sizes, built = [0, 4, 0, 6, 0, 5], list[int]()  # unknown until clients are built
 
     def size_of(client: int) -> int:
@@ -161,7 +161,7 @@ def test_clients_that_turn_out_to_be_empty_take_no_place_of_others() -> None:
     assert all(len(sampler(0, r, population)) == 2 for r in range(20))
 
 
-def test_the_mean_loss_stands_in_for_squares_that_are_not_logged() -> None:
+def test_mean_loss_replaces_missing_squared_losses() -> None:
     sampler = OortSampler(2)
     sampler.update(0, {"a": report("a", 1.5, size=4), "b": report("b", -2.0, size=3), "c": report("c", 9.0, steps=0)})
     sampler.update(1, {"d": report("d", math.nan)})
@@ -175,13 +175,13 @@ def test_the_mean_loss_stands_in_for_squares_that_are_not_logged() -> None:
         OortSampler(2, squared_loss="square").update(0, {"a": report("a", 1.0, acc=0.5)})
 
 
-def test_durations_of_reports() -> None:
+def test_reported_durations_scale_the_utility() -> None:
     sampler = OortSampler(1, exploration=0.0, clock="reports", pacer_step=2.0, clip=1.0)
     sampler.update(0, {"a": report("a", 1.0, seconds=1.0), "b": report("b", 1.0, seconds=4.0)})
     assert sampler._utilities(0, 0, ["a", "b"], [0, 1]).tolist() == pytest.approx([10.0, 10.0 * 0.25])
 
 
-def test_clients_that_took_part_too_often_come_last() -> None:
+def test_clients_over_the_participation_limit_come_last() -> None:
     sampler = OortSampler(2, exploration=0.0, most_rounds=2)
     for number in range(3):
         sampler.update(number, {"a": report("a", 9.0)})
@@ -195,7 +195,7 @@ def test_clients_that_took_part_too_often_come_last() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 4])
-def test_there_are_always_as_many_as_asked_for(k: int) -> None:
+def test_cohort_always_has_the_requested_size(k: int) -> None:
     sampler = OortSampler(k, exploration=0.3)
     for number in range(8):
         cohort = sampler(1, number, list("abcd"))
@@ -219,6 +219,6 @@ def test_there_are_always_as_many_as_asked_for(k: int) -> None:
         ({"squared_loss": ""}, "squared_loss must be a string"),
     ],
 )
-def test_impossible_values_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         OortSampler(2, **options)

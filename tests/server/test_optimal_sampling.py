@@ -52,7 +52,7 @@ def drawn(round: int, m: int = 2, **options: Any) -> tuple[frozenset[int], np.nd
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("m", "weighting"), [(2, "examples"), (1, "uniform"), (3, "examples")])
-def test_its_mean_over_all_draws_is_the_mean_of_the_cohort_and_its_variance_the_least(m: int, weighting: str) -> None:
+def test_estimate_is_unbiased_with_minimal_variance(m: int, weighting: str) -> None:
     w = np.array(EXAMPLES) / sum(EXAMPLES) if weighting == "examples" else np.full(4, 0.25)
     u = w * np.linalg.norm(ROWS, axis=1)
     p, rounds = water_filling(u, m), 400
@@ -83,7 +83,7 @@ def test_its_mean_over_all_draws_is_the_mean_of_the_cohort_and_its_variance_the_
     assert variance < 0.8 * sum((4 / m - 1) * u**2)  # of m clients drawn uniformly
 
 
-def test_a_client_drawn_twice_has_twice_the_weight_and_nobody_sends_more_than_there_are() -> None:
+def test_repeated_draws_add_weight_and_senders_are_capped() -> None:
     rows = ROWS * np.array([[1], [1], [0], [1]])  # one stands still
     who, estimate, weights = drawn(0, m=9, weighting="uniform", members=cohort(EXAMPLES, [1, 3, 1, 1]), rows=rows)
     assert who == {0, 1, 2, 3}
@@ -100,7 +100,7 @@ class Alone:
         pass
 
 
-def test_processes_draw_by_the_steps_that_the_clients_of_all_have_taken() -> None:
+def test_processes_draw_senders_by_the_steps_of_all_clients() -> None:
     def made(*indices: int) -> Any:
         aggregation = OptimalClientSampling(2).of_round(
             {"delta": "weighting"}, "steps", cohort(EXAMPLES), 10, seed=0, round=3
@@ -119,7 +119,7 @@ def test_processes_draw_by_the_steps_that_the_clients_of_all_have_taken() -> Non
     torch.testing.assert_close(found, wanted["delta"], rtol=1e-12, atol=1e-14)
 
 
-def test_an_update_that_is_not_finite_has_a_client() -> None:
+def test_non_finite_update_raises_an_error_naming_the_client() -> None:
     aggregation = OptimalClientSampling(2).of_round(
         {"delta": "weighting"}, "uniform", cohort([1, 1]), 2, seed=0, round=0
     )
@@ -141,7 +141,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[FederatedTrainer, R
     return t, record, sorted(folder.glob("*.ckpt"))[1]
 
 
-def test_a_run_is_the_loop_of_the_paper(whole: Any) -> None:
+def test_run_matches_the_loop_of_the_paper(whole: Any) -> None:
     _, record, _ = whole
     torch.manual_seed(3)
     x = parameters(Ordinary()).double().numpy()
@@ -168,13 +168,13 @@ def test_a_run_is_the_loop_of_the_paper(whole: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_engines_agree_and_a_resumed_run_has_the_same_bits(whole: Any) -> None:
+def test_engines_agree_and_resumed_run_has_identical_bits(whole: Any) -> None:
     t, _, half = whole
     assert_agree(t, FEW_SEND("vectorized"))
     assert same(state_of(FEW_SEND("sequential", ckpt_path=half)), state_of(t))
 
 
-def test_clients_that_do_not_send_keep_their_personal_models() -> None:
+def test_clients_that_send_nothing_keep_their_personal_models() -> None:
     with_all = run("sequential", algorithm=Ditto(0.5), max_rounds=1)
     with_few = run("sequential", algorithm=Ditto(0.5), max_rounds=1, aggregator=OptimalClientSampling(1))
     one, other = (t.fit_loop.state.clients.state_dict() for t in (with_all, with_few))
@@ -183,7 +183,7 @@ def test_clients_that_do_not_send_keep_their_personal_models() -> None:
     assert not same(state_of(with_all), state_of(with_few))
 
 
-def test_the_bytes_are_those_of_compressed_messages_of_senders() -> None:
+def test_uploaded_bytes_count_compressed_messages_of_senders() -> None:
     record = Record()
     run("sequential", aggregator=OptimalClientSampling(2), compression=QSGD(7), max_rounds=1, callbacks=[record])
     (report,) = record.rounds
@@ -203,12 +203,12 @@ def test_the_bytes_are_those_of_compressed_messages_of_senders() -> None:
         ({"sampler": UpdateNormSampler(2)}, "aggregator=OptimalClientSampling.*Leave it unset"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+def test_incompatible_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         FederatedTrainer(**{**QUIET, "local_epochs": 1, "aggregator": OptimalClientSampling(2), **options})
 
 
-def test_sites_would_have_to_reply_twice() -> None:
+def test_remote_clients_are_rejected() -> None:
     remote = RemoteClients(InProcess({}), ["a", "b"])
     with pytest.raises(FederatedError, match=r"cannot be combined with RemoteClients: .* Pass sampler=UpdateNorm"):
         trainer(aggregator=OptimalClientSampling(2)).fit(Ordinary(), remote)

@@ -58,7 +58,7 @@ def steps(optimizer: torch.optim.Optimizer, x: torch.nn.Parameter, *grads: float
         (partial(FedAdam, lr=1.0, beta1=0.0, tau=1.0, v0="grad", stats="old"), (3.0,), [-0.75]),
     ],
 )
-def test_steps_are_those_computed_by_hand(make, grads, want):
+def test_steps_match_a_hand_computation(make, grads, want):
     x = parameter(0.0)
     assert steps(make([x]), x, *grads) == pytest.approx(want, rel=1e-14)
 
@@ -71,7 +71,7 @@ def test_default_v0_is_tau_squared():
         assert got != steps(make([x := parameter(0.0)], tau=0.5, v0=0.0), x, 1.0, -2.0)
 
 
-def test_with_bias_correction_it_is_torch_adam():
+def test_bias_corrected_fedadam_matches_torch_adam():
     ours, theirs = parameter(1.0), parameter(1.0)
     got = steps(FedAdam([ours], lr=0.1, v0=0.0, tau=1e-3, bias_correction=True), ours, 1.0, -3.0, 0.5)
     want = steps(torch.optim.Adam([theirs], lr=0.1, betas=(0.9, 0.99), eps=1e-3), theirs, 1.0, -3.0, 0.5)
@@ -79,7 +79,7 @@ def test_with_bias_correction_it_is_torch_adam():
 
 
 @pytest.mark.parametrize(("make", "rule"), [(FedAdam, Adam), (FedYogi, Yogi)])
-def test_formulas_are_those_of_the_base_optimizers(make, rule):
+def test_server_optimizers_match_the_base_optimizers(make, rule):
     x, base = parameter(0.0), rule(beta1=0.5, eps=0.1, v0=0.01, bias_correction=False)
     got = steps(make([x], lr=0.5, beta1=0.5, tau=0.1), x, 2.0, -1.0, 4.0)
     y, s, want = torch.zeros(1, dtype=torch.float64), base.init(torch.zeros(1, dtype=torch.float64)), []
@@ -115,7 +115,7 @@ def test_step_count_survives_a_load_in_half_precision():
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_schedulers_move_the_rate(make):
+def test_schedulers_change_the_learning_rate(make):
     x, y = parameter(0.0), parameter(0.0)
     scheduled, half = make([x], lr=1.0), make([y], lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(scheduled, lambda r: 0.5 if r else 0.0)
@@ -126,7 +126,7 @@ def test_schedulers_move_the_rate(make):
     assert steps(scheduled, x, 2.0)[0] == pytest.approx(steps(half, y, 2.0)[0] - start, rel=1e-12)
 
 
-def test_hyper_parameters_are_read_from_the_groups():
+def test_hyperparameters_are_read_from_parameter_groups():
     x, y = parameter(0.0), parameter(0.0)
     optimizer = FedAvgM([{"params": [x]}, {"params": [y], "momentum": 0.0, "lr": 0.5}], momentum=0.5)
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_hyper_parameters_are_read_from_the_groups():
     assert (x.item(), y.item()) == (-3.5, -1.0)
 
 
-def test_a_tensor_rate_and_a_closure():
+def test_step_supports_a_tensor_learning_rate_and_a_closure():
     x = parameter(3.0)
     optimizer = FedAvgM([x], lr=torch.tensor(0.5))
 
@@ -168,6 +168,6 @@ def test_a_tensor_rate_and_a_closure():
         (partial(FedAdam, stats="old", bias_correction=True), "bias_correction=False"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(make, message):
+def test_invalid_hyperparameters_are_rejected(make, message):
     with pytest.raises(FederatedError, match=message):
         make([parameter(0.0)])

@@ -43,7 +43,7 @@ def on_demand() -> tuple[Population, Asked]:
     return Population(list(SIZES), asked), asked
 
 
-def test_it_is_the_sequence_of_those_that_can_take_part() -> None:
+def test_population_is_a_sequence_of_non_empty_clients() -> None:
     population, asked = known()
     assert isinstance(population, Sequence)
     assert list(population) == ["a", "c", "d"]
@@ -56,7 +56,7 @@ def test_it_is_the_sequence_of_those_that_can_take_part() -> None:
     assert asked.ids == []
 
 
-def test_a_client_whose_size_cannot_be_read_is_named() -> None:
+def test_unreadable_client_size_raises_an_error_naming_the_client() -> None:
     def size_of(client_id: Any) -> int:
         raise OSError("the disk is gone")
 
@@ -69,13 +69,13 @@ def test_a_client_whose_size_cannot_be_read_is_named() -> None:
         assert caught.value.culprit == "a"
 
 
-def test_stored_indices_count_the_empty_ones_too() -> None:
+def test_stored_indices_include_empty_clients() -> None:
     population, _ = known()
     assert [population.index_of(i) for i in ("a", 7, "c", "d")] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("unknown", ["7", 0, "b", None, 2.0])
-def test_an_unknown_client_is_refused_by_name(unknown: Any) -> None:
+def test_unknown_client_is_rejected(unknown: Any) -> None:
     population, _ = known()
     with pytest.raises(
         FederatedError, match=rf"There is no client {unknown!r}\. .* data module's 4 clients, such as 'a'"
@@ -86,7 +86,7 @@ def test_an_unknown_client_is_refused_by_name(unknown: Any) -> None:
 
 
 @pytest.mark.parametrize("unknown", [-1, 5, "0", 1.0, True, None])
-def test_a_range_of_ids_has_unknown_clients_too(unknown: Any) -> None:
+def test_unknown_client_is_rejected_with_a_range_of_ids(unknown: Any) -> None:
     population = Population(range(5), lambda i: 1)
     assert population.index_of(4) == 4
     with pytest.raises(FederatedError, match=f"There is no client {unknown!r}.*5 clients, such as 0"):
@@ -105,7 +105,7 @@ def test_known_sizes() -> None:
     assert asked.ids == []
 
 
-def test_sizes_on_demand_are_asked_for_one_by_one() -> None:
+def test_on_demand_sizes_are_read_one_by_one() -> None:
     population, asked = on_demand()
     assert not population.sizes_are_known
     assert population.size("c") == 6
@@ -115,7 +115,7 @@ def test_sizes_on_demand_are_asked_for_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("first", ["sizes", "mean_size"])
-def test_a_pass_over_all_clients_happens_once(first: str) -> None:
+def test_all_sizes_are_read_only_once(first: str) -> None:
     population, asked = on_demand()
     getattr(population, first)
     assert asked.ids == list(SIZES)
@@ -127,23 +127,23 @@ def test_a_pass_over_all_clients_happens_once(first: str) -> None:
     assert len(population) == 4
 
 
-def test_duplicates_are_counted() -> None:
+def test_duplicate_ids_are_rejected_with_their_count() -> None:
     with pytest.raises(FederatedError, match="must be distinct, found 2 duplicates"):
         Population(["a", "b", "a", "b"], lambda i: 1)
 
 
 @pytest.mark.parametrize("ids", [[], range(0)])
-def test_no_client_is_refused(ids: Sequence[int]) -> None:
+def test_empty_population_is_rejected(ids: Sequence[int]) -> None:
     with pytest.raises(FederatedError, match="no clients: pass clients=... or train=... with partition=..."):
         Population(ids, lambda i: 1)
 
 
-def test_nothing_but_empty_clients_is_refused() -> None:
+def test_population_of_empty_clients_is_rejected() -> None:
     with pytest.raises(FederatedError, match="All 3 clients are empty"):
         Population(range(3), lambda i: 0, [0, 0, 0])
 
 
-def test_a_million_clients_on_demand_cost_nothing() -> None:
+def test_million_on_demand_clients_use_little_memory() -> None:
     asked = Asked(dict.fromkeys(range(3), 1))
     tracemalloc.start()
     population = Population(range(10**6), asked)
@@ -168,7 +168,7 @@ def test_empty_clients_are_never_drawn() -> None:
 
 
 @given(st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.lists(st.integers(0, n - 1))))))
-def test_it_is_a_set(case: tuple[int, list[list[int]]]) -> None:
+def test_participation_behaves_like_a_set(case: tuple[int, list[list[int]]]) -> None:
     num_clients, rounds = case
     seen, wanted = Participation(num_clients), set[int]()
     for indices in rounds:
@@ -189,7 +189,7 @@ def test_it_is_a_set(case: tuple[int, list[list[int]]]) -> None:
 
 
 @pytest.mark.parametrize("clients", [10**5, pytest.param(10**6, marks=pytest.mark.thorough)])
-def test_a_client_takes_a_bit(clients: int) -> None:
+def test_participation_uses_one_bit_per_client(clients: int) -> None:
     tracemalloc.start()
     seen = Participation(clients)
     for start in range(0, clients, 10**4):
@@ -213,7 +213,7 @@ def test_a_client_takes_a_bit(clients: int) -> None:
         torch.tensor([0, 16], dtype=torch.uint8),
     ],
 )
-def test_bits_of_other_clients_are_refused(bits: torch.Tensor) -> None:
+def test_bits_of_another_population_are_rejected(bits: torch.Tensor) -> None:
     seen = Participation(12)
     seen.add([3, 11])
     with pytest.raises(ValueError, match="12 clients"):
@@ -222,7 +222,7 @@ def test_bits_of_other_clients_are_refused(bits: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("clients", [10**4, pytest.param(10**6, marks=pytest.mark.thorough)])
-def test_a_checkpoint_holds_a_bit_of_each_client(clients: int) -> None:
+def test_checkpoint_stores_one_bit_per_client(clients: int) -> None:
     server = Server(FedAvg(), torch.zeros(2), Layout([torch.Size([2])]), plain_sgd, None, range(clients), 0)
     empty = io.BytesIO()
     torch.save(server.state_dict(), empty)

@@ -28,7 +28,7 @@ def highest(losses: dict[str, float], m: int) -> set[str]:
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
-def test_the_candidates_with_the_highest_fresh_losses_are_taken(m: int) -> None:
+def test_candidates_with_the_highest_fresh_losses_are_selected(m: int) -> None:
     sampler, random = PowerOfChoiceSampler(m, 4, weights=WEIGHTS), np.random.default_rng(m)
     for number in range(50):
         candidates = sampler.needs_losses_of(3, number, NAMES)
@@ -39,7 +39,7 @@ def test_the_candidates_with_the_highest_fresh_losses_are_taken(m: int) -> None:
         assert cohort == sorted(cohort)
 
 
-def test_candidates_are_drawn_by_weight_one_after_the_other() -> None:
+def test_candidates_are_drawn_by_weight_without_replacement() -> None:
     sampler, rounds = PowerOfChoiceSampler(1, 2, weights={"a": 1, "b": 2, "c": 5}), 1200
     p = {"a": 1 / 8, "b": 2 / 8, "c": 5 / 8}
     found = Counter(tuple(sampler.needs_losses_of(0, r, NAMES[:3])) for r in range(rounds))
@@ -56,7 +56,7 @@ def test_ties_are_broken_at_random() -> None:
         assert abs(found[name] - rounds / 3) < 5 * math.sqrt(2 / 9 * rounds)
 
 
-def test_the_last_losses_stand_in_and_clients_that_have_not_taken_part_come_first() -> None:
+def test_last_losses_rank_candidates_with_unseen_clients_first() -> None:
     sampler, random = PowerOfChoiceSampler(2, 4, losses="last", weights=WEIGHTS), np.random.default_rng(0)
     among = PowerOfChoiceSampler(2, 4, weights=WEIGHTS)  # has the same candidates
     known = dict.fromkeys(NAMES, np.inf)
@@ -77,7 +77,7 @@ def test_the_last_losses_stand_in_and_clients_that_have_not_taken_part_come_firs
         assert again(3, number + 1, NAMES, {}) == sampler(3, number + 1, NAMES, {})
 
 
-def test_without_a_loss_a_client_is_not_taken() -> None:
+def test_client_without_a_loss_is_not_selected() -> None:
     sampler = PowerOfChoiceSampler(2, 3, weights=WEIGHTS)
     assert sampler(0, 0, NAMES[:3], {"a": math.nan, "c": 0.1}) == ["c"]
     assert sampler(0, 0, NAMES[:3], {}) == []
@@ -86,13 +86,13 @@ def test_without_a_loss_a_client_is_not_taken() -> None:
     assert last.state_dict() == {"losses": {"c": 2.0}}
 
 
-def test_clients_that_turn_out_to_be_empty_have_no_last_loss() -> None:
+def test_empty_clients_are_not_selected_by_last_losses() -> None:
     population = Population(range(4), [0, 4, 0, 6].__getitem__)  # unknown until clients are built
     sampler = PowerOfChoiceSampler(2, 4, losses="last", weights=dict.fromkeys(range(4), 1))
     assert sampler(0, 0, population, {}) == [1, 3]
 
 
-def test_shares_and_impossible_numbers() -> None:
+def test_shares_are_supported_and_invalid_counts_are_rejected() -> None:
     sampler = PowerOfChoiceSampler(0.1, 0.3, weights=dict.fromkeys(range(20), 1))
     assert (sampler.count(20), len(sampler.needs_losses_of(0, 0, range(20)))) == (2, 6)
     with pytest.raises(FederatedError, match=r"candidates=2\): clients are chosen among the candidates"):

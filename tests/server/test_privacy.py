@@ -67,7 +67,7 @@ def private(**kwargs: Any) -> Any:
 # ------------------------------------------------------------------ the sum
 
 
-def test_messages_are_clipped_added_up_alike_and_divided_by_the_expected_number() -> None:
+def test_mean_divides_clipped_sums_by_the_expected_clients() -> None:
     aggregation = of_round(bound(probability=0.5, max_norm=2.0), clients=3)
     x = torch.zeros(2, dtype=torch.float64)
     for i, message in enumerate(([6.0, 8.0], [0.0, 1.0], [-30.0, 40.0])):  # of norms 10, 1, 50
@@ -78,7 +78,7 @@ def test_messages_are_clipped_added_up_alike_and_divided_by_the_expected_number(
     assert models is None
 
 
-def test_no_client_moves_the_sum_by_more_than_the_bound() -> None:
+def test_client_contribution_is_bounded() -> None:
     x, stream = torch.zeros(50, dtype=torch.float64), torch.Generator().manual_seed(0)
     for length in (1e-3, 1.0, 1e6):
         message = length * torch.randn(50, generator=stream, dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_no_client_moves_the_sum_by_more_than_the_bound() -> None:
 
 
 @pytest.mark.parametrize("clients", [0, 1, 4])
-def test_the_noise_on_the_sum_is_z_times_the_bound_however_many_took_part(clients: int) -> None:
+def test_noise_scale_is_independent_of_the_number_of_clients(clients: int) -> None:
     x = torch.zeros(200_000, dtype=torch.float64)
     aggregation = of_round(bound(probability=0.25, max_norm=3.0, z=1.0), clients)
     for i in range(clients):
@@ -102,7 +102,7 @@ def test_the_noise_on_the_sum_is_z_times_the_bound_however_many_took_part(client
     assert abs(float(noise.mean())) < 6 * 3.0 / math.sqrt(len(x))
 
 
-def test_the_noise_is_gaussian_and_independent() -> None:
+def test_noise_is_gaussian_and_independent() -> None:
     noise = gaussian_noise(400_001, 1.0)
     assert noise.shape == (400_001,)
     assert noise.dtype == torch.float64
@@ -116,7 +116,7 @@ def test_the_noise_is_gaussian_and_independent() -> None:
     assert within == pytest.approx(want, abs=5e-3)
 
 
-def test_the_noise_does_not_come_from_any_seed() -> None:
+def test_noise_does_not_depend_on_any_seed() -> None:
     made = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_the_noise_does_not_come_from_any_seed() -> None:
     assert gaussian_noise(0, 1.0).shape == (0,)
 
 
-def test_noise_is_added_once_even_if_the_mean_is_asked_for_twice() -> None:
+def test_noise_is_added_once_if_the_mean_is_computed_twice() -> None:
     aggregation, x = of_round(bound(z=1.0), 0), torch.zeros(5)
     assert torch.equal(aggregation.compute(x)[0]["delta"], aggregation.compute(x)[0]["delta"])
 
@@ -151,20 +151,20 @@ def exact_epsilon(sigma: float, delta: float) -> float:
 
 
 @pytest.mark.parametrize(("z", "rounds"), [(1.0, 1), (4.0, 10), (10.0, 200)])
-def test_with_everybody_in_every_round_it_is_a_little_above_the_gaussian_mechanism(z: float, rounds: int) -> None:
+def test_epsilon_with_full_participation_is_near_the_exact_value(z: float, rounds: int) -> None:
     exact = exact_epsilon(z / math.sqrt(rounds), 1e-5)
     assert exact <= bound(probability=1.0, z=z).epsilon(rounds) <= 1.15 * exact
 
 
 @pytest.mark.parametrize(("q", "z", "rounds"), [(0.01, 1.1, 1000), (0.1, 2.0, 50), (1.0, 3.0, 7)])
-def test_epsilon_is_the_librarys_own(q: float, z: float, rounds: int) -> None:
+def test_epsilon_matches_opacus(q: float, z: float, rounds: int) -> None:
     accountant = importlib.import_module("opacus.accountants").RDPAccountant()
     for _ in range(rounds):
         accountant.step(noise_multiplier=z, sample_rate=q)
     assert bound(probability=q, z=z).epsilon(rounds) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
 
 
-def test_epsilon_of_a_published_case() -> None:
+def test_epsilon_matches_a_published_example() -> None:
     # 60,000 examples, batches of 256, z = 1.1, 60 epochs, delta = 1e-5: epsilon = 2.6 (TensorFlow Privacy's tutorial
     # gives 3.0 by the older, looser conversion)
     assert bound(probability=256 / 60_000, z=1.1).epsilon(60 * 60_000 // 256) == pytest.approx(2.6, abs=0.1)
@@ -181,7 +181,7 @@ def test_epsilon_starts_at_zero_and_grows() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
-def test_without_noise_it_is_the_mean_of_clipped_updates(engine: str) -> None:
+def test_negligible_noise_matches_the_uniform_mean(engine: str) -> None:
     wide = DifferentialPrivacy(1e6, 1e-15, 1e-5)
     options: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 0, "max_rounds": 2, "engine": engine}
     torch.manual_seed(3)
@@ -193,7 +193,7 @@ def test_without_noise_it_is_the_mean_of_clipped_updates(engine: str) -> None:
     assert_close({"x": state_of(one)["x"]}, {"x": state_of(other)["x"]}, rtol=1e-6)
 
 
-def test_a_long_update_is_clipped_and_does_not_show_by_a_stop() -> None:
+def test_huge_update_is_clipped_without_stopping_the_run() -> None:
     norms: list[float] = []
 
     class Norms(FederatedCallback):
@@ -209,7 +209,7 @@ def test_a_long_update_is_clipped_and_does_not_show_by_a_stop() -> None:
     assert max(norms) > 1e6 * sorted(norms)[3]
 
 
-def test_a_round_without_clients_adds_noise_all_the_same() -> None:
+def test_empty_round_still_adds_noise() -> None:
     model = seeded()
     before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
     t = private(aggregator=DifferentialPrivacy(1e-6, 1.0, 1e-5), sampler=BernoulliSampler(1e-6), max_rounds=1)
@@ -219,7 +219,7 @@ def test_a_round_without_clients_adds_noise_all_the_same() -> None:
     assert t.fit_loop.round == 1
 
 
-def test_what_is_logged_is_what_may_be_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_only_privacy_safe_metrics_are_logged(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = ModelCheckpoint(tmp_path, monitor="privacy/epsilon", save_top_k=-1)
     t = private(callbacks=[RunSummary(), saved], enable_checkpointing=True, server_optimizer=None, max_rounds=3)
     t.fit(seeded(), data(SIZES))
@@ -234,13 +234,13 @@ def test_what_is_logged_is_what_may_be_known(capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
-def test_later_rounds_log_nothing_of_training_either(engine: str) -> None:
+def test_later_rounds_log_no_training_metrics(engine: str) -> None:
     t = private(engine=engine, max_rounds=3, sampler=BernoulliSampler(1.0))
     t.fit(seeded(dropout=0.0), data(SIZES))
     assert not [name for name in t.logged_metrics if "train" in name or "client" in name]
 
 
-def test_cohorts_and_noise_do_not_follow_from_the_seed() -> None:
+def test_cohorts_and_noise_do_not_depend_on_the_seed() -> None:
     ends = []
     for _ in range(2):
         model = seeded(dropout=0.0)
@@ -249,7 +249,7 @@ def test_cohorts_and_noise_do_not_follow_from_the_seed() -> None:
     assert not torch.equal(*ends)
 
 
-def test_cohorts_come_from_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cohorts_are_drawn_from_system_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = []
 
     def record(self: Any, secret: int, round: int, population: Any) -> list[Any]:
@@ -263,7 +263,7 @@ def test_cohorts_come_from_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(secrets) >= 2**80  # with all but certainty, of 128 bits
 
 
-def test_cohorts_depend_on_the_whole_secret_and_have_the_stated_probability() -> None:
+def test_cohorts_use_the_whole_secret_and_the_given_probability() -> None:
     one, other, everybody = 137268, 196107, range(1000)  # secrets that give a generator of 32 bits the same seed
     assert len({derive_seed(secret, Purpose.COHORT, 0) % 2**32 for secret in (one, other)}) == 1
     aggregator = bound(probability=0.3)
@@ -279,7 +279,7 @@ def test_cohorts_depend_on_the_whole_secret_and_have_the_stated_probability() ->
         assert abs(float(pairs.mean())) < 6 / math.sqrt(pairs.numel())
 
 
-def test_gradients_that_are_the_message_are_clipped_as_any_other() -> None:
+def test_gradient_messages_are_clipped() -> None:
     moved = []
     for most in (1e-3, 1e-2):
         x0, model = parameters(seeded()), seeded()
@@ -290,7 +290,7 @@ def test_gradients_that_are_the_message_are_clipped_as_any_other() -> None:
     assert moved[1] == pytest.approx(10 * moved[0], rel=1e-2)
 
 
-def test_a_server_optimizer_only_sees_what_is_private() -> None:
+def test_server_optimizers_are_supported() -> None:
     private(server_optimizer=lambda params: FedAdam(params, lr=0.01), max_rounds=2).fit(seeded(), data(SIZES))
 
 
@@ -304,13 +304,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_account_goes_on_after_a_resume(checkpoint: Path) -> None:
+def test_privacy_accounting_continues_after_a_resume(checkpoint: Path) -> None:
     t = private(max_rounds=3)
     t.fit(seeded(), data(SIZES), ckpt_path=checkpoint)
     assert t.fit_loop.epsilon == pytest.approx(bound(z=1.0).epsilon(3))
 
 
-def test_a_resume_with_another_account_is_refused(checkpoint: Path) -> None:
+def test_resume_with_other_privacy_settings_is_rejected(checkpoint: Path) -> None:
     for options, message in (
         ({"aggregator": DifferentialPrivacy(1.0, 2.0, 1e-5)}, "aggregator is DifferentialPrivacy.*this run's is"),
         ({"sampler": BernoulliSampler(0.25)}, "privacy spent so far is accounted for with its probability"),
@@ -320,7 +320,7 @@ def test_a_resume_with_another_account_is_refused(checkpoint: Path) -> None:
             private(max_rounds=5, **options).fit(seeded(), data(SIZES), ckpt_path=checkpoint)
 
 
-def test_a_run_without_privacy_cannot_become_private(tmp_path: Path) -> None:
+def test_resume_of_a_non_private_run_is_rejected(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_last=True)
     trainer(callbacks=saver, enable_checkpointing=True, max_rounds=1).fit(seeded(), data(SIZES))
     with pytest.raises(FederatedError, match="The checkpoint's aggregator is None"):
@@ -350,12 +350,12 @@ def test_a_run_without_privacy_cannot_become_private(tmp_path: Path) -> None:
         ({"on_client_error": "drop"}, "on_client_error='drop' cannot be combined with"),
     ],
 )
-def test_settings_that_void_the_guarantee_are_refused(options: Any, message: str) -> None:
+def test_settings_that_void_the_guarantee_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         private(**options)
 
 
-def test_messages_by_examples_are_refused() -> None:
+def test_example_and_population_weighted_messages_are_rejected() -> None:
     class ByExamples(FedAvg):
         reduces = {"delta": "examples"}
 
@@ -374,7 +374,7 @@ class Normalized(Ordinary):
 
 
 @pytest.mark.parametrize("buffers", ["average", "local"])
-def test_averaged_buffers_are_refused(buffers: str) -> None:
+def test_averaged_and_local_buffers_are_rejected(buffers: str) -> None:
     with pytest.raises(FederatedError, match="buffers='server'"):
         private(buffers=buffers).fit(Normalized(), data(SIZES))
 
@@ -384,7 +384,7 @@ def test_averaged_buffers_are_refused(buffers: str) -> None:
     [ClientAccuracy(on="train"), LocalDrift(), SimulatedTime(), SplitPicture(), TargetMetric("val_acc", 1)],
     ids=type,
 )
-def test_measures_of_clients_are_refused(callback: Any) -> None:
+def test_callbacks_that_measure_clients_are_rejected(callback: Any) -> None:
     with pytest.raises(FederatedError, match=f"The callback {type(callback).__name__} cannot be combined with"):
         private(callbacks=callback).fit(seeded(), data(SIZES))
 
@@ -398,23 +398,23 @@ def test_measures_of_clients_are_refused(callback: Any) -> None:
     ],
     ids=str,
 )
-def test_ends_that_show_clients_are_refused(option: Any, why: str) -> None:
+def test_stopping_conditions_that_reveal_clients_are_rejected(option: Any, why: str) -> None:
     (name,) = option
     with pytest.raises(FederatedError, match=f"{name}=100 cannot be combined with aggregator=.*{why}"):
         private(**option).fit(seeded(), data(SIZES))
 
 
-def test_noise_in_every_process_is_refused() -> None:
+def test_ddp_on_several_devices_is_rejected() -> None:
     with pytest.raises(FederatedError, match="cannot be combined with strategy='ddp' on 2 devices"):
         private(devices=2, strategy="ddp").fit(seeded(), data(SIZES))
 
 
-def test_a_delta_that_means_little_is_warned_of() -> None:
+def test_large_delta_warns() -> None:
     with pytest.warns(UserWarning, match=r"delta=0.5 is not below 1/N = 0.167"):
         private(aggregator=DifferentialPrivacy(1.0, 1.0, 0.5), max_rounds=1).fit(seeded(), data(SIZES))
 
 
-def test_a_sampler_that_may_draw_otherwise_is_refused() -> None:
+def test_subclass_of_the_bernoulli_sampler_is_rejected() -> None:
     class Favorites(BernoulliSampler):
         def __call__(self, seed: int, round: int, population: Any) -> Any:
             return list(population)
@@ -423,18 +423,18 @@ def test_a_sampler_that_may_draw_otherwise_is_refused() -> None:
         private(sampler=Favorites(0.5))
 
 
-def test_the_noise_of_a_run_cannot_change() -> None:
+def test_privacy_settings_are_immutable() -> None:
     run = private().fit_loop.settings.aggregator
     for name in ("noise_multiplier", "max_norm", "delta"):
         with pytest.raises(FederatedError, match=f"DifferentialPrivacy.*{name} cannot change.*accounted for with one"):
             setattr(run, name, 0.1)
 
 
-def test_much_noise_spends_nothing_and_not_less() -> None:
+def test_epsilon_is_zero_and_not_negative_with_large_noise() -> None:
     assert bound(z=1000.0, delta=0.1).epsilon(1) == 0.0
 
 
-def test_what_rounds_will_spend_is_known_before_a_fit() -> None:
+def test_epsilon_of_planned_rounds_is_available_before_fit() -> None:
     assert private().fit_loop.settings.aggregator.epsilon(rounds=3) == pytest.approx(bound(z=1.0).epsilon(3))
 
 
@@ -449,17 +449,17 @@ def test_what_rounds_will_spend_is_known_before_a_fit() -> None:
         (("1", 1.0, 0.1), "max_norm must be"),
     ],
 )
-def test_impossible_arguments_are_refused(arguments: Any, message: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         DifferentialPrivacy(*arguments)
 
 
-def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_opacus_raises_with_install_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opacus.accountants.analysis.rdp", None)
     with pytest.raises(FederatedError, match=r'pip install "lightning_fed\[privacy\]"'):
         private()
 
 
-def test_a_message_that_is_not_finite_is_refused_by_its_client() -> None:
+def test_non_finite_message_is_rejected_naming_the_client() -> None:
     with pytest.raises(FederatedError, match="Client 'c0' sent a message 'delta' that is not finite"):
         add_one(of_round(bound(), 1), 0, 1, {"delta": torch.tensor([math.nan])})

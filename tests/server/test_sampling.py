@@ -67,7 +67,7 @@ def assert_frequency(found: int, p: float, trials: int) -> None:
 
 
 @pytest.mark.parametrize("sampler", ALL, ids=repr)
-def test_a_cohort_is_a_function_of_seed_and_round(sampler: Any) -> None:
+def test_cohort_depends_only_on_seed_and_round(sampler: Any) -> None:
     first = [sampler(3, r, NAMES) for r in range(30)]
     torch.manual_seed(1)
     torch.rand(5)
@@ -76,7 +76,7 @@ def test_a_cohort_is_a_function_of_seed_and_round(sampler: Any) -> None:
 
 
 @pytest.mark.parametrize("sampler", [s for s in ALL if not isinstance(s, RoundRobinSampler)], ids=repr)
-def test_seeds_and_rounds_make_a_difference(sampler: Any) -> None:
+def test_cohorts_differ_across_seeds_and_rounds(sampler: Any) -> None:
     first = [sampler(0, r, NAMES) for r in range(30)]
     assert [sampler(1, r, NAMES) for r in range(30)] != first
     assert any(cohort != first[0] for cohort in first)
@@ -84,7 +84,7 @@ def test_seeds_and_rounds_make_a_difference(sampler: Any) -> None:
 
 @pytest.mark.parametrize("sampler", [s for s in ALL if not isinstance(s, RoundRobinSampler)], ids=repr)
 @pytest.mark.parametrize("seed", range(5))
-def test_cohorts_are_in_the_populations_order(sampler: Any, seed: int) -> None:
+def test_cohorts_follow_the_population_order(sampler: Any, seed: int) -> None:
     population = ["d", "a", "c", "b"]
     for r in range(20):
         positions = [population.index(i) for i in sampler(seed, r, population)]
@@ -94,7 +94,7 @@ def test_cohorts_are_in_the_populations_order(sampler: Any, seed: int) -> None:
 @pytest.mark.parametrize(
     "sampler", [s for s in ALL if not (isinstance(s, WeightedSampler) and s.replacement)], ids=repr
 )
-def test_nobody_comes_twice(sampler: Any) -> None:
+def test_cohort_has_no_duplicate_clients(sampler: Any) -> None:
     for r in range(50):
         cohort = sampler(0, r, NAMES)
         assert len(set(cohort)) == len(cohort)
@@ -105,7 +105,7 @@ def test_nobody_comes_twice(sampler: Any) -> None:
     [UniformSampler, RoundRobinSampler, AvailabilitySampler, partial(WeightedSampler, replacement=False)],
     ids=str,
 )
-def test_more_clients_than_there_are_are_refused(make: Callable[..., Any]) -> None:
+def test_more_clients_than_the_population_are_rejected(make: Callable[..., Any]) -> None:
     with pytest.raises(FederatedError, match=r"clients_per_round=5 asks for more clients than the 4 non-empty ones"):
         make(5).count(4)
     assert make(4).count(4) == 4
@@ -126,7 +126,7 @@ def test_more_clients_than_there_are_are_refused(make: Callable[..., Any]) -> No
         (None, r"found None \(NoneType\)"),
     ],
 )
-def test_impossible_numbers_of_clients_are_refused(make: Callable[..., Any], k: Any, message: str) -> None:
+def test_invalid_numbers_of_clients_are_rejected(make: Callable[..., Any], k: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=f"clients_per_round.*{message}"):
         make(k)
 
@@ -135,14 +135,14 @@ def test_impossible_numbers_of_clients_are_refused(make: Callable[..., Any], k: 
     ("k", "n", "want"),
     [(3, 10, 3), (1, 10, 1), (1.0, 10, 10), (0.25, 10, 2), (0.5, 5, 2), (0.01, 10, 1), (0.34, 100, 34), (1.0, 1, 1)],
 )
-def test_a_float_is_a_share_and_an_int_a_count(k: float, n: int, want: int) -> None:
+def test_float_is_a_share_and_int_is_a_count(k: float, n: int, want: int) -> None:
     for sampler in (UniformSampler(k), RoundRobinSampler(k)):
         assert sampler.count(n) == want
         assert len(sampler(0, 0, range(n))) == want
 
 
 @pytest.mark.parametrize("sampler", ALL, ids=repr)
-def test_a_sampler_shows_itself_as_it_would_be_written(sampler: Any) -> None:
+def test_sampler_repr_round_trips(sampler: Any) -> None:
     names = {cls.__name__: cls for cls in (UniformSampler, RoundRobinSampler, WeightedSampler, BernoulliSampler)}
     again = eval(repr(sampler), names | {"AvailabilitySampler": AvailabilitySampler})  # our own text
     assert [again(0, r, NAMES) for r in range(10)] == [sampler(0, r, NAMES) for r in range(10)]
@@ -163,7 +163,7 @@ def test_uniform_draws_k_distinct_clients(n: int, k: int, seed: int, round: int)
     assert set(cohort) <= set(population)
 
 
-def test_full_participation_is_everybody_in_order() -> None:
+def test_full_participation_returns_all_clients_in_order() -> None:
     population = ["z", 5, "a"]
     assert UniformSampler()(4, 2, population) == population
     assert UniformSampler(3)(4, 2, population) == population
@@ -177,7 +177,7 @@ def test_uniform_draws_every_subset_equally_often() -> None:
         assert_frequency(count, 1 / 10, rounds)
 
 
-def test_uniform_draws_do_not_visit_the_population() -> None:
+def test_uniform_draws_do_not_materialize_the_population() -> None:
     population, sampler = range(10**6), UniformSampler(100)
     sampler(0, 0, population)
     tracemalloc.start()
@@ -189,7 +189,7 @@ def test_uniform_draws_do_not_visit_the_population() -> None:
     assert max(cohort) > 500_000
 
 
-def test_uniform_asks_a_sequence_for_what_it_draws_only() -> None:
+def test_uniform_reads_only_the_drawn_items_of_a_sequence() -> None:
     class Million(Sequence[int]):
         asked = 0
 
@@ -213,7 +213,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 @given(n=st.integers(1, 12), k=st.integers(1, 12))
-def test_round_robin_visits_everybody_equally_often(n: int, k: int) -> None:
+def test_round_robin_visits_clients_equally_often(n: int, k: int) -> None:
     if k <= n:
         assert counts(RoundRobinSampler(k), range(n), rounds=n) == dict.fromkeys(range(n), k)
 
@@ -221,7 +221,7 @@ def test_round_robin_visits_everybody_equally_often(n: int, k: int) -> None:
 # ------------------------------------------------------------------ weighted
 
 
-def test_weights_with_replacement_are_the_probabilities_of_every_draw() -> None:
+def test_weights_with_replacement_are_draw_probabilities() -> None:
     rounds, k = 3000, 3
     sampler = WeightedSampler(k, {"a": 1, "b": 2, "c": 0, "d": 5})
     found = counts(sampler, NAMES, rounds)
@@ -238,7 +238,7 @@ def test_draws_with_replacement_are_independent() -> None:
         assert_frequency(found[pair], p, rounds)
 
 
-def test_more_draws_than_clients_with_replacement() -> None:
+def test_replacement_supports_more_draws_than_clients() -> None:
     sampler = WeightedSampler(7, {"a": 1, "b": 1})
     assert len(sampler(0, 0, ["a", "b"])) == 7
     assert sampler.count(2) == 7
@@ -246,7 +246,7 @@ def test_more_draws_than_clients_with_replacement() -> None:
 
 
 @pytest.mark.thorough
-def test_weights_without_replacement_draw_one_after_the_other() -> None:
+def test_weights_without_replacement_draw_sequentially() -> None:
     rounds, p = 4000, {"a": 0.5, "b": 0.3, "c": 0.2}
     sampler = WeightedSampler(2, p, replacement=False)
     found = Counter(tuple(sampler(0, r, ["a", "b", "c"])) for r in range(rounds))
@@ -269,7 +269,7 @@ def test_equal_weights_without_replacement_are_uniform() -> None:
     replacement=st.booleans(),
     round=st.integers(0, 10**6),
 )
-def test_weight_zero_is_never_drawn(weights: list[float], k: int, replacement: bool, round: int) -> None:
+def test_clients_with_zero_weight_are_never_drawn(weights: list[float], k: int, replacement: bool, round: int) -> None:
     sampler = WeightedSampler(k, dict(enumerate(weights)), replacement)
     positive = sum(w > 0 for w in weights)
     if positive == 0 or (not replacement and k > positive):
@@ -283,7 +283,7 @@ def test_weight_zero_is_never_drawn(weights: list[float], k: int, replacement: b
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0 - 2.0**-53], ids=["lowest", "highest"])
-def test_the_ends_of_the_unit_interval_reach_no_client_of_weight_zero(share: float, monkeypatch: Any) -> None:
+def test_extreme_random_values_never_draw_zero_weight_clients(share: float, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "rand", lambda k, **_: torch.full((k,), share, dtype=torch.float64))
     sampler = WeightedSampler(2, {"a": 0.0, "b": 0.1, "c": 0.7, "d": 0.0})
     assert sampler(0, 0, NAMES) == (["b", "b"] if share == 0 else ["c", "c"])
@@ -291,7 +291,7 @@ def test_the_ends_of_the_unit_interval_reach_no_client_of_weight_zero(share: flo
     assert WeightedSampler(2, {"a": 0.0, "b": 5e-324, "c": 0.0})(0, 0, NAMES[:3]) == ["b", "b"]
 
 
-def test_too_few_positive_weights_without_replacement() -> None:
+def test_too_few_positive_weights_without_replacement_are_rejected() -> None:
     sampler = WeightedSampler(3, {"a": 1, "b": 0, "c": 2, "d": 0}, replacement=False)
     with pytest.raises(
         FederatedError, match=r"clients_per_round=3 without replacement.* than the 2 of positive weight"
@@ -314,7 +314,7 @@ def test_weights_by_examples_come_from_the_population() -> None:
 
 
 @pytest.mark.thorough
-def test_everybody_flips_a_coin_of_its_own() -> None:
+def test_bernoulli_draws_each_client_independently() -> None:
     rounds, p = 3000, {"a": 0.0, "b": 0.2, "c": 0.7, "d": 1.0}
     cohorts = [BernoulliSampler(p)(0, r, NAMES) for r in range(rounds)]
     found = Counter(i for cohort in cohorts for i in cohort)
@@ -325,25 +325,25 @@ def test_everybody_flips_a_coin_of_its_own() -> None:
     assert_frequency(sum({"b", "c"} <= set(cohort) for cohort in cohorts), 0.14, rounds)
 
 
-def test_one_probability_for_all_gives_binomial_cohorts() -> None:
+def test_single_probability_yields_binomial_cohort_sizes() -> None:
     rounds, n, p = 3000, 4, 0.25
     sizes = Counter(len(BernoulliSampler(p)(0, r, range(n))) for r in range(rounds))
     for size in range(n + 1):
         assert_frequency(sizes[size], math.comb(n, size) * p**size * (1 - p) ** (n - size), rounds)
 
 
-def test_cohorts_may_be_empty_or_everybody() -> None:
+def test_bernoulli_cohorts_may_be_empty_or_complete() -> None:
     assert BernoulliSampler(1)(0, 0, NAMES) == NAMES
     assert [] in [BernoulliSampler(0.1)(0, r, NAMES) for r in range(10)]
 
 
 @pytest.mark.parametrize("p", [0, 0.0, -0.1, 1.1, 2, math.nan, math.inf, True, False])
-def test_impossible_probabilities_are_refused(p: Any) -> None:
+def test_invalid_probabilities_are_rejected(p: Any) -> None:
     with pytest.raises(FederatedError, match=rf"BernoulliSampler\(probability={p!r}\): it must lie in \(0, 1\]"):
         BernoulliSampler(p)
 
 
-def test_impossible_probabilities_of_one_client_are_refused_by_name() -> None:
+def test_invalid_probability_of_one_client_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"weight of client 'b' must be a number in \[0, 1\], found 1.5"):
         BernoulliSampler({"a": 1.0, "b": 1.5})
     with pytest.raises(FederatedError, match=r"1 clients have no weight.* such as 'd'"):
@@ -362,7 +362,7 @@ def attendance(sampler: AvailabilitySampler, n: int, day: int, days: int, seed: 
 
 
 @pytest.mark.thorough
-def test_availability_swings_over_the_day_by_the_clients_longitude() -> None:
+def test_availability_varies_over_the_day_with_client_longitude() -> None:
     n, day, days = 6, 8, 250
     found = attendance(AvailabilitySampler(n, rounds_per_day=day, low=0.1, high=0.9), n, day, days)
     # (low + high) / 2 + (high - low) / 2 * cos(2 pi (hour / day - phase)): the first harmonic has amplitude 0.4 / 2
@@ -377,7 +377,7 @@ def test_availability_swings_over_the_day_by_the_clients_longitude() -> None:
 
 
 @pytest.mark.thorough
-def test_longitudes_are_the_seeds_alone() -> None:
+def test_longitudes_depend_only_on_the_seed() -> None:
     n, day, days = 6, 4, 150
     sampler = AvailabilitySampler(n, rounds_per_day=day, low=0.0, high=1.0)
     first, later, other = (attendance(sampler, n, day, days, seed) for seed in (0, 0, 1))
@@ -386,7 +386,7 @@ def test_longitudes_are_the_seeds_alone() -> None:
 
 
 @pytest.mark.thorough
-def test_a_second_cohort_is_of_clients_at_the_same_longitudes() -> None:
+def test_second_cohort_uses_the_same_longitudes() -> None:
     n, day = 40, 8
     sampler = AvailabilitySampler(n, rounds_per_day=day, low=0.0, high=1.0)
     counts = np.zeros((2, day, n))
@@ -400,7 +400,7 @@ def test_a_second_cohort_is_of_clients_at_the_same_longitudes() -> None:
     assert np.abs(work - elsewhere).max() > 0.8
 
 
-def test_a_sampler_of_ones_own_is_asked_itself() -> None:
+def test_overridden_availability_sampler_call_is_used() -> None:
     class Own(AvailabilitySampler):
         def __call__(self, seed: int, round: int, population: Sequence[Any]) -> list[Any]:
             return [population[round]]
@@ -409,7 +409,7 @@ def test_a_sampler_of_ones_own_is_asked_itself() -> None:
 
 
 @pytest.mark.thorough
-def test_availability_without_a_swing_is_a_coin_with_a_cap() -> None:
+def test_constant_availability_is_capped_bernoulli_sampling() -> None:
     assert AvailabilitySampler(3, low=1.0, high=1.0)(0, 0, ["a", "b", "c"]) == ["a", "b", "c"]
     assert AvailabilitySampler(3, low=0.0, high=0.0)(0, 0, NAMES) == []
     rounds, sampler = 3000, AvailabilitySampler(2, low=0.5, high=0.5)
@@ -419,20 +419,20 @@ def test_availability_without_a_swing_is_a_coin_with_a_cap() -> None:
 
 
 @pytest.mark.thorough
-def test_all_who_are_available_are_equally_likely() -> None:
+def test_available_clients_are_drawn_equally_often() -> None:
     rounds, sampler = 3000, AvailabilitySampler(1, low=1.0, high=1.0)
     for count in counts(sampler, range(4), rounds).values():
         assert_frequency(count, 1 / 4, rounds)
 
 
 @pytest.mark.parametrize("span", [(0.9, 0.1), (-0.1, 0.5), (0.5, 1.1), (math.nan, 0.5)])
-def test_impossible_availabilities_are_refused(span: tuple[float, float]) -> None:
+def test_invalid_availabilities_are_rejected(span: tuple[float, float]) -> None:
     with pytest.raises(FederatedError, match=rf"0 <= low <= high <= 1, found low={span[0]}, high={span[1]}"):
         AvailabilitySampler(1, low=span[0], high=span[1])
 
 
 @pytest.mark.parametrize("day", [0.0, -1, math.inf, math.nan])
-def test_impossible_days_are_refused(day: float) -> None:
+def test_invalid_rounds_per_day_are_rejected(day: float) -> None:
     with pytest.raises(
         FederatedError, match=rf"\(rounds_per_day={day}\): rounds_per_day must be a finite number in \(0, inf\)"
     ):
@@ -471,28 +471,28 @@ class ThreeArguments:
         (lambda seed, round: ["b", "b"], ["b", "b"]),
     ],
 )
-def test_samplers_take_two_or_three_arguments_and_return_any_iterable(sampler: Any, want: list[Any]) -> None:
+def test_samplers_support_two_or_three_arguments_and_any_iterable(sampler: Any, want: list[Any]) -> None:
     cohort = draw(sampler, 5, 7, NAMES, run_seed=0)
     assert cohort == want
     assert all(type(i) in (int, str) for i in cohort)
 
 
 @pytest.mark.parametrize("found", [None, 3, "abc", {1, 2}, torch.tensor(3)])
-def test_what_is_no_list_of_ids_is_refused(found: Any) -> None:
+def test_sampler_result_that_is_not_a_list_is_rejected(found: Any) -> None:
     with pytest.raises(
         FederatedError, match=re.escape(f"must return a list of client ids, found {found!r} in round 7")
     ):
         draw(lambda seed, round: found, 0, 7, NAMES, run_seed=0)
 
 
-def test_weights_far_apart_are_all_positive() -> None:
+def test_weights_of_extreme_magnitudes_stay_positive() -> None:
     sampler = WeightedSampler(3, {"a": 1e308, "b": 0.0, "c": 5e-324, "d": 1e-323}, replacement=False)
     assert all(sampler(0, r, NAMES) == ["a", "c", "d"] for r in range(10))
 
 
 @pytest.mark.parametrize("unit", [1e308, 5e-324])
 @pytest.mark.parametrize("replacement", [True, False])
-def test_the_unit_of_weights_does_not_matter(unit: float, replacement: bool) -> None:
+def test_cohorts_are_invariant_to_the_scale_of_weights(unit: float, replacement: bool) -> None:
     drawn = [WeightedSampler(2, dict.fromkeys(NAMES, u), replacement) for u in (unit, 1.0)]
     assert [drawn[0](0, r, NAMES) for r in range(20)] == [drawn[1](0, r, NAMES) for r in range(20)]
 
@@ -502,7 +502,7 @@ def test_the_unit_of_weights_does_not_matter(unit: float, replacement: bool) -> 
     [[1, True], np.array([True, False]), [torch.tensor(1.0)], [1.0], [None], [[1]], [1, torch.tensor([1, 2])]],
     ids=repr,
 )
-def test_truths_and_fractions_are_no_ids(found: Any) -> None:
+def test_booleans_and_floats_are_rejected_as_ids(found: Any) -> None:
     with pytest.raises(FederatedError, match=r"must return client ids, ints or strs, found .* in round 7"):
         draw(lambda seed, round: found, 0, 7, range(3), run_seed=0)
 
@@ -574,7 +574,7 @@ def spoiled() -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_engines_draw_the_same_cohorts_and_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_engines_draw_equal_cohorts_and_resume_with_identical_bits(name: str, tmp_path: Path) -> None:
     whole, record = ran(name)
     at_once, other = ran(name, "vectorized")
     assert cohorts(other) == cohorts(record)
@@ -599,7 +599,7 @@ def of_all(names: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_all_processes_draw_the_cohorts_of_one(tmp_path: Path) -> None:
+def test_two_processes_draw_the_cohorts_of_one(tmp_path: Path) -> None:
     outcomes = in_processes(partial(of_all, list(SAMPLERS)), tmp_path)
     for outcome in outcomes:
         assert not outcome.error, outcome.trace
@@ -626,7 +626,7 @@ def of_split_batches() -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_processes_that_split_batches_draw_the_same_cohorts_and_end_together(tmp_path: Path) -> None:
+def test_split_batch_processes_draw_equal_cohorts_and_end_together(tmp_path: Path) -> None:
     first, second = in_processes(of_split_batches, tmp_path)
     assert not first.error, first.trace
     assert first.value == second.value
@@ -635,7 +635,7 @@ def test_processes_that_split_batches_draw_the_same_cohorts_and_end_together(tmp
 
 
 @pytest.mark.parametrize("method", few([Scaffold(), FedDane(0.1), Mime(), FedProx(0.1, adaptive=True)], []), ids=repr)
-def test_fresh_losses_go_with_every_kind_of_method(method: Any) -> None:
+def test_fresh_losses_support_every_kind_of_method(method: Any) -> None:
     whole, record = ran("fresh losses", algorithm=method)
     at_once, other = ran("fresh losses", "vectorized", algorithm=method)
     assert cohorts(other) == cohorts(record)
@@ -645,7 +645,7 @@ def test_fresh_losses_go_with_every_kind_of_method(method: Any) -> None:
 # ------------------------------------------------------------------ what a round makes of it
 
 
-def test_the_clients_of_the_highest_loss_at_the_server_model_are_chosen_and_measuring_is_in_the_bytes() -> None:
+def test_highest_fresh_losses_are_selected_and_counted_in_bytes() -> None:
     losses, asked = list[dict[Any, float]](), list[list[Any]]()
     sampler = PowerOfChoiceSampler(2, 4)
 
@@ -666,7 +666,7 @@ def test_the_clients_of_the_highest_loss_at_the_server_model_are_chosen_and_meas
     assert all(torch.equal(a, b) for a, b in zip(plain.x, record.x, strict=True))  # measuring leaves no trace
 
 
-def test_a_candidate_whose_loss_cannot_be_computed_stops_the_run_or_is_dropped_by_name() -> None:
+def test_candidate_with_a_failing_loss_stops_the_run_or_is_dropped() -> None:
     options = {"make": Fails, "datamodule": spoiled, "sampler": PowerOfChoiceSampler(2, 6), "max_rounds": 2}
     with pytest.raises(ClientError, match="[Cc]lient 3.*its training loss.*these examples are bad"):
         ran("fresh losses", **options)
@@ -684,7 +684,7 @@ def with_nan(*places: int) -> FederatedDataModule:
 
 
 @pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["sequential"]))
-def test_a_candidate_whose_loss_is_not_finite_has_failed(engine: str) -> None:
+def test_candidate_with_a_non_finite_loss_counts_as_failed(engine: str) -> None:
     options: dict[str, Any] = {"datamodule": partial(with_nan, 3), "sampler": PowerOfChoiceSampler(2, 6)}
     with pytest.raises(ClientError, match="Client 3 has the loss nan at the server model of round 0.*look at its data"):
         ran("fresh losses", engine, **options)
@@ -706,7 +706,7 @@ class OnDemand(FederatedDataModule):
         return clients(SIZES)[client_id]
 
 
-def test_a_candidate_that_cannot_be_built_has_failed() -> None:
+def test_candidate_that_cannot_be_built_counts_as_failed() -> None:
     sampler = PowerOfChoiceSampler(2, 6, weights=dict.fromkeys(range(len(SIZES)), 1.0))
     options: dict[str, Any] = {"datamodule": partial(OnDemand, batch_size=4), "sampler": sampler, "max_rounds": 1}
     with pytest.raises(ClientError, match="Client 3 failed when .*: OSError: the disk is gone"):
@@ -716,7 +716,7 @@ def test_a_candidate_that_cannot_be_built_has_failed() -> None:
     assert "the disk is gone" in record.rounds[0].failed[3]
 
 
-def test_the_step_is_the_sum_of_changes_by_share_over_probability() -> None:
+def test_step_weights_updates_by_share_over_probability() -> None:
     _, record = ran("update norms", max_rounds=3)
     torch.manual_seed(3)
     x, sampler = parameters(Ordinary()).double(), UpdateNormSampler(2)
@@ -738,7 +738,7 @@ def test_the_step_is_the_sum_of_changes_by_share_over_probability() -> None:
 
 
 @pytest.mark.thorough
-def test_each_run_learns_by_itself_and_a_second_fit_goes_on() -> None:
+def test_runs_learn_separately_and_a_second_fit_continues() -> None:
     sampler = OortSampler(2)
     whole, record = ran("Oort", sampler=sampler)
     assert sampler.state_dict() == OortSampler(2).state_dict()
@@ -754,7 +754,7 @@ def test_each_run_learns_by_itself_and_a_second_fit_goes_on() -> None:
     assert same(state_of(twice), state_of(whole))
 
 
-def test_a_state_given_at_the_start_is_that_of_every_run(tmp_path: Path) -> None:
+def test_initial_sampler_state_is_used_by_every_run(tmp_path: Path) -> None:
     fitted, record = ran("a user's", sampler=Turns({0: 99, 1: 99}), max_rounds=1)
     ran("", sampler=UniformSampler(2), max_rounds=1)[0].save_checkpoint(tmp_path / "other.ckpt")
     fitted.max_rounds = 2
@@ -766,7 +766,7 @@ def test_a_state_given_at_the_start_is_that_of_every_run(tmp_path: Path) -> None
     assert noted["times"].keys() == {0, 1, 2, 3}, "what a checkpoint holds is a copy"
 
 
-def test_a_checkpoint_of_another_sampler_is_told_of(tmp_path: Path) -> None:
+def test_checkpoint_of_another_sampler_warns(tmp_path: Path) -> None:
     for name, told in (("last losses", "what PowerOfChoiceSampler has learned"), ("uniform", "nothing that a sampler")):
         half, _ = ran("Oort", max_rounds=1, sampler=SAMPLERS.get(name, partial(UniformSampler, 2))())
         half.save_checkpoint(tmp_path / "half.ckpt")
@@ -774,7 +774,7 @@ def test_a_checkpoint_of_another_sampler_is_told_of(tmp_path: Path) -> None:
             ran("Oort", ckpt_path=tmp_path / "half.ckpt", max_rounds=2)
 
 
-def test_what_was_learned_and_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_invalid_sampler_state_in_a_checkpoint_is_rejected(tmp_path: Path) -> None:
     half, _ = ran("last losses", max_rounds=1)
     half.save_checkpoint(tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
@@ -816,7 +816,7 @@ def test_what_was_learned_and_does_not_fit_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+def test_incompatible_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         FederatedTrainer(**{**QUIET, "local_epochs": 1, **options})
 
@@ -835,19 +835,19 @@ class Asks(Turns):
         return list(losses)
 
 
-def test_ids_to_measure_come_in_any_sequence() -> None:
+def test_ids_to_measure_may_be_any_sequence() -> None:
     for form in (np.array([1, 4]), torch.tensor([1, 4]), (1, 4)):
         assert cohorts(ran("a user's", sampler=Asks(form), max_rounds=1)[1]) == [(1, 4)]
     with pytest.raises(FederatedError, match="sampler's needs_losses_of must return a list of client ids, found None"):
         ran("a user's", sampler=Asks(None), max_rounds=1)
 
 
-def test_a_sampler_that_cannot_be_copied_is_refused() -> None:
+def test_uncopyable_sampler_is_rejected() -> None:
     with pytest.raises(FederatedError, match="learns from reports, .* ended in TypeError: .*define __deepcopy__"):
         FederatedTrainer(**QUIET, local_epochs=1, sampler=Turns({"open": (i for i in ())}))
 
 
-def test_a_state_that_checkpoints_cannot_hold_is_refused_in_the_first_round() -> None:
+def test_unsafe_sampler_state_is_rejected_in_the_first_round() -> None:
     with pytest.raises(FederatedError, match=r"Turns.state_dict\(\) holds .*Path, which does not load without running"):
         ran("a user's", sampler=Turns({"x": Path("a")}), max_rounds=1)
     with warnings.catch_warnings():

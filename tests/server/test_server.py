@@ -49,7 +49,7 @@ def close(s: Server, delta: float, delta_c: float, models: Tensor | None = None)
 # ------------------------------------------------------------------ a round
 
 
-def test_a_round_moves_everything_at_once() -> None:
+def test_round_updates_model_states_and_buffers_together() -> None:
     s = server()
     assert s.round == 0
     norm = close(s, delta=2.0, delta_c=3.0)
@@ -65,7 +65,7 @@ def test_a_round_moves_everything_at_once() -> None:
     assert s.round == 2
 
 
-def test_nothing_is_committed_before_the_round_closes() -> None:
+def test_client_states_are_committed_when_the_round_closes() -> None:
     s = server()
     before = copy.deepcopy(s.state_dict())
     s.clients.stage(1, {"c_i": vector(9.0, 9.0)})
@@ -76,7 +76,7 @@ def test_nothing_is_committed_before_the_round_closes() -> None:
     assert not same(s.state_dict(), before)
 
 
-def test_a_client_without_state_gets_a_fresh_one() -> None:
+def test_client_without_state_gets_a_fresh_state() -> None:
     s = server()
     fresh = s.client_state(2)["c_i"]
     assert fresh.tolist() == [0.0, 0.0]
@@ -85,7 +85,7 @@ def test_a_client_without_state_gets_a_fresh_one() -> None:
     assert len(s.clients) == 0
 
 
-def test_an_empty_round_counts_and_changes_nothing() -> None:
+def test_empty_round_is_counted_and_changes_nothing() -> None:
     s = server()
     close(s, delta=1.0, delta_c=1.0)
     before = copy.deepcopy(s.state_dict())
@@ -94,14 +94,14 @@ def test_an_empty_round_counts_and_changes_nothing() -> None:
     assert same({**s.state_dict(), "round": 1}, before)
 
 
-def test_an_empty_round_counts_for_the_servers_schedule() -> None:
+def test_empty_round_advances_the_server_schedule() -> None:
     s = server(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5))
     s.close_round({}, None, s.state, Cohort(0, 4, 0), s.buffers)
     close(s, delta=2.0, delta_c=0.0)
     assert s.x.tolist() == [1.5, 2.5]  # at rate 1/4, not 1/2
 
 
-def test_plain_sgd_takes_the_mean_model_only_where_the_direction_is_the_mean_change() -> None:
+def test_plain_sgd_uses_the_mean_model_only_for_raw_directions() -> None:
     class Half(Scaffold):
         def update_server(self, x: Tensor, server: Any, mean: Any, cohort: Any) -> Any:
             direction, state = super().update_server(x, server, mean, cohort)
@@ -113,7 +113,7 @@ def test_plain_sgd_takes_the_mean_model_only_where_the_direction_is_the_mean_cha
         assert float(s.x[0]) == want
 
 
-def test_states_keep_no_graph() -> None:
+def test_server_states_are_detached() -> None:
     class Grown(FedAvg):
         def init_server(self, x: Tensor) -> dict[str, Tensor]:
             return {"m": torch.zeros_like(x)}
@@ -127,7 +127,7 @@ def test_states_keep_no_graph() -> None:
     assert not s.state["m"].requires_grad
 
 
-def test_the_first_state_does_not_share_the_parameters() -> None:
+def test_initial_state_does_not_alias_the_parameters() -> None:
     class Keeps(FedAvg):
         def init_server(self, x: Tensor) -> dict[str, Tensor]:
             return {"first": x}
@@ -139,7 +139,7 @@ def test_the_first_state_does_not_share_the_parameters() -> None:
     assert x.tolist() == [1.0, 2.0]
 
 
-def test_what_is_shown_is_the_methods_choice() -> None:
+def test_method_chooses_the_evaluated_model() -> None:
     class Doubled(FedAvg):
         def evaluate_at(self, x: Tensor, server: Any) -> Tensor:
             return 2 * x
@@ -168,7 +168,7 @@ def saved(s: Server) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ids", [IDS, range(4), [3, "x", 1, 0]], ids=str)
-def test_a_loaded_server_goes_on_as_if_nothing_had_happened(ids: Sequence[Any]) -> None:
+def test_loaded_server_continues_with_identical_bits(ids: Sequence[Any]) -> None:
     straight, first, second = (server(ids=ids) for _ in range(3))
     for r in range(4):
         close(straight, r + 1.0, r - 2.0)
@@ -185,7 +185,7 @@ def test_a_loaded_server_goes_on_as_if_nothing_had_happened(ids: Sequence[Any]) 
     assert second.clients.get(0) is None
 
 
-def test_a_saved_state_does_not_change_with_the_run() -> None:
+def test_saved_state_does_not_change_with_the_run() -> None:
     s = server()
     close(s, 1.0, 1.0)
     kept = s.state_dict()
@@ -210,7 +210,7 @@ def test_a_saved_state_does_not_change_with_the_run() -> None:
     ],
     ids=["method", "options", "fewer", "order", "range", "seed", "size"],
 )
-def test_a_checkpoint_of_another_run_is_refused(other: dict[str, Any], message: str) -> None:
+def test_checkpoint_of_another_run_is_rejected(other: dict[str, Any], message: str) -> None:
     checkpoint = saved(server())
     s = server(**other)
     before = copy.deepcopy(s.state_dict())
@@ -219,25 +219,25 @@ def test_a_checkpoint_of_another_run_is_refused(other: dict[str, Any], message: 
     assert same(s.state_dict(), before)  # nothing is half loaded
 
 
-def test_options_of_a_base_optimizer_count() -> None:
+def test_checkpoint_with_other_base_optimizer_options_is_rejected() -> None:
     checkpoint = saved(server(Mime(base=SGDm(beta=0.9))))
     with pytest.raises(FederatedError, match="method options"):
         server(Mime(base=SGDm(beta=0.8))).load_state_dict(checkpoint)
     server(Mime(base=SGDm(beta=0.9))).load_state_dict(checkpoint)
 
 
-def test_the_saved_seed_is_taken_where_none_is_given() -> None:
+def test_saved_seed_is_used_if_none_is_given() -> None:
     s = server(seed=0)
     s.load_state_dict(saved(server(seed=3)), any_seed=True)
     assert s.seed == 3
 
 
-def test_any_seed_excuses_nothing_else() -> None:
+def test_any_seed_still_rejects_other_mismatches() -> None:
     with pytest.raises(FederatedError, match="client list"):
         server(ids=range(4)).load_state_dict(saved(server()), any_seed=True)
 
 
-def test_long_client_lists_are_shown_in_short() -> None:
+def test_long_client_lists_are_abbreviated_in_errors() -> None:
     ids = [f"client {i}" for i in range(1000)]
     with pytest.raises(FederatedError, match=r"'client 4.*\.\.\., this run's is") as error:
         server().load_state_dict(saved(server(ids=ids)))
@@ -257,12 +257,12 @@ def test_long_client_lists_are_shown_in_short() -> None:
     ],
     ids=str,
 )
-def test_the_weighting_is_the_runs_or_the_methods(algorithm: Algorithm, weighting: Any, want: str) -> None:
+def test_weighting_defaults_to_that_of_the_method(algorithm: Algorithm, weighting: Any, want: str) -> None:
     assert resolve_weighting(algorithm, weighting) == want
 
 
 @pytest.mark.parametrize("weighting", ["size", "", 3, FedAvg])
-def test_an_unknown_weighting_is_refused(weighting: Any) -> None:
+def test_unknown_weighting_is_rejected(weighting: Any) -> None:
     class Unweighted(FedAvg):
         default_weighting = weighting
 
@@ -272,7 +272,7 @@ def test_an_unknown_weighting_is_refused(weighting: Any) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [Scaffold(), FedDyn(alpha=0.1)], ids=repr)
-def test_methods_with_fixed_averages_refuse_a_weighting(algorithm: Algorithm) -> None:
+def test_methods_with_fixed_averages_reject_a_weighting(algorithm: Algorithm) -> None:
     name = type(algorithm).__name__
     with pytest.raises(FederatedError, match=f"weighting='examples' does not apply to {name}: .*has no weighted form"):
         resolve_weighting(algorithm, "examples")

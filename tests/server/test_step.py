@@ -33,7 +33,7 @@ def server(build: Any = plain_sgd, schedule: Any = None, x: Tensor | None = None
 # ------------------------------------------------------------------ one step
 
 
-def test_plain_sgd_takes_the_mean_of_the_models_without_rounding() -> None:
+def test_plain_sgd_uses_the_mean_model_without_rounding() -> None:
     x, mean = vector(1e8, -3.0, dtype=torch.float32), vector(0.1, 7.7, dtype=torch.float32)
     direction = mean - x
     assert not torch.equal(x + direction, mean)
@@ -43,7 +43,7 @@ def test_plain_sgd_takes_the_mean_of_the_models_without_rounding() -> None:
     assert x.tolist() == [1e8, -3.0]  # the vector it was given is not its own
 
 
-def test_without_the_models_plain_sgd_adds_the_direction() -> None:
+def test_plain_sgd_adds_the_direction_without_a_mean_model() -> None:
     step = server(x=vector(1.0, 2.0))
     step.step(vector(0.5, -4.0), None)
     assert step.x.tolist() == [1.5, -2.0]
@@ -61,13 +61,13 @@ def test_without_the_models_plain_sgd_adds_the_direction() -> None:
     ],
     ids=["rate", "momentum", "decay", "groups", "Adam", "subclass"],
 )
-def test_other_optimizers_step_along_the_direction_even_if_the_models_are_there(build: Any, want: float) -> None:
+def test_other_optimizers_ignore_the_mean_model(build: Any, want: float) -> None:
     step = server(build, x=torch.ones(5, dtype=torch.float64))
     step.step(torch.full((5,), 2.0, dtype=torch.float64), torch.full((5,), 77.0, dtype=torch.float64))
     torch.testing.assert_close(step.x, torch.full((5,), want, dtype=torch.float64), rtol=1e-10, atol=0.0)
 
 
-def test_the_optimizer_sees_the_models_shapes_and_the_negative_direction() -> None:
+def test_optimizer_gets_model_shapes_and_the_negative_direction() -> None:
     seen: list[Tensor] = []
 
     class Look(SGD):
@@ -83,7 +83,7 @@ def test_the_optimizer_sees_the_models_shapes_and_the_negative_direction() -> No
     assert all(p.grad is None for p in step.params)
 
 
-def test_momentum_lives_from_round_to_round() -> None:
+def test_momentum_persists_across_rounds() -> None:
     step = server(partial(SGD, lr=1.0, momentum=0.5))
     for want in (1.0, 2.5, 4.25):  # buffers 1, 1.5, 1.75
         step.step(vector(1.0), None)
@@ -106,12 +106,12 @@ def walk(step: ServerStep, rounds: int, models: bool = False, empty: tuple[int, 
 
 
 @pytest.mark.parametrize("models", [False, True])
-def test_the_rate_follows_its_schedule_by_round(models: bool) -> None:
+def test_learning_rate_follows_its_schedule_per_round(models: bool) -> None:
     step = server(schedule=partial(StepLR, step_size=2, gamma=0.5))
     assert walk(step, 5, models) == [1.0, 2.0, 2.5, 3.0, 3.25]
 
 
-def test_a_rate_that_reaches_one_replaces_only_then() -> None:
+def test_mean_model_is_used_only_while_the_rate_is_one() -> None:
     step = server(partial(SGD, lr=0.5), partial(LambdaLR, lr_lambda=lambda r: 1.0 + r))
     step.step(vector(1.0), vector(99.0))
     step.end_round()
@@ -120,7 +120,7 @@ def test_a_rate_that_reaches_one_replaces_only_then() -> None:
     assert step.x.tolist() == [99.0]
 
 
-def test_empty_rounds_count_for_the_schedule_and_nobody_is_warned() -> None:
+def test_empty_rounds_advance_the_schedule_without_warnings() -> None:
     step = server(schedule=partial(StepLR, step_size=2, gamma=0.5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -144,7 +144,7 @@ def sequence(optimizer: torch.optim.Optimizer) -> SequentialLR:
     ids=["StepLR", "CosineAnnealingLR", "OneCycleLR", "SequentialLR"],
 )
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step.*")
-def test_a_schedule_resumes_exactly(schedule: Any, stop: int) -> None:
+def test_schedule_resumes_exactly(schedule: Any, stop: int) -> None:
     build = partial(SGD, lr=1.0, momentum=0.5)
     whole, first, second = (server(build, schedule) for _ in range(3))
     straight = walk(whole, 10)
@@ -157,7 +157,7 @@ def test_a_schedule_resumes_exactly(schedule: Any, stop: int) -> None:
     assert walk(second, 10 - stop) == straight[stop:]
 
 
-def test_a_saved_state_does_not_move_with_x() -> None:
+def test_saved_state_does_not_alias_x() -> None:
     step = server()
     saved = step.state_dict()
     walk(step, 1)
@@ -170,7 +170,7 @@ def test_a_saved_state_does_not_move_with_x() -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_follows_the_servers_schedule_and_resumes_exactly(tmp_path: Any) -> None:
+def test_run_follows_the_server_schedule_and_resumes_exactly(tmp_path: Any) -> None:
     common: dict[str, Any] = {
         "algorithm": Scaffold(),
         "server_optimizer": partial(SGD, lr=1.0, momentum=0.5),
@@ -201,12 +201,12 @@ def test_a_run_follows_the_servers_schedule_and_resumes_exactly(tmp_path: Any) -
     [(ReduceLROnPlateau, "ReduceLROnPlateau"), (lambda o: o, "SGD")],
     ids=["plateau", "optimizer"],
 )
-def test_schedules_that_cannot_step_alone_are_refused(schedule: Callable[..., Any], found: str) -> None:
+def test_schedules_that_require_a_metric_are_rejected(schedule: Callable[..., Any], found: str) -> None:
     with pytest.raises(FederatedError, match=f"server_lr_scheduler must return .* without a metric, found {found}"):
         server(schedule=schedule)
 
 
-def test_a_schedule_that_is_not_returned_is_refused() -> None:
+def test_schedule_function_that_returns_none_is_rejected() -> None:
     with pytest.raises(FederatedError, match="server_lr_scheduler must return .* found None"):
         server(schedule=lambda optimizer: None)
 
@@ -220,13 +220,13 @@ def test_a_schedule_that_is_not_returned_is_refused() -> None:
     ],
     ids=["others", "some", "more"],
 )
-def test_an_optimizer_over_other_parameters_is_refused(build: Any) -> None:
+def test_optimizer_over_other_parameters_is_rejected(build: Any) -> None:
     with pytest.raises(FederatedError, match="must be built from the parameters that it is handed, all of them"):
         server(build, x=torch.zeros(5))
 
 
 @pytest.mark.parametrize("build", [lambda params: None, lambda params: SGD, lambda params: params])
-def test_what_is_no_optimizer_is_refused(build: Any) -> None:
+def test_result_that_is_not_an_optimizer_is_rejected(build: Any) -> None:
     with pytest.raises(FederatedError, match="server_optimizer must return a torch optimizer, found"):
         server(build)
 
@@ -239,6 +239,6 @@ def test_what_is_no_optimizer_is_refused(build: Any) -> None:
         (partial(SGD, lr=1.0, maximize=True), r"server_optimizer SGD\(maximize=True\) is not supported"),
     ],
 )
-def test_optimizers_that_cannot_take_a_direction_are_refused(build: Any, message: str) -> None:
+def test_unsupported_server_optimizers_are_rejected(build: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         server(build)

@@ -46,14 +46,14 @@ def water_filling(norms: list[float], m: int) -> np.ndarray:
 
 
 @given(norms=st.lists(st.floats(0.01, 100), min_size=1, max_size=12), share=st.floats(0.01, 1))
-def test_probabilities_are_the_papers_and_have_the_least_variance(norms: list[float], share: float) -> None:
+def test_probabilities_match_the_paper_and_minimize_variance(norms: list[float], share: float) -> None:
     m = max(1, round(share * len(norms)))
     found = optimal_probabilities(torch.tensor(norms, dtype=torch.float64), m).numpy()
     np.testing.assert_allclose(found, water_filling(norms, m), rtol=1e-9)
     np.testing.assert_allclose(found, equation_7(norms, m) if m < len(norms) else 1.0, rtol=1e-9)
 
 
-def test_what_the_equation_leaves_open() -> None:
+def test_probabilities_with_zero_norms() -> None:
     found = optimal_probabilities(torch.tensor([0.0, 3.0, 0.0, 0.0, 5.0], dtype=torch.float64), 3)
     assert found.tolist() == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3, 1])
     assert float(found.sum()) == pytest.approx(3, rel=1e-15)
@@ -62,7 +62,7 @@ def test_what_the_equation_leaves_open() -> None:
     assert zero.tolist() == pytest.approx([0, 2 / 3, 2 / 3, 2 / 3])
 
 
-def test_probabilities_are_of_the_last_weighted_norms_and_never_zero() -> None:
+def test_probabilities_follow_the_last_norms_and_stay_positive() -> None:
     sampler = UpdateNormSampler(2, uniform_share=0.2)
     w = np.array(SIZES) / sum(SIZES)
     np.testing.assert_allclose(sampler.probabilities(0, POPULATION), 0.8 * equation_7(list(w), 2) + 0.2 * 2 / 5)
@@ -77,13 +77,13 @@ def test_probabilities_are_of_the_last_weighted_norms_and_never_zero() -> None:
     assert torch.equal(again.probabilities(2, POPULATION), sampler.probabilities(2, POPULATION))
 
 
-def test_the_unit_of_weights_does_not_matter() -> None:
+def test_probabilities_are_invariant_to_the_scale_of_weights() -> None:
     large = UpdateNormSampler(2, weights={i: n * 1e307 for i, n in zip(IDS, SIZES, strict=True)})
     found, wanted = (sampler.probabilities(0, POPULATION) for sampler in (large, UpdateNormSampler(2)))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
-def test_clients_are_included_with_their_probabilities() -> None:
+def test_clients_are_drawn_independently_with_their_probabilities() -> None:
     sampler, rounds = UpdateNormSampler(2), 1000
     sampler.update(0, reports({"a": 2.0, "b": 9.0, "c": 1.0}))
     p = sampler.probabilities(0, POPULATION).tolist()
@@ -96,7 +96,7 @@ def test_clients_are_included_with_their_probabilities() -> None:
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
-def test_the_mean_of_the_sum_over_all_cohorts_is_the_step_of_full_participation(weighting: str) -> None:
+def test_expected_step_equals_full_participation(weighting: str) -> None:
     sampler = UpdateNormSampler(2, weights=weighting)  # type: ignore[arg-type]
     sampler.update(0, reports({"a": 2.0, "b": 9.0, "c": 1.0}))
     p = sampler.probabilities(1, POPULATION)
@@ -127,12 +127,12 @@ def test_the_mean_of_the_sum_over_all_cohorts_is_the_step_of_full_participation(
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, math.nan, None])
-def test_a_share_of_zero_would_never_draw_some_clients_again(share: Any) -> None:
+def test_invalid_uniform_share_is_rejected(share: Any) -> None:
     with pytest.raises(FederatedError, match=r"uniform_share must be a finite number in \(0, 1\]"):
         UpdateNormSampler(2, uniform_share=share)
 
 
-def test_probabilities_that_are_none_are_refused() -> None:
+def test_invalid_probabilities_are_rejected() -> None:
     member = Participant("a", 0, 4)
     with pytest.raises(FederatedError, match="a number for each of the 5 clients, in their order, found the shape"):
         unbiased([member], torch.ones(2), POPULATION, "examples")

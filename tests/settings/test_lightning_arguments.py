@@ -126,7 +126,7 @@ class ListOfHydra(UserList[Any]):
         return repr(self.data)
 
 
-def test_callbacks_may_come_in_any_sequence() -> None:
+def test_callbacks_may_be_any_sequence() -> None:
     callback = EarlyStopping("val_loss")
     made = trainer(callbacks=ListOfHydra([callback]))
     assert callback in made.callbacks
@@ -138,12 +138,12 @@ def test_callbacks_may_come_in_any_sequence() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("devices", ListOfHydra([0])), ("max_time", UserDict(minutes=1)), ("logger", ListOfHydra())]
 )
-def test_what_only_looks_like_a_list_or_a_dictionary_is_refused_with_its_class(name: str, value: Any) -> None:
+def test_list_and_dict_lookalikes_are_rejected_with_their_class(name: str, value: Any) -> None:
     with pytest.raises(FederatedError, match=f"{name} must be .*, found a {type(value).__name__}"):
         trainer(**{name: value})
 
 
-def test_every_argument_has_examples_of_all_its_types() -> None:
+def test_every_argument_has_examples_of_all_accepted_types() -> None:
     names = [name for name in signature(pl.Trainer.__init__).parameters if name != "self"]
     assert list(TAKEN) == names
     missing = {
@@ -157,14 +157,14 @@ def test_every_argument_has_examples_of_all_its_types() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TAKEN)
-def test_every_value_is_taken(name: str) -> None:
+def test_valid_values_are_accepted(name: str) -> None:
     for value in TAKEN[name]:
         run(name, made(value))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", REFUSED)
-def test_every_other_value_is_refused_by_name(name: str) -> None:
+def test_invalid_values_are_rejected(name: str) -> None:
     for value, said in REFUSED[name]:
         with pytest.raises(REFUSALS, match=said):
             run(name, value)
@@ -191,7 +191,7 @@ def trainer(**options: Any) -> FederatedTrainer:
         ("check_val_every_n_epoch", "2"),
     ],
 )
-def test_they_mean_what_they_mean_for_a_plain_trainer(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_match_a_plain_trainer(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     untouched = trainer()
     monkeypatch.setenv(f"PL_TRAINER_{name.upper()}", text)
     read = "loggers" if name == "logger" else name
@@ -200,7 +200,9 @@ def test_they_mean_what_they_mean_for_a_plain_trainer(name: str, text: str, monk
     assert found != getattr(untouched, read)
 
 
-def test_they_set_arguments_of_our_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_environment_variables_set_federated_arguments(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, text in {"MAX_ROUNDS": "3", "LOCAL_STEPS": "5", "CLIENTS_PER_ROUND": "0.5", "ENGINE": "auto"}.items():
         monkeypatch.setenv(f"PL_TRAINER_{name}", text)
     made = FederatedTrainer(**SILENT)
@@ -212,19 +214,21 @@ def test_they_set_arguments_of_our_own(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 @pytest.mark.parametrize("variable", ["PL_TRAINER_MAX_ROUNDS", "PL_TRAINER_MAX_EPOCHS"])
 @pytest.mark.parametrize("name", ["max_rounds", "max_epochs"])
-def test_what_the_code_says_goes_before(variable: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_arguments_override_environment_variables(
+    variable: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, "3")
     assert trainer(**{name: 5}).max_rounds == 5
     assert trainer().max_rounds == 3
 
 
-def test_a_wrong_value_is_refused_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_value_is_rejected_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER_MAX_ROUNDS", "many")
     with pytest.raises(FederatedError, match=r"found 'many'.* \(PL_TRAINER_...\) sets max_rounds='many'"):
         trainer(algorithm=FedProx(mu=1))
 
 
-def test_on_the_command_line_they_are_the_defaults(
+def test_environment_variables_are_command_line_defaults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in {"MAX_EPOCHS": "3", "LOGGER": "False", "LOCAL_EPOCHS": "7", "ALGORITHM": "FedProx"}.items():
@@ -245,7 +249,7 @@ def test_on_the_command_line_they_are_the_defaults(
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_a_stage_within_a_hook_of_a_fit_is_refused(stage: str) -> None:
+def test_stage_inside_a_fit_hook_is_rejected(stage: str) -> None:
     """Lightning would reset the trainer under the fit, which then ended early or in an error about something else."""
     begin = LambdaCallback(on_train_end=lambda t, module: getattr(t, stage)(module, t.datamodule))
     run = FederatedTrainer(**QUIET, max_rounds=1, local_epochs=1, callbacks=begin)

@@ -82,7 +82,7 @@ class Counts(Algorithm):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
 )
-def test_a_method_that_cannot_be_right_is_refused(algorithm: Algorithm, message: str, engine: str) -> None:
+def test_invalid_method_is_rejected(algorithm: Algorithm, message: str, engine: str) -> None:
     with pytest.raises(FederatedError, match=message):
         fit(algorithm=algorithm, engine=engine)
 
@@ -92,7 +92,7 @@ class Misspelt(Algorithm):
         return -g
 
 
-def test_a_name_that_is_nearly_a_hooks_is_told_of() -> None:
+def test_misspelled_hook_name_warns() -> None:
     with pytest.warns(UserWarning, match="Misspelt.corect is not a hook of a method.*Did you mean correct"):
         check_method(Misspelt())
 
@@ -111,7 +111,7 @@ class OfTheModel(Algorithm):
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_may_be_right_passes() -> None:
+def test_valid_methods_pass_the_checks() -> None:
     makes: dict[Any, Any] = {
         CMime: lambda: CMime(SGDm()),
         **{cls: partial(cls, ["head.*"]) for cls in (FedPer, FedRep, LGFedAvg)},
@@ -145,7 +145,7 @@ class Cached(Algorithm):
         return mean["delta"] * self._ones, server
 
 
-def test_a_private_attribute_that_holds_a_state_is_told_of() -> None:
+def test_state_in_a_private_attribute_warns() -> None:
     with pytest.warns(UserWarning, match=r"algorithm=Momentum\(...\) changes its attribute '_m'.*Keep what changes"):
         fit(algorithm=Momentum(), max_rounds=2)
     with warnings.catch_warnings():
@@ -249,19 +249,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_hook_that_gives_something_else_is_refused_by_name(case: str) -> None:
+def test_hook_with_an_invalid_result_is_rejected(case: str) -> None:
     members, message = REFUSED[case]
     with pytest.raises(FederatedError, match=message):
         rehearse(method(**members), 31)
 
 
-def test_an_inner_solve_is_rehearsed_as_well() -> None:
+def test_inner_solve_is_rehearsed() -> None:
     inner = method(finish=lambda self, y, run: Update({}, {"j": y}))
     with pytest.raises(FederatedError, match=r"finish\(\) must keep the names and shapes of init_client, 'k' \[P\]"):
         rehearse(method(**CLIENT, own_solve=inner))
 
 
-def test_a_rehearsal_leaves_no_trace() -> None:
+def test_rehearsal_does_not_modify_the_method() -> None:
     class Notes(Algorithm):
         def __init__(self) -> None:
             self.seen: list[int] = []
@@ -275,14 +275,14 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     assert notes.seen == []
 
 
-def test_hooks_that_need_a_round_or_the_model_pass() -> None:
+def test_hooks_that_require_a_round_or_the_model_pass() -> None:
     rehearse(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}))
     rehearse(method(begin_round=lambda self, x, server, cohort: cohort.advance_solver({}, x, x)))
     with pytest.raises(FederatedError, match="finish"):
         rehearse(method(init_server=lambda self, x: {"k": x.view(5, 7).sum(0)}, finish=lambda self, y, run: None), 35)
 
 
-def test_a_method_may_keep_x_and_write_into_the_dict_of_its_state() -> None:
+def test_method_may_store_x_and_modify_its_state_dict() -> None:
     def begin_round(self: Any, x: Any, server: Any, cohort: Any) -> Any:
         server["before"] = x  # as it was when the round began
         return server
@@ -295,7 +295,7 @@ def test_a_method_may_keep_x_and_write_into_the_dict_of_its_state() -> None:
     assert torch.equal(one, other)
 
 
-def test_a_direction_of_another_type_is_refused_by_name() -> None:
+def test_direction_of_another_dtype_is_rejected() -> None:
     def as_half(self: Any, x: Any, server: Any, mean: Any, cohort: Any) -> Any:
         return mean["delta"].half(), server
 
@@ -304,12 +304,12 @@ def test_a_direction_of_another_type_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("found", ["head.*", None])
-def test_patterns_of_personal_parameters_are_a_list(found: Any) -> None:
+def test_personal_name_patterns_must_be_a_list(found: Any) -> None:
     with pytest.raises(FederatedError, match=r"personal_names\(\) must return a list of patterns, found .*\['head"):
         fit(algorithm=method(personal_names=lambda self, module: found), max_rounds=1)
 
 
-def test_methods_with_parts_of_users_are_rehearsed() -> None:
+def test_methods_with_user_defined_parts_are_detected() -> None:
     class Base(SGDm):
         pass
 

@@ -50,7 +50,7 @@ class Net(pl.LightningModule):
         return self.layer(batch[0]).sum()
 
 
-def test_inference_mode_is_refused_by_name() -> None:
+def test_inference_mode_is_rejected() -> None:
     with torch.inference_mode():
         made = Net()
         with pytest.raises(FederatedError, match=r"called within torch\.inference_mode"):
@@ -59,7 +59,7 @@ def test_inference_mode_is_refused_by_name() -> None:
         check_module(fit_of(made))
 
 
-def test_data_that_are_not_split_among_clients_are_refused_with_the_way_to_split_them() -> None:
+def test_data_not_split_among_clients_is_rejected_with_advice() -> None:
     assert "found no datamodule. Pass trainer.fit(model, FederatedDataModule(" in str(no_federated_data(None))
     assert "found a list. Pass" in str(no_federated_data([]))
     assert "found a DataLoader. Say how" in str(no_federated_data(DataLoader([1])))
@@ -67,7 +67,7 @@ def test_data_that_are_not_split_among_clients_are_refused_with_the_way_to_split
         check_module(fit_of(Net(), pl.LightningDataModule()))
 
 
-def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
+def test_unsupported_modules_and_data_are_rejected() -> None:
     class Central(FederatedDataModule):
         def train_dataloader(self) -> Any:
             return []
@@ -99,7 +99,7 @@ def test_modules_and_data_that_rounds_cannot_drive_are_refused() -> None:
             check_module(trainer)
 
 
-def test_a_single_local_optimizer_that_takes_corrections_is_returned() -> None:
+def test_single_compatible_local_optimizer_is_returned() -> None:
     def optimized(optimizer: Any) -> Any:
         return fit_of(Net(), optimizers=[optimizer], lr_scheduler_configs=[])
 
@@ -121,7 +121,7 @@ def test_a_single_local_optimizer_that_takes_corrections_is_returned() -> None:
             check_optimization(trainer, algorithm)
 
 
-def test_schedules_by_local_step_need_a_choice_of_what_they_count() -> None:
+def test_per_step_schedules_require_local_schedule() -> None:
     sgd = SGD([nn.Parameter(torch.ones(1))], 0.1)
 
     def scheduled(*intervals: str, reduce_on_plateau: bool = False) -> Any:
@@ -141,7 +141,7 @@ def test_schedules_by_local_step_need_a_choice_of_what_they_count() -> None:
             check_schedules(trainer, chosen)
 
 
-def test_layers_that_normalise_by_a_batch_are_refused_where_processes_split_batches() -> None:
+def test_batch_norm_layers_are_rejected_with_split_batches() -> None:
     module = Net()
     module.norm = nn.BatchNorm1d(2)
     with pytest.raises(FederatedError, match=r"norm \(BatchNorm1d\) normalises by the statistics of a batch"):
@@ -153,7 +153,7 @@ def test_layers_that_normalise_by_a_batch_are_refused_where_processes_split_batc
         check_batch_statistics(module)
 
 
-def test_buffers_that_are_sent_past_an_aggregator_are_refused() -> None:
+def test_buffers_that_bypass_an_aggregator_are_rejected() -> None:
     module = nn.BatchNorm1d(2)
     for mode in ("average", "local", "server"):
         buffers = Buffers(buffer_owners(module), mode)
@@ -172,7 +172,7 @@ class Clips(training.Net):
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
 
 
-def test_a_modules_own_clipping_is_refused_where_it_would_not_see_the_gradient_of_the_step() -> None:
+def test_custom_clipping_is_rejected_if_it_misses_the_gradient() -> None:
     own = training.fit(training.seeded(Clips), max_rounds=1)
     assert torch.equal(own, training.fit(max_rounds=1, gradient_clip_val=0.01))
     corrected = {"gradient_clip_val": 1.0, "gradient_clip_on": "corrected"}
@@ -227,9 +227,7 @@ class InOneMemory(training.Net):
         ("spectral", None),
     ],
 )
-def test_tensors_that_share_memory_with_a_trained_parameter_are_refused(
-    kind: str, names: tuple[str, str] | None
-) -> None:
+def test_tensors_sharing_trained_parameter_memory_are_rejected(kind: str, names: tuple[str, str] | None) -> None:
     """An optimizer alone would move both: the run's vector would part them."""
     model = InOneMemory(kind)
     names_of_trained = ("first", "second", "head.weight", "head.weight_orig")
@@ -244,13 +242,13 @@ def test_tensors_that_share_memory_with_a_trained_parameter_are_refused(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("transposed", "decoder"), ("attribute", "anchor")])
-def test_a_fit_looks_for_shared_memory(kind: str, name: str) -> None:
+def test_fit_rejects_shared_memory(kind: str, name: str) -> None:
     with pytest.raises(FederatedError, match=f"InOneMemory has {name!r} in the memory of 'head.weight'"):
         training.fit(InOneMemory(kind))
 
 
 @pytest.mark.parametrize("base", [None, Adam()], ids=["without", "with"])
-def test_a_base_optimizer_that_a_method_computes_counts_as_one_that_it_holds(base: Any) -> None:
+def test_base_optimizer_property_is_checked_like_an_attribute(base: Any) -> None:
     class Computes(FedAvg):
         @property
         def base(self) -> Any:

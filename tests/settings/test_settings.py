@@ -54,7 +54,7 @@ def settings(**given: Any) -> Settings:
     return Settings.of({name: one.default for name, one in ARGUMENTS.items()} | {"local_epochs": 1} | given)
 
 
-def test_they_are_the_trainers_arguments_in_the_same_order_and_with_the_same_choices() -> None:
+def test_settings_match_trainer_arguments_in_order_and_choices() -> None:
     own = [one for one in fields(Settings) if one.init]
     assert [one.name for one in own] == [name for name in ARGUMENTS if name not in OTHERS]
     hints = get_type_hints(FederatedTrainer.__init__)
@@ -62,7 +62,7 @@ def test_they_are_the_trainers_arguments_in_the_same_order_and_with_the_same_cho
     assert choices == {name: hint for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-def test_what_is_left_open_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_settings_get_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     found = settings()
     assert isinstance(found.algorithm, FedAvg)
@@ -73,7 +73,7 @@ def test_what_is_left_open_is_completed(monkeypatch: pytest.MonkeyPatch) -> None
     assert (settings(seed=3).seed, settings(seed=3).seed_is_given) == (3, True)
 
 
-def test_samplers_and_rules_of_averaging_settle_each_other() -> None:
+def test_samplers_and_aggregators_determine_related_settings() -> None:
     two, three = RoundRobinSampler(2), RoundRobinSampler(3)
     found = settings(algorithm=FedDane(0.1), sampler=two, gradient_sampler=three)
     assert (found.sampler, found.gradient_sampler) == (two, three)
@@ -83,7 +83,7 @@ def test_samplers_and_rules_of_averaging_settle_each_other() -> None:
     assert found.sampler is found.gradient_sampler is found.aggregator
 
 
-def test_they_are_frozen() -> None:
+def test_settings_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         settings().seed = 1  # type: ignore[misc]
 
@@ -102,12 +102,12 @@ def test_they_are_frozen() -> None:
         *(({"algorithm": method}, re.escape(f"{method!r} does more")) for method in DO_MORE),
     ],
 )
-def test_exact_adapters_need_the_mean_of_the_models(given: dict[str, Any], told: str) -> None:
+def test_exact_adapters_require_the_mean_of_the_models(given: dict[str, Any], told: str) -> None:
     with pytest.raises(FederatedError, match=f"lora='exact' needs a server that only takes the mean .*{told}"):
         settings(lora="exact", **given)
     settings(lora="frozen_a", **given)
 
 
 @pytest.mark.parametrize("method", [FedProx(0.1), Scaffold(), FedDane(0.1), FedCM(0.1), Mime(), FedPer(["head.*"])])
-def test_exact_adapters_go_with_every_such_method(method: Algorithm) -> None:
+def test_exact_adapters_support_methods_with_a_mean_model(method: Algorithm) -> None:
     assert settings(lora="exact", algorithm=method).lora == "exact"

@@ -27,7 +27,7 @@ from tests.helpers.optional import needs_opacus
 from tests.helpers.training import trainer
 
 
-def test_strategies_are_refused_unless_they_run_clients() -> None:
+def test_strategies_that_cannot_run_clients_are_rejected() -> None:
     ddp = pl.strategies.DDPStrategy()
     for known in ("auto", "clients", "ddp", "ddp_spawn", "single_device", "my_own", ddp, ClientsStrategy()):
         check_strategy(known)
@@ -52,7 +52,7 @@ def test_strategies_are_refused_unless_they_run_clients() -> None:
             check_strategy(strategy)
 
 
-def test_options_of_the_local_work_are_refused_with_a_method_that_has_none() -> None:
+def test_local_options_are_rejected_for_methods_without_local_work() -> None:
     options: dict[str, Any] = {
         "gradient_clip_val": 1.0, "accumulate_grad_batches": 2, "max_steps": 3, "limit_train_batches": 0.5,
         "overfit_batches": 2,
@@ -71,7 +71,7 @@ class MyWeights(pl.callbacks.StochasticWeightAveraging):
     """A subclass is refused as its base is."""
 
 
-def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> None:
+def test_settings_and_callbacks_unsupported_in_rounds_are_rejected() -> None:
     check_trainer(trainer())
     for options, message in (
         ({"val_check_interval": 2}, "val_check_interval=2 with check_val_every_n_epoch=1 asks for validation inside"),
@@ -92,7 +92,7 @@ def test_settings_and_callbacks_that_have_no_meaning_in_rounds_are_refused() -> 
             check_trainer(trainer(**options))
 
 
-def test_callbacks_that_would_log_nothing_in_so_few_rounds_are_named(tmp_path: Path) -> None:
+def test_callbacks_that_would_log_nothing_warn(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     for callback in (DeviceStatsMonitor(), LearningRateMonitor("step"), ThroughputMonitor(len)):
         few = trainer(callbacks=[callback], logger=logger, max_rounds=4)
@@ -117,7 +117,7 @@ class After10(PersonalizedAccuracy):
     tag = "after_10"
 
 
-def test_two_measures_that_write_under_one_name_are_refused() -> None:
+def test_measures_with_duplicate_output_names_are_rejected() -> None:
     class Own(Measure):
         pass
 
@@ -138,7 +138,7 @@ def test_two_measures_that_write_under_one_name_are_refused() -> None:
 
 
 @needs_opacus
-def test_measures_of_clients_data_are_refused_beside_differential_privacy() -> None:
+def test_client_data_measures_are_rejected_with_privacy() -> None:
     privacy = DifferentialPrivacy(max_norm=1.0, noise_multiplier=1.0, delta=1e-3)
     drawn: dict[str, Any] = {"aggregator": privacy, "sampler": BernoulliSampler(0.5), "clients_per_round": None}
     check_trainer(trainer(**drawn))

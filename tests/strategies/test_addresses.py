@@ -47,11 +47,11 @@ def on_machine(name: str) -> None:
     peers.socket.getaddrinfo = known  # type: ignore[assignment]
 
 
-def test_processes_of_one_machine_may_use_its_loopback_interface(tmp_path: Path) -> None:
+def test_processes_on_one_machine_may_use_loopback(tmp_path: Path) -> None:
     assert errors(lambda rank: on_machine("node"), tmp_path) == ["", "", ""]
 
 
-def test_a_host_name_that_means_nothing_is_named_on_all_machines(tmp_path: Path) -> None:
+def test_unusable_host_name_is_reported_on_all_machines(tmp_path: Path) -> None:
     found = errors(lambda rank: on_machine(f"node-{rank // 2}"), tmp_path)
     assert len(set(found)) == 1
     assert found[0].startswith(
@@ -60,7 +60,7 @@ def test_a_host_name_that_means_nothing_is_named_on_all_machines(tmp_path: Path)
     )
 
 
-def test_an_address_that_others_cannot_reach_is_named_on_all_machines(tmp_path: Path) -> None:
+def test_unreachable_address_is_reported_on_all_machines(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         on_machine(f"node-{rank}")
         endpoint = {"host": f"node-{rank}", "machine": f"node-{rank}", "problem": "", "source": "to which it resolves"}
@@ -71,7 +71,7 @@ def test_an_address_that_others_cannot_reach_is_named_on_all_machines(tmp_path: 
     assert f"Process 0 on node-0 cannot reach node-1 at {NOWHERE}, to which it resolves: " in found[0]
 
 
-def test_an_interface_that_is_not_there_is_named_on_all_machines(tmp_path: Path) -> None:
+def test_missing_network_interface_is_reported_on_all_machines(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         on_machine(f"node-{rank}")
         os.environ["GLOO_SOCKET_IFNAME"] = "lo,eth9" if rank == 1 else "lo"
@@ -81,7 +81,7 @@ def test_an_interface_that_is_not_there_is_named_on_all_machines(tmp_path: Path)
     assert "GLOO_SOCKET_IFNAME names eth9 on node-1, which has " in found[0]
 
 
-def test_the_loopback_interface_is_refused_between_machines(tmp_path: Path) -> None:
+def test_loopback_interface_is_rejected_between_machines(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         on_machine(f"node-{rank}")
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -92,7 +92,7 @@ def test_the_loopback_interface_is_refused_between_machines(tmp_path: Path) -> N
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("interface", [None, "lo", "eth9"])
-def test_a_fit_on_two_hosts_with_wrong_addresses_ends_at_once(
+def test_fit_on_two_hosts_with_wrong_addresses_fails_quickly(
     interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enter = Host.enter

@@ -93,7 +93,7 @@ def assert_same_bits(those: Sequence[dict[str, Any]], others: Sequence[dict[str,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_processes_end_with_the_same_bits_with_and_without_shared_memory(count: int, tmp_path: Path) -> None:
+def test_results_have_identical_bits_with_or_without_shared_memory(count: int, tmp_path: Path) -> None:
     names = ["states that move, of a larger model"] if count == 3 else list(RUNS)
 
     def work() -> Any:
@@ -103,7 +103,7 @@ def test_processes_end_with_the_same_bits_with_and_without_shared_memory(count: 
     assert_same_bits(one, other)
 
 
-def test_a_process_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None:
+def test_killed_process_is_named_by_the_others(tmp_path: Path) -> None:
     def work() -> Any:
         return end(callbacks=[Kills(1)], strategy=ClientsStrategy(share_memory=False), devices=3, clients_per_round=6)
 
@@ -155,9 +155,7 @@ class Barrier(FederatedCallback):
         ["training"],
     ),
 )
-def test_exchanges_of_processes_that_are_at_different_clients_are_refused(
-    step: str, call: str, does: str, tmp_path: Path
-) -> None:
+def test_collective_calls_during_per_process_work_are_rejected(step: str, call: str, does: str, tmp_path: Path) -> None:
     batches = partial(data, val=classification(12, 7), eval_batch_size=4)  # three for two processes
 
     def work() -> Any:
@@ -172,9 +170,7 @@ def test_exchanges_of_processes_that_are_at_different_clients_are_refused(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("size", "is_refused"), [(8, False), (9, True)])
-def test_exchanges_are_refused_for_a_batch_with_fewer_examples_than_processes(
-    size: int, is_refused: bool, tmp_path: Path
-) -> None:
+def test_collective_calls_are_rejected_with_too_few_batch_examples(size: int, is_refused: bool, tmp_path: Path) -> None:
     def work() -> Any:
         options: dict[str, Any] = {"max_rounds": 1, "clients_per_round": 1.0, "datamodule": lambda: data((size,))}
         end(make=partial(Gathers, "training"), strategy="ddp", devices=2, limit_val_batches=0, **options)
@@ -191,7 +187,7 @@ def hosts() -> Iterator[list[Host]]:
 
 
 @pytest.mark.thorough
-def test_two_hosts_have_the_bits_of_one(hosts: list[Host], tmp_path: Path) -> None:
+def test_two_hosts_match_one_with_identical_bits(hosts: list[Host], tmp_path: Path) -> None:
     one = values(in_processes(lambda: of_all(4, True), tmp_path, 4))
     two = values(in_processes(lambda: of_all(4, False, num_nodes=2), tmp_path, 4, hosts=hosts))
     assert_same_bits(one, two)
@@ -214,7 +210,7 @@ def on_two(folder: Path, *callbacks: Any) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_a_killed_host_is_named_and_one_process_goes_on(hosts: list[Host], tmp_path: Path) -> None:
+def test_killed_host_is_named_and_the_run_resumes_without_it(hosts: list[Host], tmp_path: Path) -> None:
     first, second, *killed = in_processes(partial(on_two, tmp_path, Kills(2, 3)), tmp_path, 4, hosts=hosts)
     assert [outcome.error for outcome in killed] == ["killed"] * 2
     for rank, outcome in enumerate((first, second)):
@@ -231,7 +227,7 @@ def test_a_killed_host_is_named_and_one_process_goes_on(hosts: list[Host], tmp_p
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_host_that_is_cut_off_is_named(rank: int, hosts: list[Host], tmp_path: Path) -> None:
+def test_disconnected_host_is_named(rank: int, hosts: list[Host], tmp_path: Path) -> None:
     unplugged = PullsThePlug(hosts[rank // 2], rank)
     outcomes = in_processes(partial(on_two, tmp_path, unplugged), tmp_path, 4, hosts=hosts)
     for rank, outcome in enumerate(outcomes):

@@ -24,7 +24,7 @@ from tests.helpers.processes import HANGS, in_processes
 from tests.helpers.training import QUIET, fit, seeded
 
 
-def test_lightnings_ddp_becomes_the_one_that_splits_batches() -> None:
+def test_ddp_strategies_become_the_batch_splitting_strategy() -> None:
     for strategy in ("ddp", "ddp_spawn", "ddp_find_unused_parameters_false", "auto", DDPStrategy()):
         made = FederatedTrainer(**{**QUIET, "local_epochs": 1, "devices": 2, "strategy": strategy})
         assert type(made.strategy) is WithinClientStrategy
@@ -49,17 +49,17 @@ class OwnDDP(DDPStrategy):
     ],
     ids=spelled,
 )
-def test_strategies_that_cannot_work_are_refused_by_name(strategy: Any, message: str) -> None:
+def test_unsupported_strategies_are_rejected(strategy: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         FederatedTrainer(**{**QUIET, "local_epochs": 1, "strategy": strategy})
 
 
-def test_the_vectorized_engine_and_split_batches_exclude_each_other() -> None:
+def test_vectorized_engine_is_rejected_with_split_batches() -> None:
     with pytest.raises(FederatedError, match="engine='vectorized' cannot be combined with strategy='ddp' on 2 devices"):
         fit(engine="vectorized", devices=2, strategy="ddp")
 
 
-def test_batch_normalisation_in_evaluation_mode_is_no_obstacle() -> None:
+def test_batch_norm_in_evaluation_mode_is_accepted() -> None:
     module = seeded()
     module.norm = nn.BatchNorm1d(3)
     with pytest.raises(FederatedError, match=r"norm \(BatchNorm1d\) normalises .* Use GroupNorm"):
@@ -69,7 +69,7 @@ def test_batch_normalisation_in_evaluation_mode_is_no_obstacle() -> None:
 
 
 @pytest.mark.thorough
-def test_one_process_splits_nothing(tmp_path: Path) -> None:
+def test_ddp_with_one_process_matches_a_plain_run(tmp_path: Path) -> None:
     # apart from this one, whose process group those that other tests fork would take for theirs
     (outcome,) = in_processes(lambda: fit(strategy="ddp", devices=1), tmp_path, count=1)
     assert torch.equal(outcome.value, fit())
@@ -135,7 +135,7 @@ def in_a_forked_python(script: str, arguments: list[str], folder: Path) -> None:
     ],
     ids=["end", "exit", "error", "group of one's own"],
 )
-def test_the_group_is_left_before_python_ends(
+def test_process_group_is_destroyed_before_python_exits(
     end: str, arguments: list[str], after: str, run: Run, tmp_path: Path
 ) -> None:
     run(SCRIPT + end, arguments, tmp_path)

@@ -62,14 +62,14 @@ class DiesAtItsBar(FederatedCallback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_exception_of_a_child_process_is_raised_as_itself_with_its_trace() -> None:
+def test_child_exception_is_raised_with_its_type_and_traceback() -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         trainer(strategy="clients_fork", callbacks=Ends(KeyError("mine")), **TWO).fit(seeded(), data())
     assert isinstance(caught.value.__cause__, ProcessRaisedException)
     assert "in on_round_end" in str(caught.value.__cause__)
 
 
-def test_an_exception_that_cannot_be_pickled_is_not_sent_to_the_parent() -> None:
+def test_unpicklable_exception_is_not_sent_to_the_parent() -> None:
     launcher = RoundLauncher.__new__(RoundLauncher)
     launcher._start_method, launcher._errors = "spawn", multiprocessing.get_context("fork").SimpleQueue()
 
@@ -87,14 +87,14 @@ def test_an_exception_that_cannot_be_pickled_is_not_sent_to_the_parent() -> None
 
 
 @pytest.mark.thorough
-def test_an_exception_that_cannot_be_pickled_is_raised_as_text() -> None:
+def test_unpicklable_exception_is_raised_as_text() -> None:
     with pytest.raises(ProcessRaisedException, match="lost words"):
         trainer(strategy="clients_fork", callbacks=Ends(TooManyWordsError("lost", "words")), **TWO).fit(
             seeded(), data()
         )
 
 
-def test_the_first_error_of_a_process_goes_before_those_it_caused_elsewhere() -> None:
+def test_original_error_precedes_errors_it_caused_elsewhere() -> None:
     launcher = RoundLauncher.__new__(RoundLauncher)
     own, heard = FederatedError("own"), OtherProcessError("Process 1 failed: own")
     launcher._errors = multiprocessing.get_context("fork").SimpleQueue()
@@ -135,16 +135,16 @@ def forked(folder: Path) -> Any:
 
 
 @pytest.mark.thorough
-def test_forked_processes_compute_on_one_thread(forked: Any, folder: Path) -> None:
+def test_forked_processes_use_one_thread(forked: Any, folder: Path) -> None:
     assert [(folder / f"{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
-def test_the_parent_has_the_module_that_forked_processes_trained(forked: Any, folder: Path) -> None:
+def test_parent_has_the_module_trained_by_forked_processes(forked: Any, folder: Path) -> None:
     assert_has_the_module(forked, folder, torch.float64)
 
 
 @pytest.mark.thorough
-def test_the_parent_has_the_module_in_half_precision_too(tmp_path: Path) -> None:
+def test_parent_has_the_module_trained_in_half_precision(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, "last")
     options = {"precision": "bf16-true", "callbacks": saver, "enable_checkpointing": True, "max_rounds": 2}
     run = trainer(**TWO, strategy="clients_fork", **options)
@@ -159,12 +159,12 @@ def assert_has_the_module(run: Any, folder: Path, dtype: torch.dtype) -> None:
         assert same(dict(copied.lightning_module.state_dict()), dict(saved))
 
 
-def test_the_parent_knows_the_round_and_says_where_the_state_is(forked: Any, tmp_path: Path) -> None:
+def test_parent_knows_the_round_and_reports_the_lost_state(forked: Any, tmp_path: Path) -> None:
     assert_knows_the_round(forked, tmp_path)
 
 
 @pytest.mark.thorough
-def test_the_parent_knows_the_round_of_split_batches_too(tmp_path: Path) -> None:
+def test_parent_knows_the_round_with_split_batches(tmp_path: Path) -> None:
     forked = trainer(strategy="ddp_notebook", max_rounds=2, **TWO)
     forked.fit(seeded(), data())
     assert_knows_the_round(forked, tmp_path)
@@ -182,7 +182,7 @@ def assert_knows_the_round(forked: Any, tmp_path: Path) -> None:
         forked.fit(seeded(), data())
 
 
-def test_a_fork_that_is_killed_at_its_bar_leaves_the_parent_its_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_killed_at_its_progress_bar_does_not_lock_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = TqdmDefaultWriteLock()
     monkeypatch.setattr(Tqdm, "_lock", lock, raising=False)  # as outside the tests, which give forks their own
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
@@ -192,7 +192,7 @@ def test_a_fork_that_is_killed_at_its_bar_leaves_the_parent_its_bars(monkeypatch
 
 
 @pytest.mark.parametrize(("strategy", "instead"), [("clients", "clients_fork"), ("ddp", "ddp_notebook")])
-def test_a_notebook_is_told_which_strategy_it_can_have(
+def test_notebook_error_suggests_a_supported_strategy(
     strategy: str, instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
@@ -200,7 +200,7 @@ def test_a_notebook_is_told_which_strategy_it_can_have(
         trainer(strategy=strategy, **TWO)
 
 
-def test_a_process_of_a_group_is_not_forked() -> None:
+def test_fork_within_a_process_group_is_rejected() -> None:
     trainer(accelerator="cpu", strategy="clients", max_rounds=1).fit(seeded(), data())
     try:
         with pytest.raises(FederatedError, match=r"this process is in a process group.*destroy_process_group\(\)"):
@@ -214,9 +214,7 @@ def test_a_process_of_a_group_is_not_forked() -> None:
 
 @pytest.mark.parametrize("strategy", ["clients", "ddp"])
 @pytest.mark.parametrize("program", ["-c", "-", ""])
-def test_processes_that_would_run_no_script_are_refused(
-    strategy: str, program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_without_a_script_is_rejected(strategy: str, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [program])
     refused = trainer(strategy=strategy, **TWO)
     with pytest.raises(FederatedError, match=f"strategy='{strategy}' starts.*pass strategy='{strategy}_fork'"):

@@ -33,7 +33,7 @@ def exchange(peers: Peers) -> None:
         dist.barrier()
 
 
-def test_peers_report_a_process_as_missing_once_it_ends(tmp_path: Path) -> None:
+def test_peers_report_an_ended_process_as_missing(tmp_path: Path) -> None:
     has_seen = tmp_path / "seen"
 
     def work(peers: Peers, rank: int) -> Any:
@@ -52,7 +52,7 @@ def test_peers_report_a_process_as_missing_once_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_process_that_ends_because_of_another_is_not_named_as_missing(tmp_path: Path) -> None:
+def test_process_ended_by_another_failure_is_not_reported_missing(tmp_path: Path) -> None:
     exists = tmp_path / "waits"
 
     def work(peers: Peers, rank: int) -> Any:
@@ -72,7 +72,7 @@ def test_a_process_that_ends_because_of_another_is_not_named_as_missing(tmp_path
 
 
 @pytest.mark.thorough
-def test_an_exchange_that_fails_with_all_processes_alive_raises_its_own_error(tmp_path: Path) -> None:
+def test_failed_exchange_between_live_processes_keeps_its_error(tmp_path: Path) -> None:
     def work(peers: Peers, rank: int) -> Any:
         if rank == 0:
             with peers.naming():
@@ -84,7 +84,7 @@ def test_an_exchange_that_fails_with_all_processes_alive_raises_its_own_error(tm
 
 
 @pytest.mark.thorough
-def test_a_process_that_cannot_be_reached_is_named_at_the_start(tmp_path: Path) -> None:
+def test_unreachable_process_warns_at_startup(tmp_path: Path) -> None:
     def run() -> Any:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -103,7 +103,7 @@ def test_a_process_that_cannot_be_reached_is_named_at_the_start(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system does not offer it")
-def test_connections_made_inside_are_tested_and_others_are_not() -> None:
+def test_only_connections_opened_inside_are_monitored() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = socket.create_connection(listener.getsockname())
         with monitored_connections(7.0):
@@ -121,7 +121,7 @@ def test_connections_made_inside_are_tested_and_others_are_not() -> None:
     assert found == [(0, 0), (1, 7000), (0, 0)]
 
 
-def test_the_page_quotes_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_quote_the_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/engines.md").read_text()
     quoted = re.findall(r"^    FederatedError: (.*?) \.\.\.$", page, re.MULTILINE | re.DOTALL)
     monkeypatch.setattr(module, "_SETTLE", 0.0)

@@ -13,7 +13,7 @@ from lightning_fed.strategies.shared_memory import SharedMemory
 from tests.helpers.memory import message, shared
 
 
-def test_a_process_alone_exchanges_nothing() -> None:
+def test_single_process_exchanges_nothing() -> None:
     alone, total = Ranks(), torch.arange(3.0)
     alone.sum([total])
     assert total.tolist() == [0.0, 1.0, 2.0]
@@ -23,7 +23,7 @@ def test_a_process_alone_exchanges_nothing() -> None:
     assert received.tolist() == []
 
 
-def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
+def test_ranks_exchange_equally_with_or_without_shared_memory(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
         found = []
@@ -42,7 +42,7 @@ def test_ranks_exchange_the_same_with_and_without(tmp_path: Path) -> None:
         assert outcome.value[0] == outcome.value[1]
 
 
-def test_a_message_read_out_of_order_is_an_error(tmp_path: Path) -> None:
+def test_message_read_out_of_order_raises(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         ranks = Ranks(rank, size, torch.device("cpu"), memory)
         deliver = ranks.deliver("first", [[message(rank, 16)]] * size)
@@ -53,7 +53,7 @@ def test_a_message_read_out_of_order_is_an_error(tmp_path: Path) -> None:
         assert "FederatedError: Processes have exchanged something else" in outcome.error
 
 
-def test_processes_on_devices_without_float64_are_refused_by_name() -> None:
+def test_multi_process_devices_without_float64_are_rejected() -> None:
     trainer: Any = SimpleNamespace(
         global_rank=0, world_size=2, strategy=SimpleNamespace(root_device=torch.device("mps"))
     )

@@ -21,7 +21,7 @@ from tests.helpers.selection import few
 
 
 @pytest.mark.parametrize("count", few([2, 3], [3]))
-def test_everybody_gets_everybodys_bytes(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_returns_the_bytes_of_every_process(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 1000)
     # nothing, less than a piece, exactly one, several, and each process another number of pieces
     lengths = [[0] * 3, [1, 0, 5], [1000, 1000, 1000], [1001, 3, 999], [2500, 10_000, 1], [8, 8, 8], [1, 5000, 3000]]
@@ -36,7 +36,7 @@ def test_everybody_gets_everybodys_bytes(count: int, tmp_path: Path, monkeypatch
             assert [part.tolist() for part in found] == [message(r, of[r]).tolist() for r in range(count)]
 
 
-def test_sums_are_added_up_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_added_in_rank_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 1000)
     cases = [(n, dtype) for dtype in (torch.float32, torch.float64) for n in (1, 125, 126, 3000, 2)]
 
@@ -57,7 +57,7 @@ def test_sums_are_added_up_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.thorough
-def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
+def test_messages_are_not_overwritten_before_they_are_read(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
         wrong = 0
@@ -72,7 +72,7 @@ def test_no_message_is_overwritten_before_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 2**16)
     length = 3 * shared_memory.PIECE + 5  # however much it is
     has_arrived = tmp_path / "arrived"
@@ -99,7 +99,7 @@ def test_a_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monk
     assert second.value == ([[[0, e[1], *e], [7, e[1], *e]] for e in ends], last)
 
 
-def test_a_process_that_ends_is_missed_by_name(tmp_path: Path) -> None:
+def test_ended_process_raises_an_error_naming_it(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
         memory.gather(message(rank, 3))
@@ -112,7 +112,7 @@ def test_a_process_that_ends_is_missed_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_last_message_of_a_process_that_ends_arrives(tmp_path: Path) -> None:
+def test_last_message_of_an_ended_process_arrives(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
         if rank == 0:
@@ -125,7 +125,7 @@ def test_the_last_message_of_a_process_that_ends_arrives(tmp_path: Path) -> None
 
 
 @pytest.mark.thorough
-def test_waiting_ends_after_the_timeout(tmp_path: Path) -> None:
+def test_waiting_raises_after_the_timeout(tmp_path: Path) -> None:
     has_ended = tmp_path / "ended"
 
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
@@ -142,7 +142,7 @@ def test_waiting_ends_after_the_timeout(tmp_path: Path) -> None:
     assert "ClientsStrategy(timeout=...)" in waiting.error
 
 
-def test_too_little_shared_memory_is_an_error_that_names_the_size(tmp_path: Path) -> None:
+def test_insufficient_shared_memory_raises_an_error_with_the_size(tmp_path: Path) -> None:
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
         assert memory is not None
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
@@ -153,7 +153,7 @@ def test_too_little_shared_memory_is_an_error_that_names_the_size(tmp_path: Path
         assert f"FederatedError: Process {rank} cannot get 4 MiB of memory to share" in outcome.error
 
 
-def test_processes_that_cannot_share_memory_do_not(tmp_path: Path) -> None:
+def test_shared_memory_is_disabled_if_any_process_cannot_share(tmp_path: Path) -> None:
     faults = {"_machine": lambda: "another", "_offer": list}
 
     def run() -> Any:

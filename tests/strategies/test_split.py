@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("examples", [1, 2, 5, 12])
-def test_parts_hold_every_example_once_the_first_most(examples: int, size: int) -> None:
+def test_parts_cover_every_example_once_with_the_largest_first(examples: int, size: int) -> None:
     parts = [BatchSplit(rank=rank, size=size).cut(torch.arange(examples), examples) for rank in range(size)]
     counts = [own for _, own in parts]
     assert torch.equal(torch.cat([part for part, own in parts if own]), torch.arange(examples))
@@ -33,7 +33,7 @@ def test_parts_hold_every_example_once_the_first_most(examples: int, size: int) 
     assert counts[0] == max(counts) <= min(counts) + 1
 
 
-def test_nested_batches_are_cut_in_every_tensor_and_list_of_texts() -> None:
+def test_nested_batches_are_split_in_tensors_and_string_lists() -> None:
     x, names = torch.arange(6).view(3, 2), ["a", "b", "c"]
     rows = slice(1, 3)
     assert part_of(Sample(x, names), 3, rows).names == ["b", "c"]
@@ -52,13 +52,13 @@ IMAGES = tuple(torch.zeros(3, 8, 8) for _ in range(3))  # three images of three 
     [[torch.zeros(3), torch.zeros(2, 3)], {"x": object()}, (IMAGES, ({}, {}, {})), {"image": IMAGES}],
     ids=["tensor", "object", "images", "named images"],
 )
-def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any) -> None:
+def test_unsplittable_batches_are_rejected(batch: Any) -> None:
     message = "batch of 3 examples holds an? .*(shape|object|tuple of 3 tensors).*strategy='clients'"
     with pytest.raises(FederatedError, match=message):
         part_of(batch, 3, slice(0, 1))
 
 
-def test_a_tuple_of_images_is_cut_by_images_and_refused_if_it_may_be_columns() -> None:
+def test_image_tuples_are_split_and_ambiguous_tuples_are_rejected() -> None:
     images = tuple(torch.full((3, 2, 2), float(i)) for i in range(4))
     part, targets = part_of((images, ({"id": 0}, {"id": 1}, {"id": 2}, {"id": 3})), 4, slice(1, 3))
     assert [float(image[0, 0, 0]) for image in part] == [1.0, 2.0]

@@ -78,7 +78,7 @@ STOPS = {signal.SIGTERM: SIGTERMException, signal.SIGINT: SystemExit}
 
 
 @pytest.mark.parametrize("number", STOPS, ids=lambda n: n.name)
-def test_a_signal_stops_at_the_next_local_step_and_saves_the_last_round(
+def test_signal_stops_at_the_next_local_step_and_saves_last_round(
     number: int, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[int] = []
@@ -94,13 +94,13 @@ def test_a_signal_stops_at_the_next_local_step_and_saves_the_last_round(
     assert torch.equal(resumed.fit_loop.state.x, whole.fit_loop.state.x)
 
 
-def test_a_run_that_is_stopped_in_its_first_round_leaves_no_log_folder(tmp_path: Path) -> None:
+def test_run_stopped_in_its_first_round_leaves_no_log_folder(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, keep=None, logger=TensorBoardLogger(tmp_path), callbacks=[At(send(signal.SIGINT), round=0)])
     assert not list(tmp_path.rglob("version_*"))
 
 
-def test_what_a_checkpoint_holds_already_is_not_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_round_already_in_a_checkpoint_is_not_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SIGTERMException):
         run(tmp_path, keep={}, callbacks=[At(send(signal.SIGTERM))])
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
@@ -110,7 +110,7 @@ def test_what_a_checkpoint_holds_already_is_not_saved_again(tmp_path: Path, capl
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
 
 
-def test_a_last_checkpoint_of_another_run_is_left_alone(tmp_path: Path) -> None:
+def test_last_checkpoint_of_another_run_is_kept(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").write_bytes(b"of another run")
     with pytest.raises(SIGTERMException):
         run(tmp_path, callbacks=[At(send(signal.SIGTERM))])
@@ -118,7 +118,7 @@ def test_a_last_checkpoint_of_another_run_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").read_bytes() == b"of another run"
 
 
-def test_a_stopped_run_without_checkpoints_saves_nothing_and_says_so(
+def test_stopped_run_without_checkpoints_saves_nothing_and_logs_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(SIGTERMException):
@@ -127,13 +127,13 @@ def test_a_stopped_run_without_checkpoints_saves_nothing_and_says_so(
     assert "no checkpoint holds them" in caplog.text
 
 
-def test_a_signal_while_a_round_ends_waits_for_its_end(tmp_path: Path) -> None:
+def test_signal_at_round_end_waits_for_the_round_to_finish(tmp_path: Path) -> None:
     with pytest.raises(SIGTERMException):
         run(tmp_path, keep={}, callbacks=[At(send(signal.SIGTERM), hook="on_round_end")])
     assert os.listdir(tmp_path) == ["step=4.ckpt"]
 
 
-def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+def test_second_interrupt_stops_immediately(tmp_path: Path) -> None:
     def twice() -> None:
         send(signal.SIGINT)()
         with pytest.raises(KeyboardInterrupt):
@@ -145,14 +145,14 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
 
 
-def test_handlers_are_the_users_own_again_afterwards(tmp_path: Path) -> None:
+def test_signal_handlers_are_restored_after_fit(tmp_path: Path) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     run(tmp_path, 1)
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.parametrize("ckpt_path", few([None, "last"], ["last"]))
-def test_a_requeue_signal_of_slurm_saves_asks_for_the_next_job_and_stops(
+def test_slurm_requeue_signal_saves_requeues_and_stops(
     ckpt_path: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -187,7 +187,7 @@ METHODS = [Scaffold(), MimeLite()]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_gradient_scaler_goes_on_from_the_start_of_the_round(method: Any, tmp_path: Path) -> None:
+def test_gradient_scaler_resumes_from_the_start_of_the_round(method: Any, tmp_path: Path) -> None:
     options = {"algorithm": method, "ckpt_path": "last"}
     for at in (1, 4):
         with pytest.raises(SIGTERMException):
@@ -198,7 +198,7 @@ def test_a_gradient_scaler_goes_on_from_the_start_of_the_round(method: Any, tmp_
     assert torch.equal(resumed.fit_loop.state.x, whole.fit_loop.state.x)
 
 
-def test_a_checkpoint_in_the_middle_of_a_round_holds_the_scaler_of_its_start(tmp_path: Path) -> None:
+def test_mid_round_checkpoint_holds_the_scaler_of_the_round_start(tmp_path: Path) -> None:
     class Save(FederatedCallback):
         def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
             if trainer.fit_loop.round == 3:
@@ -226,7 +226,7 @@ def parameters_of(made: Any) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in made.lightning_module.parameters()])
 
 
-def test_a_run_that_breaks_while_a_round_ends_saves_nothing_of_it(whole: Any, tmp_path: Path) -> None:
+def test_run_that_fails_at_round_end_does_not_save_that_round(whole: Any, tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("my own")
 
@@ -242,7 +242,7 @@ def test_a_run_that_breaks_while_a_round_ends_saves_nothing_of_it(whole: Any, tm
 
 
 @pytest.mark.thorough
-def test_tensorboard_shows_every_round_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_round_once(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("my own")
 

@@ -77,7 +77,7 @@ def broadcast(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Ten
     ("function", "constants"),
     [(plain, []), (svrg, C), (proximal, C), (scaled, C), (decayed_twice, []), (entangled, []), (broadcast, C)],
 )
-def test_the_parameters_move_as_along_the_directions(
+def test_parameters_move_along_the_base_directions(
     function: Callable[..., list[Tensor]], constants: list[Tensor]
 ) -> None:
     directions = function(W, B, X, *constants)
@@ -90,7 +90,7 @@ def targets(graph: fx.Graph) -> list[str]:
     return [str(node.target).removeprefix("aten.") for node in graph.nodes if node.op == "call_function"]
 
 
-def test_products_are_added_without_being_formed_and_constants_only_once() -> None:
+def test_products_are_fused_and_constants_are_computed_once() -> None:
     graphs, _ = split(svrg, C)
     step = targets(graphs.call)
     assert step.count("addmm_.default") == 1
@@ -99,14 +99,14 @@ def test_products_are_added_without_being_formed_and_constants_only_once() -> No
     assert "mul.Tensor" in targets(graphs.once)
 
 
-def test_a_multiple_of_the_parameter_rides_along_with_the_product() -> None:
+def test_parameter_scaling_is_fused_into_the_product() -> None:
     graphs, _ = split(decayed_twice)
     step = targets(graphs.call)
     assert step.count("mul_.Tensor") == 1  # of the bias, whose gradient is no product
     assert "mul.Tensor" not in step
 
 
-def test_what_writes_to_constants_is_left_alone() -> None:
+def test_graph_that_writes_to_constants_is_not_split() -> None:
     def writes(w: Tensor, b: Tensor, x: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
         return [*forward(w, b, x), (c + 1.0).add_(d[:, None])]
 
@@ -114,7 +114,7 @@ def test_what_writes_to_constants_is_left_alone() -> None:
     assert split_graph(module, 2, 2) is None
 
 
-def test_gradients_of_one_input_at_two_points_are_one_product() -> None:
+def test_gradients_that_share_an_input_use_one_product() -> None:
     graphs, _ = split(svrg, C)
     assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.call.nodes) == 1
 
@@ -128,7 +128,7 @@ def test_gradients_of_one_input_at_two_points_are_one_product() -> None:
         torch.testing.assert_close(found, start + RATE * direction, rtol=1e-12, atol=1e-12)
 
 
-def test_a_logged_parameter_is_read_before_it_moves() -> None:
+def test_logged_parameter_is_read_before_its_update() -> None:
     def logs(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
         return [*forward(w, b, x), b.sum(), b, w[0].detach(), w.view(-1)]
 
@@ -140,7 +140,7 @@ def test_a_logged_parameter_is_read_before_it_moves() -> None:
         assert torch.equal(value, expected)
 
 
-def test_what_is_computed_twice_is_computed_once() -> None:
+def test_repeated_computations_are_merged() -> None:
     def twice(x: Tensor, y: Tensor) -> list[Tensor]:
         ones = torch.ones_like(x.sum()) * 1
         same = [(x * y).exp() + 1, (x * y).exp() + 1.0, (x * y).exp() + ones]
@@ -157,7 +157,7 @@ def test_what_is_computed_twice_is_computed_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(module(x, y), expected, strict=True))
 
 
-def test_a_trace_that_writes_keeps_its_copies() -> None:
+def test_trace_with_in_place_writes_keeps_its_copies() -> None:
     def writes(x: Tensor) -> list[Tensor]:
         before, kept = x.exp().clone(), x.exp()
         return [kept.add_(1.0), x.exp(), before]

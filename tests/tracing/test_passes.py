@@ -55,7 +55,7 @@ STACKED: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_a_graph_takes_any_number(name: str) -> None:
+def test_graph_generalizes_to_any_number_of_clients(name: str) -> None:
     found, module = takes_any(STACKED[name])
     assert found
     for count in (2, 3, 5, 6, 7, 12):
@@ -84,7 +84,7 @@ NOT: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", NOT)
-def test_a_graph_that_differs_in_anything_else_stays_as_it_is(name: str) -> None:
+def test_graphs_with_other_differences_are_not_generalized(name: str) -> None:
     before = traced(NOT[name], 5)
     found, module = takes_any(NOT[name])
     assert not found
@@ -102,14 +102,14 @@ def test_a_graph_that_differs_in_anything_else_stays_as_it_is(name: str) -> None
     ],
     ids=["a multiple", "another multiple", "another operator"],
 )
-def test_a_third_number_has_to_agree(function: Function, expected: bool) -> None:
+def test_third_client_count_must_agree(function: Function, expected: bool) -> None:
     modules = [traced(function, count) for count in (5, 7, 3)]
     before = str(modules[0].graph)
     assert generalize([[module.graph for module in modules]], modules) is expected
     assert (str(modules[0].graph) != before) is expected
 
 
-def test_of_two_graphs_both_or_none_are_changed() -> None:
+def test_graphs_are_generalized_all_or_none() -> None:
     one, other = traced(STACKED["a view"], 5), traced(STACKED["a view"], 7)
     first, second = traced(NOT["one more"], 5), traced(NOT["one more"], 7)
     before = str(one.graph)
@@ -117,7 +117,7 @@ def test_of_two_graphs_both_or_none_are_changed() -> None:
     assert str(one.graph) == before
 
 
-def test_equal_operations_are_done_once_but_numbers_are_drawn_twice() -> None:
+def test_equal_operations_are_merged_but_random_draws_are_not() -> None:
     module = make_fx(lambda x: [torch.rand_like(x) + torch.rand_like(x), x.sin() + x.sin()])(torch.ones(3))
     simplify(module)
     sums = [node.args for node in module.graph.nodes if node.target is torch.ops.aten.add.Tensor]
@@ -173,7 +173,7 @@ SHAPES = {"examples": (6, CLASSES), "sequences": (3, CLASSES, 4), "pictures": (2
 
 
 @pytest.mark.parametrize(("name", "shape"), covering([*LOSSES], [*SHAPES]))
-def test_a_cross_entropy_is_one_kernel_per_pass_with_the_same_bits(name: str, shape: str) -> None:
+def test_cross_entropy_uses_one_kernel_per_pass_and_identical_bits(name: str, shape: str) -> None:
     tensors, expected = scored(SHAPES[shape], 3), 2 if name == "two losses" else 1
     module, forward, backward = restored(LOSSES[name], *tensors)
     assert (forward, backward) == (expected, expected)
@@ -183,7 +183,7 @@ def test_a_cross_entropy_is_one_kernel_per_pass_with_the_same_bits(name: str, sh
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_precisions_have_the_same_bits(dtype: torch.dtype) -> None:
+def test_cross_entropy_in_other_precisions_has_identical_bits(dtype: torch.dtype) -> None:
     tensors = scored((6, CLASSES), 3, dtype)
     module, forward, backward = restored(F.cross_entropy, *tensors)
     assert (forward, backward) == (1, 1)
@@ -192,7 +192,7 @@ def test_other_precisions_have_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(found, same)
 
 
-def test_a_client_whose_classes_are_all_ignored_has_the_module_s_own_gradient() -> None:
+def test_client_with_only_ignored_classes_has_zero_gradient() -> None:
     scores, classes = scored((6, CLASSES), 3)
     classes[1] = -100
     module, _, _ = restored(F.cross_entropy, scores, classes)
@@ -204,7 +204,7 @@ def test_a_client_whose_classes_are_all_ignored_has_the_module_s_own_gradient() 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernels_take_any_number_of_clients(shape: str) -> None:
+def test_kernels_support_any_number_of_clients(shape: str) -> None:
     modules = [restored(F.cross_entropy, *scored(SHAPES[shape], count))[0] for count in (5, 7)]
     assert generalize([[module.graph for module in modules]], modules)
     modules[0].recompile()
@@ -229,7 +229,7 @@ OTHERS: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_losses_keep_their_numbers(name: str) -> None:
+def test_other_losses_keep_identical_bits(name: str) -> None:
     loss, forward = OTHERS[name]
     tensors = scored((6, CLASSES), 3)
     module, found, _ = restored(loss, *tensors)

@@ -39,7 +39,7 @@ TRACED = ["FedAvg", "Scaffold i", "FedDyn", "Mime Adam", "CMime SGDm", "MimeMVR 
         ["FedCM-64"],
     ),
 )
-def test_traced_steps_agree_with_the_sequential_engine(name: str, chunk_size: int) -> None:
+def test_traced_steps_match_the_sequential_engine(name: str, chunk_size: int) -> None:
     method = METHODS[name]
     make = partial(Ordinary, method.optimizer)
     options = {"algorithm": method.algorithm, "local_epochs": 2, "max_rounds": 3, "datamodule": full_batches}
@@ -49,7 +49,7 @@ def test_traced_steps_agree_with_the_sequential_engine(name: str, chunk_size: in
 
 
 @pytest.mark.thorough
-def test_traced_steps_of_another_local_optimizer_agree() -> None:
+def test_traced_steps_with_adam_match_the_sequential_engine() -> None:
     options = {"make": partial(Ordinary, ADAM), "algorithm": Scaffold(), "max_rounds": 3, "datamodule": full_batches}
     traced = run("vectorized", **options)
     assert len(traces_of(traced)) > 0
@@ -57,7 +57,7 @@ def test_traced_steps_of_another_local_optimizer_agree() -> None:
 
 
 @pytest.mark.thorough
-def test_shapes_are_noted_in_one_mode_for_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_creates_no_fake_tensor_mode_per_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """make_fx would make one for every operation, which takes twice as long as all the rest of tracing."""
     made = []
 
@@ -90,7 +90,7 @@ class Cool(FederatedCallback):
 
 
 @pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
-def test_an_attribute_that_changes_between_rounds_is_heeded(chunk_size: int) -> None:
+def test_attribute_changed_between_rounds_takes_effect(chunk_size: int) -> None:
     runs = [
         run(engine, Tempered, full_batches, algorithm=FedAvg(), callbacks=[Cool()], **options)
         for engine, options in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size}))
@@ -110,7 +110,7 @@ class Epochal(Ordinary):
 
 
 @pytest.mark.thorough
-def test_a_step_that_looks_at_the_trainer_is_not_traced() -> None:
+def test_step_that_reads_the_trainer_is_not_traced() -> None:
     runs = [run(engine, Epochal, algorithm=FedAvg(), max_rounds=4) for engine in ("sequential", "vectorized")]
     assert not traces_of(runs[1]).allowed
     assert_agree(*runs)
@@ -136,7 +136,7 @@ class Scale(FederatedCallback):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [1, 64])
-def test_a_step_that_no_longer_gives_its_traces_loss_is_traced_again(chunk_size: int) -> None:
+def test_step_whose_loss_differs_from_its_trace_is_retraced(chunk_size: int) -> None:
     sequential = run("sequential", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
     with pytest.warns(UserWarning, match="gives another loss than when it was traced.* have changed in 3 rounds"):
         traced = run("vectorized", Global, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()], chunk_size=chunk_size)
@@ -158,7 +158,7 @@ class Reversal(Ordinary):
     ("method", "chunk_size"),
     [pytest.param(name, n, id=f"{name}-{n}") for name in ("FedAvg", "Scaffold", "Adam", "Mime") for n in (1, 64)],
 )
-def test_a_gradient_that_changes_without_the_loss_is_heeded(method: str, chunk_size: int) -> None:
+def test_gradient_change_without_a_loss_change_takes_effect(method: str, chunk_size: int) -> None:
     algorithm = {"FedAvg": FedAvg(), "Mime": Mime()}.get(method, Scaffold())
     make = partial(Reversal, ADAM) if method == "Adam" else Reversal
     options = {"algorithm": algorithm, "max_rounds": 3, "datamodule": full_batches}
@@ -170,7 +170,7 @@ def test_a_gradient_that_changes_without_the_loss_is_heeded(method: str, chunk_s
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [1, 64])
-def test_moves_too_short_to_tell_their_direction_are_compared_as_long_ones(
+def test_steps_too_short_to_compare_are_checked_like_long_ones(
     chunk_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"algorithm": Scaffold(), "max_rounds": 3, "datamodule": full_batches, "chunk_size": chunk_size}
@@ -184,7 +184,7 @@ def test_moves_too_short_to_tell_their_direction_are_compared_as_long_ones(
 
 
 @pytest.mark.thorough
-def test_a_run_whose_step_was_traced_again_resumes_with_the_same_bits(tmp_path: Path) -> None:
+def test_run_with_a_retraced_step_resumes_with_identical_bits(tmp_path: Path) -> None:
     options = {"datamodule": full_batches, "algorithm": FedAvg(), "max_rounds": 4}
     whole = run("vectorized", Global, callbacks=[Scale()], **options)
     part = run("vectorized", Global, callbacks=[Scale()], **{**options, "max_rounds": 2})
@@ -195,7 +195,7 @@ def test_a_run_whose_step_was_traced_again_resumes_with_the_same_bits(tmp_path: 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [1, 64])
-def test_a_trace_that_fails_at_work_is_given_up_loudly(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_trace_warns_and_falls_back_to_untraced_steps(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Trace, parameter: torch.Tensor, *_: Any, **__: Any) -> None:
         parameter.add_(1.0)
         raise RuntimeError("no such view")
@@ -218,7 +218,7 @@ class LogsNumbers(Ordinary):
 
 
 @pytest.mark.thorough
-def test_a_logged_number_of_pythons_is_not_repeated() -> None:
+def test_logged_python_number_is_not_frozen_in_the_trace() -> None:
     runs = [
         run(engine, LogsNumbers, algorithm=FedAvg(), max_rounds=4, callbacks=[Scale()])
         for engine in ("sequential", "vectorized")
@@ -228,7 +228,7 @@ def test_a_logged_number_of_pythons_is_not_repeated() -> None:
 
 
 @pytest.mark.thorough
-def test_the_same_run_gives_the_same_bits_traced() -> None:
+def test_traced_run_is_deterministic() -> None:
     one, other = (run("vectorized", algorithm=Mime(SGDm()), max_rounds=4) for _ in range(2))
     assert torch.equal(one.fit_loop.state.x, other.fit_loop.state.x)
 
@@ -251,7 +251,7 @@ class Entangled(Ordinary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [1, 64])
-def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) -> None:
+def test_traced_steps_with_coupled_gradients_match_sequential(chunk_size: int) -> None:
     make = partial(Entangled, partial(torch.optim.SGD, lr=0.02))
     options = {"algorithm": FedAvg(), "max_rounds": 3}
     traced = run("vectorized", make, chunk_size=chunk_size, **options)
@@ -260,7 +260,7 @@ def test_parameters_whose_gradients_look_at_each_other_agree(chunk_size: int) ->
 
 
 @pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
-def test_a_resumed_traced_run_has_the_same_bits(chunk_size: int, tmp_path: Any) -> None:
+def test_resumed_traced_run_has_identical_bits(chunk_size: int, tmp_path: Any) -> None:
     options = {"algorithm": FedAvg(), "chunk_size": chunk_size, "precision": "32-true"}
     whole, half = (run("vectorized", datamodule=full_batches, max_rounds=rounds, **options) for rounds in (4, 2))
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -282,7 +282,7 @@ class Normed(Ordinary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [1, 64])
-def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int) -> None:
+def test_backward_passes_are_not_traced_for_double_backward(chunk_size: int) -> None:
     traced = run("vectorized", Normed, chunk_size=chunk_size, algorithm=Scaffold())
     steps = [trace for trace in traces_of(traced)._traces.values() if trace is not None]
     operators = [{getattr(node.target, "__name__", "") for node in trace.graph.call.nodes} for trace in steps]
@@ -292,7 +292,7 @@ def test_backward_passes_are_not_made_to_be_differentiated_again(chunk_size: int
 
 
 @pytest.mark.thorough
-def test_without_what_traces_are_made_with_steps_run_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_untraced_without_pytorch_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = run("vectorized")
     monkeypatch.setattr(traces, "_MISSING", "cannot import name 'tracing'")
     with pytest.warns(UserWarning, match=r"run untraced, which is slower: PyTorch .* no longer .*cannot import name"):

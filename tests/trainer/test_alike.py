@@ -156,25 +156,25 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_process_that_is_given_something_else_is_refused_in_all(name: str, errors: list[dict[str, str]]) -> None:
+def test_different_settings_or_data_are_rejected_in_all_processes(name: str, errors: list[dict[str, str]]) -> None:
     for of_rank in errors:
         assert of_rank[name].startswith("Process 1 was given other settings or data than process 0: "), name
         assert CASES[name][1] in of_rank[name]
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_processes_that_draw_other_clients_or_steps_end_by_name(name: str, errors: list[dict[str, str]]) -> None:
+def test_processes_with_different_clients_or_steps_raise(name: str, errors: list[dict[str, str]]) -> None:
     for of_rank in errors:
         assert of_rank[name].startswith(f"Process 1 has other clients in round {DRAWN[name][1]} than process 0, or"), (
             name
         )
 
 
-def test_processes_that_are_given_the_same_train(errors: list[dict[str, str]]) -> None:
+def test_processes_with_equal_settings_and_data_train(errors: list[dict[str, str]]) -> None:
     assert [(of_rank["alike"], of_rank["drawn"]) for of_rank in errors] == [("", "")] * 2
 
 
-def test_the_device_of_a_rate_is_no_difference() -> None:
+def test_device_of_a_learning_rate_is_ignored() -> None:
     assert _DEVICE.sub("", "[{'lr': tensor(0.1000, device='cuda:1'), 'betas': (0.9, 0.99)}]") == (
         "[{'lr': tensor(0.1000), 'betas': (0.9, 0.99)}]"
     )

@@ -16,7 +16,7 @@ from tests.helpers.training import Net, data, fit, parameters, seeded, trainer
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_validation_and_checkpoints_come_every_n_rounds(every: int, tmp_path: Any) -> None:
+def test_validation_and_checkpoints_run_every_n_rounds(every: int, tmp_path: Any) -> None:
     class Validations(pl.Callback):
         rounds: list[int]
 
@@ -35,7 +35,7 @@ def test_validation_and_checkpoints_come_every_n_rounds(every: int, tmp_path: An
     assert names == {f"epoch={r - 1}-step={r}.ckpt" for r in range(every, 7, every)}
 
 
-def test_test_and_predict_use_the_server_model() -> None:
+def test_test_stage_uses_the_server_model() -> None:
     class Staged(Net):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.validation_step(batch, batch_idx)
@@ -69,9 +69,7 @@ def changed(saved: Path, path: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     ("format", "message"), [(99, "a newer version.*Install that version"), (2, "an older version.*Finish the run with")]
 )
-def test_a_checkpoint_of_another_format_is_refused_with_both_formats(
-    format: int, message: str, saved: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_format_is_rejected(format: int, message: str, saved: Path, tmp_path: Path) -> None:
     def other(checkpoint: Any) -> None:
         checkpoint["loops"]["fit_loop"]["state_dict"]["format"] = format
 
@@ -80,7 +78,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_both_formats(
         trainer(algorithm=Scaffold()).fit(seeded(), data(), ckpt_path=path)
 
 
-def test_weights_of_another_shape_are_refused_by_name(saved: Path, tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_rejected(saved: Path, tmp_path: Path) -> None:
     def other(checkpoint: Any) -> None:
         checkpoint["state_dict"]["head.bias"] = torch.zeros(5)
 
@@ -89,7 +87,7 @@ def test_weights_of_another_shape_are_refused_by_name(saved: Path, tmp_path: Pat
         trainer(algorithm=Scaffold()).fit(seeded(), data(), ckpt_path=path)
 
 
-def test_a_checkpoint_without_a_federated_run_gives_the_first_weights_alone(
+def test_checkpoint_without_a_federated_run_loads_only_weights(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = changed(saved, tmp_path / "other.ckpt", lambda checkpoint: checkpoint["loops"].clear())
@@ -102,7 +100,7 @@ def test_a_checkpoint_without_a_federated_run_gives_the_first_weights_alone(
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_a_checkpoint_in_the_middle_of_a_round_is_that_of_its_start(tmp_path: Path) -> None:
+def test_mid_round_checkpoint_holds_the_state_of_the_round_start(tmp_path: Path) -> None:
     class Saves(FederatedCallback):
         def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.fit_loop.round}.ckpt")
@@ -119,7 +117,7 @@ def test_a_checkpoint_in_the_middle_of_a_round_is_that_of_its_start(tmp_path: Pa
     assert torch.equal(parameters(model), parameters(run.lightning_module))
 
 
-def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_ended_by_early_stopping_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def stopping() -> EarlyStopping:
         return EarlyStopping("val_loss", patience=1, mode="max")
 
@@ -134,13 +132,13 @@ def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path, caplog:
     assert "EarlyStopping(monitor='val_loss') had ended this run" in caplog.text
 
 
-def test_a_newest_checkpoint_that_is_not_there_is_missed_by_name() -> None:
+def test_missing_last_checkpoint_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"FederatedTrainer.validate\(ckpt_path='last'\) found no checkpoint"):
         trainer().validate(seeded(), data(), ckpt_path="last")
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_callbacks_that_log_per_batch_log_the_first_step_of_every_nth_round(accumulated: int, tmp_path: Path) -> None:
+def test_per_batch_callbacks_log_the_first_step_every_n_rounds(accumulated: int, tmp_path: Path) -> None:
     rates = LearningRateMonitor("step")
     throughput = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     options: dict[str, Any] = {"logger": CSVLogger(tmp_path), "callbacks": [rates, throughput], "max_rounds": 4}
@@ -171,9 +169,7 @@ class Noted(FederatedCallback):
 @pytest.mark.parametrize(
     ("notes", "fails", "stays"), [(False, "refused", 0), (True, "refused", 1), (False, "client", 1)]
 )
-def test_only_a_refused_run_loses_its_log_and_never_a_file_of_the_users(
-    notes: bool, fails: str, stays: int, tmp_path: Path
-) -> None:
+def test_rejected_run_removes_its_log_but_no_user_files(notes: bool, fails: str, stays: int, tmp_path: Path) -> None:
     run = trainer(callbacks=Noted(notes, fails), logger=True, default_root_dir=tmp_path, max_rounds=1)
     with pytest.raises(FederatedError):
         run.fit(seeded(), data())
@@ -183,7 +179,7 @@ def test_only_a_refused_run_loses_its_log_and_never_a_file_of_the_users(
 
 
 @pytest.mark.parametrize("name", ["lightning_logs", ""])
-def test_a_run_that_is_refused_at_once_leaves_no_folder_and_takes_none(name: str, tmp_path: Path) -> None:
+def test_immediately_rejected_run_creates_and_removes_no_folder(name: str, tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path / "logs", name=name)
     Path(logger.save_dir).mkdir()
     with pytest.raises(FederatedError, match="There is no checkpoint"):
@@ -191,7 +187,7 @@ def test_a_run_that_is_refused_at_once_leaves_no_folder_and_takes_none(name: str
     assert [path.name for path in tmp_path.rglob("*")] == ["logs"]
 
 
-def test_the_logger_of_a_refused_run_serves_the_next_one(tmp_path: Path) -> None:
+def test_logger_of_a_rejected_run_is_reusable(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     with pytest.raises(FederatedError):
         trainer(callbacks=Noted(False, "refused"), logger=logger, max_rounds=1).fit(seeded(), data())

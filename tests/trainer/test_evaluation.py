@@ -205,7 +205,7 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[s
 
 @pytest.mark.thorough  # eight seconds of two processes
 @pytest.mark.parametrize("name", few(CASES, FEW))
-def test_two_processes_find_what_one_finds(name: str, request: pytest.FixtureRequest) -> None:
+def test_two_processes_match_one(name: str, request: pytest.FixtureRequest) -> None:
     together = request.getfixturevalue("together" if name in FEW else "of_others")
     alone = CASES[name]()
     batches = alone.pop("batches")
@@ -219,7 +219,7 @@ def test_two_processes_find_what_one_finds(name: str, request: pytest.FixtureReq
     assert theirs == ([batches[0::2], batches[1::2]] if name in SHARED else [batches, batches])
 
 
-def test_metric_objects_that_one_process_did_not_log_are_refused_by_name(tmp_path: Path) -> None:
+def test_metrics_not_logged_by_every_process_are_rejected(tmp_path: Path) -> None:
     class Sometimes(Counts):
         def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
             self.total(1.0)
@@ -230,7 +230,7 @@ def test_metric_objects_that_one_process_did_not_log_are_refused_by_name(tmp_pat
         assert "did not log the same metric objects: 'validation_step.total'" in outcome.error
 
 
-def test_every_round_validates_with_numbers_of_its_own() -> None:
+def test_each_round_validates_with_new_random_numbers() -> None:
     class Draws(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             drawn.append(float(torch.rand(())))

@@ -16,7 +16,7 @@ from tests.helpers.training import clients, data, seeded, trainer
 
 
 @pytest.mark.parametrize("default", [True, None])
-def test_runs_are_numbered_when_they_start_and_name_their_method(default: bool | None, tmp_path: Path) -> None:
+def test_runs_are_numbered_at_start_and_named_after_the_method(default: bool | None, tmp_path: Path) -> None:
     (tmp_path / "lightning_logs" / "version_6").mkdir(parents=True)  # an ordinary run of Lightning
     runs = [trainer(algorithm=own, logger=default, default_root_dir=tmp_path) for own in (FedAvg(), Scaffold())]
     for run, name in ((runs[1], "version_7_Scaffold"), (runs[0], "version_8_FedAvg")):
@@ -24,18 +24,18 @@ def test_runs_are_numbered_when_they_start_and_name_their_method(default: bool |
         Path(run.log_dir).mkdir()
 
 
-def test_a_given_logger_keeps_its_name(tmp_path: Path) -> None:
+def test_given_logger_keeps_its_name(tmp_path: Path) -> None:
     given = trainer(logger=TensorBoardLogger(tmp_path))
     assert Path(given.log_dir).name == "version_0"
     assert not isinstance(given.logger, MethodLogger)
 
 
-def test_a_quick_try_has_no_folder(tmp_path: Path) -> None:
+def test_fast_dev_run_uses_no_method_logger(tmp_path: Path) -> None:
     assert not isinstance(trainer(logger=True, fast_dev_run=True, default_root_dir=tmp_path).logger, MethodLogger)
 
 
 @pytest.mark.parametrize("logger", [None, CSVLogger, TensorBoardLogger])
-def test_a_number_that_another_process_takes_at_the_same_time_is_left_to_it(
+def test_version_taken_by_another_process_is_skipped(
     logger: type | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [
@@ -52,7 +52,7 @@ def test_a_number_that_another_process_takes_at_the_same_time_is_left_to_it(
     assert len([file for file in Path(made[1].log_dir).rglob("*") if file.is_file()]) >= len(theirs)
 
 
-def test_a_run_that_fails_before_its_logger_starts_leaves_no_folder(tmp_path: Path) -> None:
+def test_run_that_fails_before_its_logger_starts_leaves_no_folder(tmp_path: Path) -> None:
     class NoData(FederatedDataModule):
         def prepare_data(self) -> None:
             raise ConnectionError("no network")
@@ -63,7 +63,7 @@ def test_a_run_that_fails_before_its_logger_starts_leaves_no_folder(tmp_path: Pa
 
 
 @pytest.mark.parametrize("logger", [None, CSVLogger])
-def test_logs_that_cannot_be_written_are_refused_with_their_folder(logger: type | None, tmp_path: Path) -> None:
+def test_unwritable_log_folder_raises_an_error_naming_it(logger: type | None, tmp_path: Path) -> None:
     place = tmp_path / "lightning_logs"
     place.write_text("a file, in which no folder can be made")
     made = trainer(logger=True if logger is None else logger(tmp_path), default_root_dir=tmp_path)
@@ -73,9 +73,7 @@ def test_logs_that_cannot_be_written_are_refused_with_their_folder(logger: type 
 
 
 @pytest.mark.parametrize("logger", [TensorBoardLogger, CSVLogger])
-def test_a_disk_that_is_full_is_said_with_the_folder_of_the_logs(
-    logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_error_names_the_log_folder(logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without the name of the file
 
@@ -87,14 +85,14 @@ def test_a_disk_that_is_full_is_said_with_the_folder_of_the_logs(
         made.fit(seeded(), data())
 
 
-def test_another_file_that_fails_keeps_its_error(tmp_path: Path) -> None:
+def test_error_of_an_unrelated_file_is_raised_unchanged(tmp_path: Path) -> None:
     module = seeded()
     module.on_fit_start = lambda: (tmp_path / "mine.txt").read_text()  # type: ignore[method-assign]
     with pytest.raises(FileNotFoundError, match="mine"):
         trainer(logger=True, default_root_dir=tmp_path).fit(module, data())
 
 
-def test_an_error_of_the_users_hook_keeps_its_kind_after_one_of_the_disk(tmp_path: Path) -> None:
+def test_hook_error_caused_by_a_disk_error_keeps_its_type(tmp_path: Path) -> None:
     def fail() -> None:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -28,14 +28,14 @@ class Seen(FederatedCallback):
         self.steps.append(dict(round_report.steps))
 
 
-def test_accumulation_may_follow_a_schedule_of_rounds() -> None:
+def test_gradient_accumulation_follows_a_round_schedule() -> None:
     seen = Seen()
     schedule = GradientAccumulationScheduler({0: 1, 1: 4})
     fit(datamodule=data(sizes=(16,)), callbacks=[seen, schedule], clients_per_round=1, max_rounds=2)
     assert seen.steps == [{0: 4}, {0: 1}]
 
 
-def test_during_a_round_epoch_and_step_are_the_completed_rounds() -> None:
+def test_epoch_and_step_equal_completed_rounds_during_a_round() -> None:
     class Look(FederatedCallback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             assert trainer.current_epoch == trainer.global_step == trainer.fit_loop.round
@@ -58,13 +58,13 @@ def test_zero_rounds_and_zero_batches_change_nothing() -> None:
         assert run.fit_loop.round == 0
 
 
-def test_max_epochs_is_another_name_for_max_rounds() -> None:
+def test_max_epochs_is_an_alias_of_max_rounds() -> None:
     run = FederatedTrainer(**QUIET, local_epochs=1, max_epochs=2)
     run.fit(seeded(), data())
     assert run.fit_loop.round == 2
 
 
-def test_min_epochs_holds_off_a_request_to_stop() -> None:
+def test_min_epochs_delays_a_stop_request() -> None:
     class Stop(pl.Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             trainer.should_stop = True
@@ -75,7 +75,7 @@ def test_min_epochs_holds_off_a_request_to_stop() -> None:
 
 
 @pytest.mark.thorough
-def test_clipping_that_a_callback_turns_on_is_not_passed_over() -> None:
+def test_clipping_enabled_by_a_callback_is_applied() -> None:
     class TurnOn(pl.Callback):
         def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             trainer.gradient_clip_val = 0.05
@@ -84,7 +84,7 @@ def test_clipping_that_a_callback_turns_on_is_not_passed_over() -> None:
     assert not torch.equal(fit(callbacks=TurnOn()), fit())
 
 
-def test_local_steps_end_a_run_after_the_round_in_which_they_are_reached(caplog: pytest.LogCaptureFixture) -> None:
+def test_max_steps_ends_the_run_after_the_current_round(caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen()
     run = trainer(callbacks=seen, max_steps=10, max_rounds=9)
     with caplog.at_level("INFO"):
@@ -98,7 +98,7 @@ def test_local_steps_end_a_run_after_the_round_in_which_they_are_reached(caplog:
         run.fit(run.lightning_module, data())
 
 
-def test_hooks_of_a_round_are_called_inside_lightnings_hooks_of_an_epoch() -> None:
+def test_round_hooks_run_inside_lightning_epoch_hooks() -> None:
     names = ["on_train_epoch_start", "on_round_start", "on_client_start", "on_client_end", "on_round_end"]
     names += ["on_validation_end", "on_train_epoch_end"]
 
@@ -114,7 +114,7 @@ def test_hooks_of_a_round_are_called_inside_lightnings_hooks_of_an_epoch() -> No
     assert order.called == of_a_round * 2
 
 
-def test_what_a_run_is_at_is_refused_by_name_before_a_fit() -> None:
+def test_reading_the_run_state_before_fit_raises() -> None:
     run = trainer()
     for ask in (lambda: run.fit_loop.state, lambda: run.fit_loop.server, lambda: run.fit_loop.round_state):
         with pytest.raises(FederatedError, match=r"There is no server state before trainer.fit\(\)"):
@@ -125,7 +125,7 @@ def test_what_a_run_is_at_is_refused_by_name_before_a_fit() -> None:
     assert (run.fit_loop.population, run.fit_loop.clients, run.fit_loop.epsilon) == (None, None, None)
 
 
-def test_a_client_at_work_is_seen_by_its_hooks_and_nobody_afterwards() -> None:
+def test_client_progress_is_visible_only_during_its_hooks() -> None:
     class Look(FederatedCallback):
         steps: list[int]
 
@@ -174,7 +174,7 @@ def collected(**options: Any) -> tuple[dict[str, float], list[str]]:
 
 
 @pytest.mark.thorough
-def test_what_a_module_collects_in_its_process_is_put_together_or_told_to_be_a_part(tmp_path: Path) -> None:
+def test_values_collected_per_process_are_reduced_or_warn(tmp_path: Path) -> None:
     examples = float(sum((13, 8, 21, 5, 16, 9)))
     assert collected() == ({"own": examples, "everyones": examples}, [])
     outcomes = in_processes(lambda: collected(devices=2, strategy="clients"), tmp_path)

@@ -75,26 +75,26 @@ def of_client(client: int, point: Tensor) -> tuple[Tensor, float]:
     return torch.cat([g.flatten() for g in gradients]) + 0.5 * point, float(loss)
 
 
-def test_gradients_are_those_of_all_examples_of_the_client(measured: Measures) -> None:
+def test_gradients_use_all_examples_of_the_client(measured: Measures) -> None:
     point = measured.x + 0.1
     for found, client in zip(measured.gradients, (2, 1, 2), strict=True):
         torch.testing.assert_close(found, of_client(client, point)[0], rtol=1e-11, atol=1e-12)
     assert torch.equal(measured.gradients[0], measured.gradients[2]), "whoever was measured in between"
 
 
-def test_gradients_of_the_batches_of_an_epoch_average_to_that_of_all_examples(measured: Measures) -> None:
+def test_batch_gradients_average_to_the_full_gradient(measured: Measures) -> None:
     assert len(measured.batches) == 3
     mean = sum(n * g for n, g in zip((4, 4, 1), measured.batches, strict=True)) / 9
     torch.testing.assert_close(mean, measured.gradients[0], rtol=1e-11, atol=1e-12)
 
 
-def test_a_product_with_the_hessian_is_the_change_of_the_gradient(measured: Measures) -> None:
+def test_hessian_vector_product_matches_finite_differences(measured: Measures) -> None:
     point, v, h = measured.x + 0.1, torch.ones_like(measured.x), 1e-5
     ahead, behind = (of_client(2, point + s * v)[0] for s in (h, -h))
     torch.testing.assert_close(measured.product, (ahead - behind) / (2 * h), rtol=1e-6, atol=1e-8)
 
 
-def test_losses_and_evaluations_are_those_of_the_servers_model(measured: Measures) -> None:
+def test_losses_and_evaluations_use_the_server_model(measured: Measures) -> None:
     for client, loss in measured.losses.items():
         assert loss == pytest.approx(of_client(client, measured.x)[1], rel=1e-10)
     assert measured.loss == measured.losses[0]
@@ -104,12 +104,12 @@ def test_losses_and_evaluations_are_those_of_the_servers_model(measured: Measure
     assert measured.tuned["val_loss"] != measured.evaluated["val_loss"]
 
 
-def test_a_client_without_a_model_of_its_own_has_the_servers(measured: Measures) -> None:
+def test_client_without_a_personal_model_uses_the_server_model(measured: Measures) -> None:
     assert torch.equal(measured.shown, measured.x)
     assert measured.own == measured.evaluated
 
 
-def test_a_clients_own_model_has_its_own_parameters() -> None:
+def test_personal_model_has_the_clients_parameters() -> None:
     shown: dict[int, Tensor] = {}
 
     class Shows(FederatedCallback):
@@ -127,14 +127,14 @@ def test_a_clients_own_model_has_its_own_parameters() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_measurements_leave_no_trace_in_the_run(engine: str) -> None:
+def test_measurements_do_not_affect_the_run(engine: str) -> None:
     plain, watched = (fitted(callback, engine=engine) for callback in (None, Measures(all_rounds=True)))
     assert torch.equal(plain.fit_loop.state.x, watched.fit_loop.state.x)
     metrics = [{k: float(v) for k, v in run.callback_metrics.items() if "seconds" not in k} for run in (plain, watched)]
     assert metrics[0] == metrics[1]
 
 
-def test_an_error_in_a_measurement_names_the_client_and_the_round() -> None:
+def test_measurement_error_names_the_client_and_the_round() -> None:
     class Examples(TensorDataset):
         can_be_read = True
 
@@ -162,6 +162,6 @@ def test_an_error_in_a_measurement_names_the_client_and_the_round() -> None:
     trainer(callbacks=MeasuresTheUnreadable(), algorithm=FedAvg(), max_rounds=1).fit(seeded(dropout=0.0), data)
 
 
-def test_clients_are_measured_once_a_fit_has_begun() -> None:
+def test_showing_a_client_model_before_fit_raises() -> None:
     with pytest.raises(FederatedError, match="showing_client_model works while a fit is running"):
         trainer().fit_loop.showing_client_model(0).__enter__()

@@ -28,7 +28,7 @@ class Calling(FederatedCallback):
             function()
 
 
-def test_a_fit_is_refused_while_another_thread_fits() -> None:
+def test_fit_is_rejected_while_another_thread_fits() -> None:
     def fit_in_thread() -> None:
         with ThreadPoolExecutor(1) as pool, pytest.raises(FederatedError, match="another thread of this process"):
             pool.submit(trainer(max_rounds=1).fit, seeded(), data()).result()
@@ -38,7 +38,7 @@ def test_a_fit_is_refused_while_another_thread_fits() -> None:
         pool.submit(trainer(max_rounds=1).fit, seeded(), data()).result()
 
 
-def test_a_forked_process_may_fit_though_another_thread_was_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_process_may_fit_while_a_parent_thread_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_thread, "_fitting", threading.RLock())
     with ThreadPoolExecutor(1) as pool:
         pool.submit(one_thread._fitting.acquire).result()
@@ -49,7 +49,7 @@ def test_a_forked_process_may_fit_though_another_thread_was_fitting(monkeypatch:
             pass
 
 
-def test_a_fit_within_a_hook_leaves_the_outer_fit_as_it_is() -> None:
+def test_fit_inside_a_hook_does_not_affect_the_outer_fit() -> None:
     alone, outer, another = seeded(), seeded(), seeded()  # which seeds the global generators
     trainer(max_rounds=2).fit(alone, data())
     inner = Calling("on_train_batch_end", lambda: trainer(max_rounds=1).fit(another, data()))
@@ -64,7 +64,7 @@ def _fail() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
-def test_what_a_script_draws_goes_on_after_a_fit(fails: bool) -> None:
+def test_global_random_state_is_restored_after_fit(fails: bool) -> None:
     """A random search would otherwise try one candidate again and again."""
     run, model, examples = trainer(max_rounds=1), seeded(), data()
     if fails:

@@ -63,13 +63,13 @@ class Annealed(Compressor):
     ],
     ids=["aggregator", "heterogeneity", "compression"],
 )
-def test_an_attribute_that_changes_from_round_to_round_is_named(options: Any, found: str) -> None:
+def test_attribute_that_changes_between_rounds_warns(options: Any, found: str) -> None:
     with pytest.warns(UserWarning, match=found):
         fit(max_rounds=2, **options)
 
 
 @pytest.mark.parametrize("aggregator", [SavedCounts(), CoordinateMedian()], ids=["saved", "shipped"])
-def test_what_checkpoints_hold_is_not_named(aggregator: Any, recwarn: pytest.WarningsRecorder) -> None:
+def test_attributes_saved_in_checkpoints_do_not_warn(aggregator: Any, recwarn: pytest.WarningsRecorder) -> None:
     fit(max_rounds=2, aggregator=aggregator)
     assert not [warning for warning in recwarn if "changes its attribute" in str(warning.message)]
 
@@ -132,12 +132,12 @@ class Saved(InHook):
 
 @pytest.mark.parametrize("data", [InHook, InDataset, InOrder])
 @pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
-def test_a_generator_that_no_run_seeds_is_named(data: Any, engine: Any) -> None:
+def test_unseeded_generator_warns(data: Any, engine: Any) -> None:
     with pytest.warns(UserWarning, match=f"{data.__name__} draws from the generator in its attribute 'stream'"):
         trainer(engine=engine, max_rounds=2, clients_per_round=2).fit(seeded(), data())
 
 
 @pytest.mark.parametrize("data", [Own, Held, Saved])
-def test_a_generator_that_is_seeded_or_saved_is_not(data: Any, recwarn: pytest.WarningsRecorder) -> None:
+def test_seeded_or_saved_generator_does_not_warn(data: Any, recwarn: pytest.WarningsRecorder) -> None:
     trainer(max_rounds=3, clients_per_round=2).fit(seeded(), data())
     assert not [warning for warning in recwarn if "draws from the generator" in str(warning.message)]

@@ -82,7 +82,7 @@ def ends(made: Any, callback: Any) -> Any:
 
 
 @pytest.mark.parametrize(("hooks", "how"), covering([*HOOKS], ["saved", "exception", "interrupt"]))
-def test_a_round_that_was_cut_off_begins_again_with_the_same_bits(hooks: str, how: str, tmp_path: Path) -> None:
+def test_interrupted_round_restarts_with_identical_bits(hooks: str, how: str, tmp_path: Path) -> None:
     make = HOOKS[hooks]
     whole = make()
     expected = ends(run(tmp_path / "whole", 4, callbacks=[whole], **ALL), whole)
@@ -102,7 +102,7 @@ def test_a_round_that_was_cut_off_begins_again_with_the_same_bits(hooks: str, ho
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("hooks", HOOKS)
-def test_a_trainer_whose_round_was_cut_off_goes_on_with_the_same_bits(hooks: str, tmp_path: Path) -> None:
+def test_interrupted_trainer_continues_with_identical_bits(hooks: str, tmp_path: Path) -> None:
     make = HOOKS[hooks]
     expected = run(tmp_path / "whole", 4, callbacks=[make()], **ALL)
     strike, model = Strikes(RuntimeError()), seeded()
@@ -130,7 +130,7 @@ class Follows(Net):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["saved", "left"])
-def test_a_teacher_that_a_hook_moves_is_moved_once_in_a_round_that_was_cut_off(how: str, tmp_path: Path) -> None:
+def test_teacher_is_updated_once_in_an_interrupted_round(how: str, tmp_path: Path) -> None:
     expected, strike = seeded(Follows), Strikes(tmp_path / "saved.ckpt" if how == "saved" else RuntimeError())
     run(tmp_path / "whole", 4, model=expected, **ALL)
     model = seeded(Follows)
@@ -145,7 +145,7 @@ def test_a_teacher_that_a_hook_moves_is_moved_once_in_a_round_that_was_cut_off(h
     assert torch.equal(model.teacher.weight, expected.teacher.weight)
 
 
-def test_a_teacher_too_large_to_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teacher_too_large_to_copy_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_fed.trainer.server_model._COPIED", 23)
     with pytest.warns(UserWarning, match=r"A hook has changed 'teacher.weight'.*24 numbers, .*in on_train_epoch_end"):
         run(tmp_path, 3, model=seeded(Follows), callbacks=[Strikes(tmp_path / "saved.ckpt")], **ALL)
@@ -172,7 +172,7 @@ class Draws(FederatedCallback):
         for engine in ("sequential", "vectorized")
     ],
 )
-def test_hooks_of_rounds_draw_the_same_numbers_in_a_resumed_run(hook: str, engine: Any, tmp_path: Path) -> None:
+def test_round_hooks_draw_the_same_numbers_in_a_resumed_run(hook: str, engine: Any, tmp_path: Path) -> None:
     def drawing(name: str, rounds: int, ckpt_path: Any = None) -> Any:
         options = {"engine": engine, "limit_val_batches": 0, "model": seeded(dropout=0.0)}
         return run(tmp_path / name, rounds, ckpt_path, callbacks=[Draws(hook)], **options).fit_loop.state.x
@@ -191,7 +191,7 @@ class LogsSteps(Net):
         return loss
 
 
-def test_metrics_of_single_steps_do_not_outlive_a_round_that_was_cut_off(tmp_path: Path) -> None:
+def test_step_metrics_of_an_interrupted_round_are_not_saved(tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, every_n_epochs=9)
     made = trainer(callbacks=[keep, Strikes(KeyboardInterrupt())], enable_checkpointing=True, max_rounds=4, **ALL)
     with pytest.raises(SystemExit):

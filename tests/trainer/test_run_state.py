@@ -91,7 +91,7 @@ RUNS: dict[str, dict[str, Any]] = {
         ["sequential-deepcopy", "vectorized-deepcopy", "states on disk-pickle"],
     ),
 )
-def test_a_copy_of_a_fitted_trainer_goes_on_with_the_same_bits(name: str, way: str) -> None:
+def test_copied_trainer_continues_with_identical_bits(name: str, way: str) -> None:
     run = fitted(**copy.deepcopy(RUNS[name]))
     other = COPIES[way](run)
     assert other.fit_loop.round == 3
@@ -106,7 +106,7 @@ def test_a_copy_of_a_fitted_trainer_goes_on_with_the_same_bits(name: str, way: s
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_in_two_processes_go_on_together(way: str, tmp_path: Path) -> None:
+def test_copied_trainers_continue_in_two_processes(way: str, tmp_path: Path) -> None:
     def work() -> bool:
         run = fitted(**DISK, **WHOLE, strategy="clients", devices=2, client_states_dir=tmp_path / "states")
         other = COPIES[way](run)
@@ -119,7 +119,7 @@ def test_copies_in_two_processes_go_on_together(way: str, tmp_path: Path) -> Non
         assert outcome.value
 
 
-def test_a_copy_can_be_asked_saved_and_used(tmp_path: Path) -> None:
+def test_copied_trainer_can_be_queried_saved_and_validated(tmp_path: Path) -> None:
     run = fitted(**DISK)
     other = pickle.loads(pickle.dumps(run))
     assert same(other.fit_loop.client_state(1), run.fit_loop.client_state(1))
@@ -134,7 +134,7 @@ def test_a_copy_can_be_asked_saved_and_used(tmp_path: Path) -> None:
         other.fit_loop.full_gradient(0, other.fit_loop.state.x)
 
 
-def test_the_optimizer_is_the_users_own_again() -> None:
+def test_users_optimizer_is_restored_after_fit() -> None:
     assert type(fitted().optimizers[0]) is torch.optim.SGD
 
 
@@ -152,7 +152,7 @@ def kept_open() -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.skipif(os.name != "posix", reason="descriptors are counted by the system")
 @pytest.mark.parametrize("options", [{}, {"engine": "vectorized"}, DISK, EVERYTHING], ids=str)
-def test_no_file_stays_open_after_a_fit(options: dict[str, Any]) -> None:
+def test_no_file_stays_open_after_fit(options: dict[str, Any]) -> None:
     fitted(**options)  # what is opened once in a process
     gc.collect()
     before, runs = this_process().num_fds(), []
@@ -163,7 +163,7 @@ def test_no_file_stays_open_after_a_fit(options: dict[str, Any]) -> None:
     assert this_process().num_fds() == before
 
 
-def test_states_of_a_fit_that_failed_are_closed_too() -> None:
+def test_states_are_closed_after_a_failed_fit() -> None:
     class Fails(Net):
         def on_train_epoch_end(self) -> None:
             raise ValueError("enough")
@@ -174,7 +174,7 @@ def test_states_of_a_fit_that_failed_are_closed_too() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_round_that_was_left_leaves_no_states(error: type[BaseException]) -> None:
+def test_aborted_round_leaves_no_staged_states(error: type[BaseException]) -> None:
     class Leaves(FederatedCallback):
         def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
             if trainer.fit_loop.round == 1:
@@ -190,7 +190,7 @@ def test_a_round_that_was_left_leaves_no_states(error: type[BaseException]) -> N
 
 
 @pytest.mark.thorough
-def test_states_can_be_read_after_another_trainers_fit_in_the_folder() -> None:
+def test_states_are_readable_after_another_fit_in_the_same_folder() -> None:
     first = fitted(**DISK)
     before = first.fit_loop.state.clients.state_dict()
     second = fitted(**DISK, seed=1, **WHOLE, client_states_dir=first.fit_loop.state.clients.folder)
@@ -200,7 +200,7 @@ def test_states_can_be_read_after_another_trainers_fit_in_the_folder() -> None:
 
 
 @pytest.mark.thorough
-def test_states_of_a_shared_fit_are_closed(tmp_path: Path) -> None:
+def test_states_are_closed_after_a_multi_process_fit(tmp_path: Path) -> None:
     this_process()  # or skip here: the others cannot
 
     def open_after() -> list[str]:
@@ -241,7 +241,7 @@ class WithBatchNorm(Net):
 
 
 @pytest.mark.parametrize(("fails_in", "rounds"), [("", 3), ("training", 1), ("validation", 2)])
-def test_after_a_fit_the_module_is_where_the_strategy_has_left_it(fails_in: str, rounds: int) -> None:
+def test_module_stays_where_the_strategy_left_it_after_fit(fails_in: str, rounds: int) -> None:
     module, unmoved = seeded(WithBatchNorm), seeded(WithBatchNorm)
     run = trainer(accelerator="auto", strategy=Converts("cpu"))
     module.fails_in = fails_in

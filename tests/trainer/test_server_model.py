@@ -78,7 +78,7 @@ class AtRounds(FederatedCallback):
         default=["on_train_epoch_start-vectorized"],
     ),
 )
-def test_a_buffer_that_a_hook_sets_is_the_clients_too(hook: str, engine: str) -> None:
+def test_buffer_set_by_a_hook_reaches_the_clients(hook: str, engine: str) -> None:
     t = run(engine, Annealed, callbacks=[hooked(hook, count)], num_sanity_val_steps=0)
     times = 1 if hook == "on_train_start" else 3
     assert float(t.lightning_module.decay) == pytest.approx(0.1 * times)
@@ -93,7 +93,7 @@ def test_a_buffer_that_a_hook_sets_is_the_clients_too(hook: str, engine: str) ->
     ("hook", "method"),
     crossed(HOOKS, (FedAvg, Scaffold, Mime), default=["on_train_epoch_end-Scaffold"]),
 )
-def test_engines_agree_on_what_hooks_have_edited(hook: str, method: Any) -> None:
+def test_engines_agree_on_edits_by_hooks(hook: str, method: Any) -> None:
     def edit(*args: Any) -> None:
         count(*args)
         halve(*args)
@@ -103,7 +103,7 @@ def test_engines_agree_on_what_hooks_have_edited(hook: str, method: Any) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("edit", "engine"), crossed([halve, replace], ENGINES, default=["halve-vectorized"]))
-def test_parameters_edited_at_the_end_of_the_fit_are_in_the_module(edit: Callable[..., None], engine: str) -> None:
+def test_parameters_edited_at_the_end_of_fit_are_kept(edit: Callable[..., None], engine: str) -> None:
     plain = run(engine).lightning_module
     expected = plain.head.weight.detach().clone() * 0.5 if edit is halve else torch.full_like(plain.head.weight, 0.25)
     edited = run(engine, callbacks=[hooked("on_train_end", edit)])
@@ -114,7 +114,7 @@ def test_parameters_edited_at_the_end_of_the_fit_are_in_the_module(edit: Callabl
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
-def test_initial_weights_may_be_set_as_training_starts(engine: str) -> None:
+def test_initial_weights_may_be_set_in_on_train_start(engine: str) -> None:
     class Own(Ordinary):
         def __init__(self) -> None:
             super().__init__()
@@ -125,7 +125,7 @@ def test_initial_weights_may_be_set_as_training_starts(engine: str) -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_round_start", "on_round_end"])
-def test_hooks_of_rounds_may_edit_too(hook: str) -> None:
+def test_round_hooks_may_edit_buffers(hook: str) -> None:
     t = run("sequential", Annealed, callbacks=[AtRounds(hook, count)])
     assert float(t.fit_loop.state.buffers["decay"]) == pytest.approx(0.3)
 
@@ -138,7 +138,7 @@ def test_hooks_of_rounds_may_edit_too(hook: str) -> None:
         default=["on_client_end-vectorized"],
     ),
 )
-def test_edits_in_hooks_of_clients_are_discarded(hook: str, engine: str) -> None:
+def test_edits_in_client_hooks_are_discarded(hook: str, engine: str) -> None:
     def edit(*args: Any) -> None:
         count(*args)
         halve(*args)
@@ -151,7 +151,7 @@ def test_edits_in_hooks_of_clients_are_discarded(hook: str, engine: str) -> None
     ("hook", "engine"),
     crossed(HOOKS[1:], ENGINES, default=["on_train_epoch_start-sequential"]),
 )
-def test_an_edited_run_resumes_to_the_same_bits(hook: str, engine: str, tmp_path: Path) -> None:
+def test_edited_run_resumes_with_identical_bits(hook: str, engine: str, tmp_path: Path) -> None:
     class Save(Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.fit_loop.round}.ckpt")
@@ -175,7 +175,7 @@ def test_an_edited_run_resumes_to_the_same_bits(hook: str, engine: str, tmp_path
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
-def test_measuring_is_no_edit(engine: str) -> None:
+def test_measuring_is_not_an_edit(engine: str) -> None:
     class Measure(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             loop = trainer.fit_loop
@@ -187,7 +187,7 @@ def test_measuring_is_no_edit(engine: str) -> None:
     assert same(*(state_of(run(engine, callbacks=[c])) for c in (Measure(), AtRounds("on_round_end", lambda *_: None))))
 
 
-def test_parameters_that_are_shown_but_not_trained_are_not_to_be_edited() -> None:
+def test_editing_an_evaluated_but_untrained_model_is_rejected() -> None:
     shown = FedDyn(alpha=0.1, evaluate="mean")
     with pytest.raises(FederatedError, match=r"hook has changed parameters.*FedDyn shows another model"):
         run("sequential", algorithm=shown, callbacks=[hooked("on_train_epoch_end", halve)])
@@ -204,7 +204,7 @@ def edited_in_processes(only_first: bool) -> Any:
 
 
 @pytest.mark.thorough
-def test_processes_must_edit_alike(tmp_path: Path) -> None:
+def test_processes_must_make_the_same_edits(tmp_path: Path) -> None:
     alone = state_of(run("sequential", callbacks=[hooked("on_train_epoch_start", halve)]))["x"]
     for outcome in in_processes(lambda: edited_in_processes(False), tmp_path):
         torch.testing.assert_close(outcome.value, alone, rtol=1e-12, atol=1e-14)
@@ -221,7 +221,7 @@ def test_processes_must_edit_alike(tmp_path: Path) -> None:
         for engine, size in [("sequential", None), *product(["vectorized"], [None, 1, 3])]
     ],
 )
-def test_a_clients_hook_finds_its_model_in_the_module(engine: str, chunk_size: int | None) -> None:
+def test_client_hook_finds_the_client_model_in_the_module(engine: str, chunk_size: int | None) -> None:
     class Look(FederatedCallback):
         def __init__(self) -> None:
             self.models: list[Tensor] = []
@@ -242,7 +242,7 @@ def test_a_clients_hook_finds_its_model_in_the_module(engine: str, chunk_size: i
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_freezing_a_trained_parameter_during_a_fit_is_refused(engine: str) -> None:
+def test_freezing_a_trained_parameter_during_fit_is_rejected(engine: str) -> None:
     def freeze(trainer: Any, module: Any, *_: Any) -> None:
         module.head.weight.requires_grad_(trainer.current_epoch < 1)
 
@@ -251,7 +251,7 @@ def test_freezing_a_trained_parameter_during_a_fit_is_refused(engine: str) -> No
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_unfreezing_a_parameter_of_the_optimizer_during_a_fit_is_refused(engine: str) -> None:
+def test_unfreezing_an_optimizer_parameter_during_fit_is_rejected(engine: str) -> None:
     def freeze(trainer: Any, module: Any, *_: Any) -> None:
         module.head.weight.requires_grad_(trainer.current_epoch > 0)
 
@@ -274,13 +274,13 @@ class UnfreezesInAStep(Ordinary):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_step_that_unfreezes_a_parameter_is_told_how_to_train_it_later() -> None:
+def test_step_that_unfreezes_a_parameter_is_rejected_with_advice() -> None:
     with pytest.raises(FederatedError, match=r"has unfrozen the parameter 'head.weight'.*optimizer with rate 0"):
         run("sequential", UnfreezesInAStep)
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, ["sequential"]))
-def test_parameters_may_be_frozen_once_training_has_ended(engine: str) -> None:
+def test_parameters_may_be_frozen_after_training(engine: str) -> None:
     t = run(engine, callbacks=[hooked("on_train_end", lambda trainer, module: module.freeze())])
     assert not any(p.requires_grad for p in t.lightning_module.parameters())
     assert same(state_of(t), state_of(run(engine)))

@@ -54,11 +54,11 @@ class Counting(pl.Callback):
         (lambda: nn.LazyLinear(2), False),
     ],
 )
-def test_a_model_is_small_by_its_parameters(make: Callable[[], nn.Module], small: bool) -> None:
+def test_small_models_are_detected_by_their_parameters(make: Callable[[], nn.Module], small: bool) -> None:
     assert is_small(make()) is small
 
 
-def test_a_small_model_is_trained_and_evaluated_with_one_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_small_model_trains_and_evaluates_on_one_thread(caplog: pytest.LogCaptureFixture) -> None:
     counting, model = Counting(), Net()
     made = trainer(max_rounds=2, callbacks=[counting])
     made.fit(model, data())
@@ -68,7 +68,7 @@ def test_a_small_model_is_trained_and_evaluated_with_one_thread(caplog: pytest.L
     assert caplog.text.count("takes 1 thread instead of PyTorch's 2") == 1
 
 
-def test_a_run_that_fails_puts_the_number_of_threads_back() -> None:
+def test_number_of_threads_is_restored_after_a_failed_run() -> None:
     counting = Counting(fails=True)
     with pytest.raises(Exception, match="stop here"):
         trainer(max_rounds=1, callbacks=[counting]).fit(Net(), data())
@@ -76,14 +76,14 @@ def test_a_run_that_fails_puts_the_number_of_threads_back() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_a_number_that_is_set_in_the_run_stays() -> None:
+def test_number_of_threads_set_during_the_run_is_kept() -> None:
     with threads_for(Net(), CPU):
         torch.set_num_threads(3)
     assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize("how", ["environment", "after import", "before import", "gpu", "large"])
-def test_threads_that_were_chosen_or_are_needed_are_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_set_or_required_threads_are_kept(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "environment":
         monkeypatch.setattr(threads, "_SET_BY_USER", True)
     elif how == "after import":

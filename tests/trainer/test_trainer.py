@@ -35,7 +35,7 @@ def plain() -> torch.Tensor:
     ],
     ids=str,
 )
-def test_arguments_that_change_no_parameter(argument: dict[str, Any], plain: torch.Tensor) -> None:
+def test_arguments_that_do_not_affect_parameters(argument: dict[str, Any], plain: torch.Tensor) -> None:
     assert torch.equal(fit(**argument), plain)
 
 
@@ -61,13 +61,13 @@ def test_overfit_batches_trains_on_the_same_first_batches() -> None:
     assert all(torch.equal(b, x[4 * (i % 2) : 4 * (i % 2) + 4]) for i, b in enumerate(seen.batches))
 
 
-def test_the_model_and_the_data_module_by_keyword() -> None:
+def test_fit_accepts_model_and_datamodule_as_keywords() -> None:
     run, model = trainer(algorithm=FedAvg()), seeded()
     run.fit(model=model, datamodule=data())
     assert torch.equal(parameters(model), fit(algorithm=FedAvg()))
 
 
-def test_the_parameters_are_the_models_own_again_after_a_fit() -> None:
+def test_parameters_own_their_memory_after_fit() -> None:
     model = seeded()
     fit(model)
     assert all(p.untyped_storage().size() == p.numel() * p.element_size() for p in model.parameters())
@@ -75,7 +75,7 @@ def test_the_parameters_are_the_models_own_again_after_a_fit() -> None:
     again.fit(model, torch.utils.data.DataLoader(data().client_dataset(0), batch_size=4))
 
 
-def test_a_parameter_without_numbers_is_refused_by_name() -> None:
+def test_parameter_on_the_meta_device_is_rejected() -> None:
     model = seeded()
     model.head = torch.nn.Linear(8, 3, device="meta")
     with pytest.raises(FederatedError, match=r"Net.head.weight is on the device 'meta' and has no numbers"):

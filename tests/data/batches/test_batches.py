@@ -77,7 +77,9 @@ class Random(Doubled):
     nested=st.integers(0, 2),
     seed=st.integers(0, 2**40),
 )
-def test_both_ways_agree_exactly(n, batch_size, full_batch_size, drop_last, by_setting, by_call, nested, seed):
+def test_tensor_and_loader_batches_agree_exactly(
+    n, batch_size, full_batch_size, drop_last, by_setting, by_call, nested, seed
+):
     dataset = tensors(n + nested)
     for _ in range(nested):
         dataset = Subset(dataset, list(range(1, len(dataset)))[::-1])
@@ -93,7 +95,7 @@ def test_both_ways_agree_exactly(n, batch_size, full_batch_size, drop_last, by_s
 
 
 @given(n=st.integers(0, 25), batch_size=st.integers(1, 30), drop_last=st.booleans(), seed=st.integers(0, 2**40))
-def test_an_epoch_sees_every_example_once(n, batch_size, drop_last, seed):
+def test_epoch_sees_every_example_once(n, batch_size, drop_last, seed):
     batches = TensorBatches.of(tensors(n), BatchSettings(batch_size, drop_last=drop_last))
     epoch = list(batches.epoch(generator(seed)))
     sizes = [size for _, size in epoch]
@@ -107,7 +109,7 @@ def test_an_epoch_sees_every_example_once(n, batch_size, drop_last, seed):
         assert sorted(seen) == list(range(n))
 
 
-def test_the_order_is_one_permutation_per_epoch_from_the_generator():
+def test_order_is_one_permutation_per_epoch_from_the_generator():
     batches = TensorBatches.of(tensors(7), BatchSettings(batch_size=3))
     ours, plain = generator(5), generator(5)
     for _ in range(3):
@@ -116,7 +118,7 @@ def test_the_order_is_one_permutation_per_epoch_from_the_generator():
 
 
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches])
-def test_the_order_depends_on_the_generator_alone(kind):
+def test_order_depends_only_on_the_generator(kind):
     batches = kind(tensors(20), BatchSettings(batch_size=6))
     torch.manual_seed(1)
     first = labels_of(batches.epoch(generator(3)))
@@ -131,13 +133,13 @@ def test_the_order_depends_on_the_generator_alone(kind):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_without_shuffling_the_order_is_the_stored_one():
+def test_order_is_the_stored_one_without_shuffling():
     stored = [[0, 1, 2], [3, 4]]
     assert labels_of(TensorBatches.of(tensors(5), BatchSettings(3)).epoch(generator(), shuffle=False)) == stored
     assert labels_of(TensorBatches.of(tensors(5), BatchSettings(3, shuffle=False)).epoch(generator())) == stored
 
 
-def test_a_full_pass_reads_in_stored_order_and_large_batches():
+def test_full_pass_uses_the_stored_order_and_large_batches():
     batches = TensorBatches.of(tensors(5), BatchSettings(batch_size=1, full_batch_size=4, drop_last=True))
     assert labels_of(batches.full(generator())) == [[0, 1, 2, 3], [4]]
 
@@ -152,14 +154,14 @@ def test_small_and_empty_clients(kind):
     assert list(empty.epoch(generator())) == list(empty.full(generator())) == []
 
 
-def test_a_batch_is_memory_of_its_own():
+def test_batch_owns_its_memory():
     dataset = tensors(4)
     for batch, _ in TensorBatches.of(dataset, BatchSettings(4)).epoch(generator(), shuffle=False):
         batch[0].zero_()
     assert dataset.tensors[0][3].tolist() == [3.0, 1.5]
 
 
-def test_subsets_are_seen_through():
+def test_nested_subsets_are_resolved():
     dataset = tensors(10)
     batches = TensorBatches.of(Subset(Subset(dataset, range(2, 10)), torch.tensor([0, 3, -1])), BatchSettings(2))
     assert batches.tensors is dataset.tensors
@@ -168,7 +170,7 @@ def test_subsets_are_seen_through():
     assert labels_of(TensorBatches.of(Subset(dataset, [-1, 0]), BatchSettings(2)).full(generator())) == [[9, 0]]
 
 
-def test_a_subset_out_of_range_is_refused():
+def test_out_of_range_subset_is_rejected():
     with pytest.raises(FederatedError, match=r"examples 0 to 10.*only 10"):
         TensorBatches.of(Subset(tensors(10), [0, 10]), BatchSettings(2))
 
@@ -216,7 +218,7 @@ class ShiftedSubset(Subset):
         ([(torch.zeros(1), 0), (torch.ones(1), 1)], False),
     ],
 )
-def test_only_what_reads_like_a_tensor_dataset_is_read_directly(dataset, fast):
+def test_only_plain_tensor_datasets_are_read_directly(dataset, fast):
     chosen = BatchSettings(3)
     batches = TensorBatches.of(dataset, chosen)
     assert (batches is not None) == fast
@@ -225,7 +227,7 @@ def test_only_what_reads_like_a_tensor_dataset_is_read_directly(dataset, fast):
     assert_same((batches or LoaderBatches(dataset, chosen)).epoch(generator(), shuffle=False), expected)
 
 
-def test_a_collate_function_makes_the_batches():
+def test_collate_function_makes_the_batches():
     def collate(examples):
         features, labels = default_collate(examples)
         return {"x": features, "y": labels}
@@ -237,7 +239,7 @@ def test_a_collate_function_makes_the_batches():
 
 
 @pytest.mark.thorough
-def test_workers_follow_the_generator_and_change_from_epoch_to_epoch():
+def test_workers_follow_the_generator_and_change_every_epoch():
     batches = LoaderBatches(Random(4), BatchSettings(batch_size=4, shuffle=False, num_workers=1))
 
     def draws(stream):
@@ -250,7 +252,7 @@ def test_workers_follow_the_generator_and_change_from_epoch_to_epoch():
     assert not torch.equal(first, second)
 
 
-def test_a_loader_gives_the_epoch():
+def test_loader_yields_the_epoch():
     batches = LoaderBatches(tensors(9), BatchSettings(batch_size=4))
     assert_same(((batch, len(batch[1])) for batch in batches.loader(generator(2))), batches.epoch(generator(2)))
 
@@ -268,7 +270,7 @@ def custom(dataset, chosen):
 @pytest.mark.thorough
 @given(n=st.integers(1, 12), batch_size=st.integers(1, 13), workers=st.just(0), seed=st.integers(0, 2**40))
 @example(n=5, batch_size=2, workers=1, seed=3)
-def test_augmentation_is_the_same_however_batches_are_made(n, batch_size, workers, seed):
+def test_augmentation_does_not_depend_on_how_batches_are_made(n, batch_size, workers, seed):
     dataset = tensors(n)
     chosen = BatchSettings(batch_size, 3, augment=marked)
     kinds = [TensorBatches.of(dataset, chosen), LoaderBatches(dataset, replace(chosen, num_workers=workers))]
@@ -285,7 +287,7 @@ def test_augmentation_is_the_same_however_batches_are_made(n, batch_size, worker
 
 
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
-def test_an_augmentation_depends_on_the_generator_alone_and_goes_before_the_transform(kind):
+def test_augmentation_uses_the_generator_and_precedes_transforms(kind):
     def last_only(batch):
         return batch[2]
 
@@ -304,7 +306,7 @@ def test_an_augmentation_depends_on_the_generator_alone_and_goes_before_the_tran
 
 
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
-def test_a_pass_without_augmentation_is_transformed_and_draws_nothing_for_it(kind):
+def test_unaugmented_pass_is_transformed_and_draws_nothing(kind):
     plain, augmented = (kind(tensors(5), BatchSettings(2, transform=tuple, augment=a)) for a in (None, marked))
     left, right = generator(5), generator(5)
     assert_same(plain.full(left), augmented.unaugmented(right))
@@ -322,7 +324,7 @@ class Pictures(Dataset):
         return object(), index
 
 
-def test_examples_that_make_no_batch_are_named_with_the_remedy():
+def test_examples_that_cannot_be_batched_raise_with_a_remedy():
     batches = LoaderBatches(Subset(Pictures(), [2, 0]), BatchSettings(batch_size=2))
     with pytest.raises(
         FederatedError, match=r"Examples of Pictures do not make a batch.*found <class 'object'>.*ToTensor"
@@ -343,7 +345,7 @@ class Sizes(Dataset):
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_examples_of_different_sizes_are_named_with_the_remedy(num_workers):
+def test_examples_of_different_sizes_raise_with_a_remedy(num_workers):
     options = BatchSettings(batch_size=2, num_workers=num_workers)
     remedy = r"Examples of Sizes do not make a batch.*\[3, 4\].*transform.*image_transform.*collate_fn"
     with pytest.raises(FederatedError, match=remedy):
@@ -354,7 +356,7 @@ def test_examples_of_different_sizes_are_named_with_the_remedy(num_workers):
             next(iter(loader))
 
 
-def test_an_error_of_a_data_set_itself_stays_as_it_is():
+def test_dataset_errors_are_not_changed():
     class Broken(Sizes):
         def __getitem__(self, index):
             raise RuntimeError("no disk")
@@ -395,12 +397,12 @@ def drawn(of: ClientBatches, epochs: int = 1, seed: int = 0) -> list[list[int]]:
     return found
 
 
-def test_both_kinds_of_data_have_the_same_batches() -> None:
+def test_poisson_batches_are_the_same_for_tensors_and_loaders() -> None:
     assert drawn(batches("tensors"), 3) == drawn(batches("loader"), 3)
 
 
 @pytest.mark.thorough
-def test_every_example_is_in_each_batch_with_the_same_probability() -> None:
+def test_poisson_batches_sample_every_example_equally_often() -> None:
     found = drawn(batches(), epochs=500)
     assert len(found) == 500 * 4
     counts = torch.bincount(torch.tensor([row for rows in found for row in rows]), minlength=SIZE) / len(found)
@@ -412,7 +414,7 @@ def test_every_example_is_in_each_batch_with_the_same_probability() -> None:
     assert both == pytest.approx(1 / 16, abs=0.03)  # batches are independent
 
 
-def test_draws_follow_from_the_run_and_the_epoch() -> None:
+def test_poisson_draws_depend_on_the_run_and_the_epoch() -> None:
     assert drawn(batches(), 2) == drawn(batches(), 2)
     assert drawn(batches(), 1) != drawn(batches(), 2)[4:]
     # also for the same generator of batches, whose 32 bits coincide for some of many rounds and clients
@@ -421,12 +423,12 @@ def test_draws_follow_from_the_run_and_the_epoch() -> None:
     assert drawn(batches(), seed=1) != drawn(batches())
 
 
-def test_one_batch_has_everybody() -> None:
+def test_single_batch_has_every_example() -> None:
     assert drawn(batches(batch_size=SIZE)) == [list(range(SIZE))]
 
 
 @pytest.mark.parametrize("kind", ["tensors", "loader"])
-def test_empty_batches_are_none_and_see_no_transform(kind: str) -> None:
+def test_empty_batches_are_none_and_skip_transforms(kind: str) -> None:
     def changed(batch: Any) -> Any:
         assert len(batch[0]) > 0
         return [batch[0] + 1, batch[1]]
@@ -439,7 +441,7 @@ def test_empty_batches_are_none_and_see_no_transform(kind: str) -> None:
     assert all(torch.equal(batch[0], batch[1] + 2.0) for batch, _ in found if batch is not None)
 
 
-def test_the_rest_is_that_of_the_batches() -> None:
+def test_sizes_and_full_passes_match_the_underlying_batches() -> None:
     of = batches(batch_size=16)
     assert (of.size, of.num_batches(), of.num_examples(2)) == (SIZE, 3, 27)
     assert of.expected_size == pytest.approx(SIZE / 3)

@@ -64,7 +64,7 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_writing_into_a_copy_leaves_the_batch(kind: str) -> None:
+def test_writing_into_a_copy_keeps_the_batch(kind: str) -> None:
     batch, tensor_of = KINDS[kind]
     batch = copy.deepcopy(batch)
     found = own_copy(batch)
@@ -74,7 +74,7 @@ def test_writing_into_a_copy_leaves_the_batch(kind: str) -> None:
     assert tensor_of(batch).sum() == 2
 
 
-def test_taking_out_of_a_copy_leaves_the_batch() -> None:
+def test_removing_from_a_copy_keeps_the_batch() -> None:
     batch = {"x": ones(), "more": UserDict(y=1)}
     found = own_copy(batch)
     found.pop("x")
@@ -83,7 +83,7 @@ def test_taking_out_of_a_copy_leaves_the_batch() -> None:
     assert "y" in batch["more"]
 
 
-def test_what_cannot_be_copied_is_shared_and_a_circle_ends() -> None:
+def test_uncopyable_values_are_shared_and_cycles_terminate() -> None:
     file, circle = io.TextIOWrapper(io.BytesIO()), Nested(None)
     circle.inner = circle
     found = own_copy([file, circle, torch.float32, len, Nested])

@@ -50,7 +50,7 @@ X = torch.zeros(3, 2)
         (pack_sequence([torch.zeros(4), torch.zeros(2)]), 2),
     ],
 )
-def test_a_batch_whose_parts_agree_tells_its_number_of_examples(batch, examples):
+def test_consistent_batch_gives_its_number_of_examples(batch, examples):
     assert count_examples(batch) == examples
 
 
@@ -67,7 +67,7 @@ def test_a_batch_whose_parts_agree_tells_its_number_of_examples(batch, examples)
         [{"image": torch.zeros(3, 4, 4), "boxes": torch.zeros(2, 4)} for _ in range(4)],
     ],
 )
-def test_an_ambiguous_batch_asks_for_a_function_by_name(batch):
+def test_ambiguous_batch_requires_batch_size_of(batch):
     with pytest.raises(FederatedError, match="not clear.*batch_size_of"):
         count_examples(batch)
     assert count_examples(batch, lambda _: 4) == 4
@@ -76,12 +76,12 @@ def test_an_ambiguous_batch_asks_for_a_function_by_name(batch):
             count_examples(batch, lambda _, wrong=wrong: wrong)
 
 
-def test_other_readings_of_a_batch_are_known():
+def test_possible_counts_include_other_readings_of_a_batch():
     assert possible_counts([torch.zeros(3, 4, 4)] * 5) == [3, 5]
     assert possible_counts([X, torch.zeros(3)]) == [3]
 
 
-def test_the_length_of_a_batch_is_known_before_it_is_loaded():
+def test_batch_length_is_known_before_loading():
     plain = DataLoader(Detection(), batch_size=4, collate_fn=collate)
     assert [sampled_length(plain, k) for k in range(4)] == [4, 4, 2, None]
     assert sampled_length(DataLoader(Detection(), batch_sampler=[[1, 2]]), 0) == 2

@@ -34,7 +34,7 @@ def labels_of(batches):
     return [batch[1].tolist() for batch, _ in batches]
 
 
-def test_a_shuffling_loader_of_ones_own():
+def test_custom_shuffling_loader_matches_its_batches():
     def make(stream):
         return DataLoader(tensors(7), batch_size=3, shuffle=True, generator=stream, drop_last=True)
 
@@ -46,7 +46,7 @@ def test_a_shuffling_loader_of_ones_own():
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(4, [0, 4, 4]), (3, [0, 3, 6, 6]), (8, [0, 0])])
-def test_a_loader_of_ones_own_that_drops_its_last_batch_leaves_its_examples_out(batch_size, expected):
+def test_custom_loader_with_drop_last_omits_the_last_examples(batch_size, expected):
     loader = DataLoader(tensors(7), batch_size, drop_last=True)
     batches = CustomBatches(lambda _: loader, 0, BatchSettings())
     assert [batches.num_examples(k) for k in range(len(expected))] == expected
@@ -54,7 +54,7 @@ def test_a_loader_of_ones_own_that_drops_its_last_batch_leaves_its_examples_out(
     assert batches.size == 7
 
 
-def test_a_loader_over_a_part_of_its_data_set_counts_and_reads_that_part():
+def test_loader_over_a_subset_counts_and_reads_that_subset():
     def make(stream):
         return DataLoader(tensors(10), batch_size=2, sampler=SubsetRandomSampler([1, 5, 8], generator=stream))
 
@@ -68,14 +68,14 @@ def batched(sampler, size=2, drop_last=False):
     return lambda stream: DataLoader(tensors(7), batch_sampler=BatchSampler(sampler(stream), size, drop_last))
 
 
-def test_a_batch_sampler_of_ones_own_has_the_sampler_that_counts():
+def test_custom_batch_sampler_is_counted_by_its_sampler():
     make = batched(lambda stream: SubsetRandomSampler([1, 5, 6], generator=stream))
     batches = CustomBatches(make, 0, BatchSettings())
     assert sorted(torch.cat([batch[1] for batch, _ in batches.full(generator())]).tolist()) == [1, 5, 6]
     assert [batches.num_examples(k) for k in range(4)] == [0, 2, 3, 3]
 
 
-def test_the_stored_order_of_a_loader_with_a_batch_sampler_of_ones_own():
+def test_loader_with_a_custom_batch_sampler_has_a_stored_order():
     make = batched(lambda stream: RandomSampler(tensors(7), generator=stream), size=3, drop_last=True)
     batches = CustomBatches(make, 0, BatchSettings())
     assert labels_of(batches.epoch(generator(), shuffle=False)) == [[0, 1, 2], [3, 4, 5]]
@@ -91,7 +91,7 @@ class Shorter(list):
         return 1 + super().__len__()
 
 
-def test_a_loader_that_ends_before_its_length_says_so():
+def test_loader_that_ends_before_its_length_warns():
     def epoch(kind):
         loader = kind([torch.zeros(2, 1), torch.zeros(2, 1)])
         return [n for _, n in CustomBatches(lambda _: loader, "ann", BatchSettings(), size=4).epoch(generator())]
@@ -116,7 +116,7 @@ def weighted(stream):
     ],
     ids=["weighted", "some", "in a batch sampler"],
 )
-def test_a_full_pass_over_a_loader_that_draws_examples_again_says_so(make):
+def test_full_pass_over_a_resampling_loader_warns(make):
     batches = CustomBatches(make, "ann", BatchSettings())
     assert sum(n for _, n in batches.epoch(generator())) == batches.size  # local epochs are as the loader has them
     for passes in (batches.full, batches.unaugmented):
@@ -124,7 +124,7 @@ def test_a_full_pass_over_a_loader_that_draws_examples_again_says_so(make):
             assert sum(n for _, n in passes(generator())) == batches.size
 
 
-def test_any_iterable_with_a_length_will_do_if_the_size_is_given():
+def test_iterable_with_a_length_is_accepted_if_the_size_is_given():
     batches = CustomBatches(lambda _: [{"x": torch.zeros(3, 2)}, {"x": torch.zeros(1, 2)}], 0, BatchSettings(), size=4)
     assert (batches.size, batches.num_batches()) == (4, 2)
     assert [size for _, size in batches.epoch(generator())] == [3, 1]
@@ -136,7 +136,7 @@ class Stream(IterableDataset):
         return iter(torch.arange(5))
 
 
-def test_a_loader_that_cannot_count_is_refused_by_name():
+def test_loader_that_cannot_count_is_rejected():
     with pytest.raises(FederatedError, match=r"client_dataloader\('ann'.*DataLoader.*number of examples.*client_size"):
         CustomBatches(lambda _: DataLoader(Stream(), batch_size=2), "ann", BatchSettings())
     batches = CustomBatches(lambda _: DataLoader(Stream(), batch_size=2), "ann", BatchSettings(), size=5)
@@ -150,7 +150,7 @@ def marked(batch, stream):
     return [*batch, torch.randint(2**40, batch[1].shape, generator=stream)]
 
 
-def test_the_epochs_of_a_loader_that_draws_nothing_are_augmented_differently():
+def test_epochs_of_a_fixed_loader_are_augmented_differently():
     batches = CustomBatches(lambda _: DataLoader(tensors(3), batch_size=3), 0, BatchSettings(augment=marked))
     stream = generator()
     first, second = ([batch[2] for batch, _ in batches.epoch(stream)] for _ in range(2))
@@ -167,7 +167,7 @@ def test_the_epochs_of_a_loader_that_draws_nothing_are_augmented_differently():
         (lambda stream: {"batch_sampler": [[0, 1, 2], [3], list(range(4, 10))]}, [3, 1, 6]),
     ],
 )
-def test_the_sampler_of_a_loader_counts_whatever_a_batch_looks_like(options, sizes, workers):
+def test_loader_is_counted_by_its_sampler_for_any_batch_structure(options, sizes, workers):
     def make(stream):
         return DataLoader(Detection(), collate_fn=collate, num_workers=workers, **options(stream))
 
@@ -191,7 +191,7 @@ class Short(Buckets):
         (lambda _: DataLoader(Detection(), batch_size=2, collate_fn=collate), 9),
     ],
 )
-def test_a_pass_that_does_not_give_every_example_once_is_refused(make, size):
+def test_pass_that_misses_or_repeats_examples_is_rejected(make, size):
     batches = CustomBatches(make, "ann", BatchSettings(), size)
     for full in (batches.full, batches.unaugmented):
         with pytest.raises(FederatedError, match="'ann'.*gave [0-9]+ examples in a pass.*which has"):
@@ -199,7 +199,7 @@ def test_a_pass_that_does_not_give_every_example_once_is_refused(make, size):
 
 
 @pytest.mark.filterwarnings("ignore:Clients' loaders draw examples with RandomSampler")
-def test_a_sampler_that_repeats_or_leaves_out_examples_is_not_read_in_stored_order():
+def test_sampler_that_repeats_or_omits_examples_ignores_stored_order():
     for options, count in (({"num_samples": 4}, 4), ({"num_samples": 14, "replacement": True}, 14)):
 
         def make(stream, options=options):
@@ -210,7 +210,7 @@ def test_a_sampler_that_repeats_or_leaves_out_examples_is_not_read_in_stored_ord
         assert batches.size == sum(n for _, n in batches.full(torch.Generator())) == count
 
 
-def test_a_data_set_of_whole_batches_does_not_count_as_examples():
+def test_dataset_of_whole_batches_is_not_counted_as_examples():
     ready = [[torch.zeros(4, 2)], [torch.zeros(3, 2)]]
     with pytest.raises(FederatedError, match="batch_size=None.*client_size"):
         CustomBatches(lambda _: DataLoader(ready, batch_size=None), 0, BatchSettings())
@@ -218,7 +218,7 @@ def test_a_data_set_of_whole_batches_does_not_count_as_examples():
     assert [n for _, n in batches.full(torch.Generator())] == [4, 3]
 
 
-def test_the_first_batches_of_a_loader_have_as_many_examples_as_they_have():
+def test_example_counts_of_the_first_batches_are_exact():
     batches = CustomBatches(lambda _: DataLoader(Detection(), batch_size=4, collate_fn=collate), 0, BatchSettings())
     assert [batches.num_examples(k) for k in range(4)] == [0, 4, 8, 10]
     batches = CustomBatches(lambda _: DataLoader(Detection(), batch_sampler=[[0, 1, 2], [3]]), 0, BatchSettings())
@@ -258,7 +258,7 @@ def train(data, algorithm=None, **options):
 
 
 @pytest.mark.parametrize("make", [OwnLoaders.make, Iterates])
-def test_losses_and_full_batch_gradients_are_weighted_by_the_images_of_a_batch(make):
+def test_losses_and_full_gradients_are_weighted_by_images_per_batch(make):
     plain = FederatedDataModule(
         clients=[Detection(10), Detection(7)], batch_size=4, full_batch_size=4, collate_fn=collate, shuffle=False
     )
@@ -278,7 +278,7 @@ def images_alone(examples):
 
 
 @pytest.mark.parametrize(("collate_fn", "message"), [(time_first, "not clear"), (images_alone, "may hold 3 or 4")])
-def test_ambiguous_batches_are_refused_before_the_first_round_unless_a_function_counts_them(collate_fn, message):
+def test_ambiguous_batches_are_rejected_unless_counted_by_a_function(collate_fn, message):
     own = type("Own", (OwnLoaders,), {"make": staticmethod(lambda dataset: Iterates(dataset, collate_fn))})
 
     class Model(Detector):

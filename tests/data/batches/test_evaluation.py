@@ -32,7 +32,7 @@ class Streamed(IterableDataset):
     ],
     ids=["data set", "loader", "stream"],
 )
-def test_logged_values_of_an_evaluation_are_weighted_by_the_images_of_a_batch(val):
+def test_logged_evaluation_values_are_weighted_by_images_per_batch(val):
     data = FederatedDataModule(
         clients=[Detection(8)], val=val, batch_size=4, eval_batch_size=4, collate_fn=collate, shuffle=False
     )
@@ -65,7 +65,7 @@ class Augmented(Dataset):
         return self.transform(torch.zeros(())), index
 
 
-def test_an_evaluation_repeats_as_the_global_generator_does():
+def test_evaluation_follows_the_global_generator():
     loader = evaluation_loader(Augmented(Randomizable()), BatchSettings(batch_size=4))
     passes = []
     for seed in (1, 1, 2):
@@ -74,7 +74,7 @@ def test_an_evaluation_repeats_as_the_global_generator_does():
     assert passes[0] == passes[1] != passes[2]
 
 
-def test_a_part_of_a_loader_has_its_batches_as_they_are_there():
+def test_part_of_a_loader_has_the_same_batches():
     for dataset in (TensorDataset(torch.arange(10)), list(range(10))):
         loader = evaluation_loader(dataset, BatchSettings(batch_size=3, transform=lambda batch: batch))
         whole = [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
@@ -86,7 +86,7 @@ def test_a_part_of_a_loader_has_its_batches_as_they_are_there():
         assert part == whole[1::2]
 
 
-def test_what_cannot_be_evaluated_is_refused_by_name():
+def test_invalid_evaluation_data_is_rejected():
     good = TensorDataset(torch.arange(3))
     for data in (None, good, [1, 2], DataLoader(good), [good, DataLoader(good)]):
         check_evaluation("Data", "val", data)
@@ -98,7 +98,7 @@ def test_what_cannot_be_evaluated_is_refused_by_name():
         check_client_val("Data", {0: good, 1: [good, good]})
 
 
-def test_a_loader_is_transformed_unless_it_iterates_in_its_own_way():
+def test_loader_is_transformed_unless_it_overrides_iteration():
     loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
     transformed = transformed_loader(loader, lambda batch: batch[0] * 10)
     assert [batch.tolist() for batch in transformed] == [[0, 10], [20, 30]]

@@ -33,7 +33,7 @@ class Plain(Dataset):
         return self.example(index)
 
 
-def test_real_numbers_are_found_behind_subsets_of_subsets():
+def test_float_targets_are_found_behind_nested_subsets():
     y = torch.tensor([0.3, -1.0, 2.0, -0.5])
     nested = Subset(Subset(TensorDataset(torch.zeros(4, 2), y[:, None]), [3, 1, 0]), torch.tensor([2, -3]))
     assert FederatedDataset([nested]).targets()[0].equal(y[[0, 3]])
@@ -42,7 +42,7 @@ def test_real_numbers_are_found_behind_subsets_of_subsets():
     assert seen[0].equal(y[[0, 3]])
 
 
-def test_a_data_set_behind_subsets_of_subsets_is_read_once():
+def test_dataset_behind_nested_subsets_is_read_once():
     base = Plain(6, lambda i: (i, i))
     halves = [Subset(base, range(3)), Subset(base, range(3, 6))]
     data = FederatedDataset([Subset(half, [2, 0]) for half in halves])
@@ -50,7 +50,7 @@ def test_a_data_set_behind_subsets_of_subsets_is_read_once():
     assert base.reads == 6
 
 
-def test_labels_of_a_subset_itself_win():
+def test_labels_of_the_subset_itself_take_precedence():
     class Relabelled(Subset):
         targets = (7, 8)
 
@@ -59,7 +59,7 @@ def test_labels_of_a_subset_itself_win():
     assert [part.tolist() for part in data.targets()] == [[7, 8], [8]]
 
 
-def test_names_of_classes_are_labels():
+def test_class_names_are_labels():
     for dataset in (
         Plain(4, lambda i: (i, "ab"[i % 2])),
         Plain(4, lambda i: i, targets=np.array(["a", "b"] * 2)),
@@ -69,7 +69,7 @@ def test_names_of_classes_are_labels():
         assert labels_of(dataset).tolist() == [0, 1, 0, 1]
 
 
-def test_numbers_to_predict_are_not_classes():
+def test_float_targets_are_not_classes():
     dataset = Plain(6, lambda i: (i, torch.tensor(i / 2)))
     with pytest.raises(FederatedError, match="torch.float32.*labels=..."):
         FederatedDataset.from_partition(dataset, Dirichlet(2, 1.0))
@@ -110,7 +110,7 @@ def test_labels_are_found(dataset):
     assert labels.tolist() == y.tolist()
 
 
-def test_texts_mappings_streams_and_columns_are_no_data_sets():
+def test_texts_mappings_streams_and_columns_are_rejected():
     for good in ([1, 2], (1, 2), TensorDataset(torch.zeros(3)), [torch.zeros(2), torch.zeros(2)]):
         check_map_style(good, "Client 0")
     for bad, message in (
@@ -123,7 +123,7 @@ def test_texts_mappings_streams_and_columns_are_no_data_sets():
             check_map_style(bad, "Client 0")
 
 
-def test_a_column_is_seen_through_subsets_and_has_a_key_for_each_example():
+def test_column_behind_subsets_requires_a_key_per_example():
     base = tensors(4)
     base.writer = np.array(["a", "b", "a", "c"])
     assert column_of(Subset(Subset(base, [3, 1]), [1, 0]), "writer", "ByKey") == ["b", "c"]
@@ -135,7 +135,7 @@ def test_a_column_is_seen_through_subsets_and_has_a_key_for_each_example():
             column_of(base, name, "ByKey")
 
 
-def test_rows_of_a_subset_are_none_of_them_negative():
+def test_negative_subset_rows_are_resolved():
     assert rows_in(tensors(4), [-1, 0]).tolist() == [3, 0]
     with pytest.raises(FederatedError, match="examples -5 to 0, but its TensorDataset has only 4"):
         rows_in(tensors(4), [-5, 0])
@@ -156,7 +156,7 @@ MASK = torch.tensor([False, True, True, False])
         (slice(2), "a slice"),
     ],
 )
-def test_indices_of_a_subset_that_are_no_positions_are_refused(indices, found):
+def test_invalid_subset_indices_are_rejected(indices, found):
     part = Subset(tensors(4), indices)
     message = rf"has a Subset whose indices are {found}.*mask.nonzero\(\).flatten\(\).tolist\(\)"
     for make in (
@@ -177,5 +177,5 @@ def test_indices_of_a_subset_that_are_no_positions_are_refused(indices, found):
 @pytest.mark.parametrize(
     "indices", [np.arange(2), MASK.nonzero()[:, 0], range(2), (0, 1), [*torch.arange(2)], [], np.array([])]
 )
-def test_positions_of_any_kind_are_taken(indices):
+def test_indices_of_any_type_are_accepted(indices):
     assert FederatedDataModule([Subset(tensors(4), indices)]).client_size(0) == len(indices)

@@ -111,7 +111,7 @@ def own_loader(dataset, settings):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", [LoaderBatches, own_loader])
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
-def test_owned_states_follow_the_generator(maker, kind, workers):
+def test_owned_random_states_follow_the_generator(maker, kind, workers):
     settings = BatchSettings(batch_size=4, num_workers=workers)
     dataset = Subset(ConcatDataset([Augmented(maker(), 3), Augmented(maker(), 3)]), range(6))
     first = draws(kind(dataset, settings), 1)
@@ -132,7 +132,7 @@ class SeedsItself(Augmented):
         return torch.stack([x, torch.tensor(self.own.random())]), index
 
 
-def test_the_transforms_of_a_data_set_that_seeds_itself_are_seeded_as_well():
+def test_transforms_of_a_self_seeding_dataset_are_seeded():
     def epoch():
         return draws(LoaderBatches(SeedsItself(Compose(Randomizable())), BatchSettings(batch_size=4)), 1)
 
@@ -140,7 +140,7 @@ def test_the_transforms_of_a_data_set_that_seeds_itself_are_seeded_as_well():
 
 
 @pytest.mark.parametrize("kind", [LoaderBatches, own_loader])
-def test_with_workers_every_epoch_differs_and_repeats(kind):
+def test_epochs_with_workers_differ_and_are_deterministic(kind):
     batches = kind(Augmented(Randomizable()), BatchSettings(batch_size=3, num_workers=1))
 
     def two_epochs():
@@ -154,7 +154,7 @@ def test_with_workers_every_epoch_differs_and_repeats(kind):
 
 
 @pytest.mark.parametrize("kind", [LoaderBatches, own_loader])
-def test_clients_that_take_turns_on_one_data_set_do_not_disturb_each_other(kind):
+def test_clients_alternating_on_one_dataset_do_not_interfere(kind):
     dataset, settings = Augmented(Randomizable()), BatchSettings(batch_size=2)
     alone = draws(kind(dataset, settings), 1)
     pair = [kind(dataset, settings).epoch(torch.Generator().manual_seed(seed), shuffle=False) for seed in (1, 2)]
@@ -162,7 +162,7 @@ def test_clients_that_take_turns_on_one_data_set_do_not_disturb_each_other(kind)
     assert torch.cat(taken).tolist() == alone
 
 
-def test_local_epochs_of_a_loader_that_draws_nothing_differ():
+def test_local_epochs_of_a_fixed_loader_differ():
     batches, stream = own_loader(Augmented(Randomizable()), BatchSettings(batch_size=6)), torch.Generator()
     first, second = (next(batch[0] for batch, _ in batches.epoch(stream)) for _ in range(2))
     assert not torch.equal(first, second)
@@ -175,7 +175,7 @@ def test_local_epochs_of_a_single_example_differ(workers):
     assert len(seen.unique()) == 4
 
 
-def test_augmentation_of_a_single_example_does_not_depend_on_how_it_is_loaded():
+def test_single_example_augmentation_does_not_depend_on_loading():
     def augment(batch, stream):
         return [batch[0] + torch.rand((), generator=stream), *batch[1:]]
 
@@ -217,7 +217,7 @@ class Remembers(Net):
 
 
 @pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorized", marks=pytest.mark.thorough)])
-def test_a_run_repeats_and_resumes_with_the_same_bits(engine, tmp_path):
+def test_run_repeats_and_resumes_with_identical_bits(engine, tmp_path):
     rows = TensorDataset(torch.ones(12, 6), torch.arange(12) % 3)
 
     def run(**options):
@@ -246,7 +246,7 @@ def test_both_engines_see_the_same_examples():
     torch.testing.assert_close(run("sequential"), run("vectorized"), rtol=1e-12, atol=1e-12)
 
 
-def test_global_generators_and_those_of_the_run_are_left_alone():
+def test_global_and_run_generators_are_left_alone():
     stream = torch.Generator().manual_seed(3)
     owner = Compose(np.random.mtrand._rand, random._inst, torch.default_generator, stream)
     assert not RandomStates(owner, besides=(stream,))
@@ -262,7 +262,7 @@ def test_examples_and_frameworks_are_not_searched():
     assert not RandomStates(Rows())
 
 
-def test_a_state_that_cannot_be_seeded_is_named():
+def test_state_that_cannot_be_seeded_warns():
     class Refuses:
         def set_random_state(self, seed):
             raise RuntimeError("no seeds here")
@@ -290,7 +290,7 @@ def make_loader(**options):
     return DataLoader(Drawn(None), batch_size=6, num_workers=1, **options)
 
 
-def test_a_loader_of_ones_own_keeps_its_worker_init_fn():
+def test_custom_loader_keeps_its_worker_init_fn():
     batches = CustomBatches(lambda _: make_loader(worker_init_fn=note, persistent_workers=True), 0, BatchSettings())
     with pytest.warns(UserWarning, match="persistent_workers=True"):
         [(batch, _)] = batches.epoch(torch.Generator())
@@ -299,7 +299,7 @@ def test_a_loader_of_ones_own_keeps_its_worker_init_fn():
     assert batch[0].tolist() == pytest.approx(np.random.RandomState(5).rand(6).tolist())
 
 
-def test_a_loader_that_starts_workers_in_its_own_way_is_named():
+def test_loader_with_custom_worker_startup_warns():
     loader = Own(Augmented(Randomizable()), batch_size=6, num_workers=1)
     with pytest.warns(UserWarning, match="of an Own are not seeded in its workers.*worker_init_fn"):
         list(CustomBatches(lambda _: loader, 0, BatchSettings()).epoch(torch.Generator()))

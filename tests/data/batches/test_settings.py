@@ -37,7 +37,7 @@ def make_loader(**options):
     return DataLoader(Drawn(None), batch_size=6, num_workers=1, **options)
 
 
-def test_from_loader_keeps_what_concerns_workers():
+def test_from_loader_keeps_worker_options():
     loader = make_loader(worker_init_fn=note, timeout=50, prefetch_factor=3, multiprocessing_context="fork")
     data = FederatedDataModule.from_loader(loader, partition=Iid(1))
     made = data.client_dataloader(0, torch.Generator())
@@ -48,14 +48,14 @@ def test_from_loader_keeps_what_concerns_workers():
     assert batch[0].tolist() == pytest.approx(expected.tolist())
 
 
-def test_from_loader_reads_a_batch_sampler_of_ones_own():
+def test_from_loader_reads_a_custom_batch_sampler():
     dataset = Augmented(None)
     loader = DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 4, drop_last=True))
     data = FederatedDataModule.from_loader(loader, partition=Iid(2))
     assert (data.batch_size, data.shuffle, data.drop_last) == (4, True, True)
 
 
-def test_from_loader_says_what_it_does_not_use():
+def test_from_loader_warns_about_unused_options():
     with pytest.warns(UserWarning, match="does not use the loader's generator"):
         FederatedDataModule.from_loader(
             DataLoader(Augmented(None), shuffle=True, generator=torch.Generator()), partition=Iid(2)
@@ -82,18 +82,18 @@ class Own(DataLoader):
         ),
     ],
 )
-def test_a_loader_that_clients_cannot_stand_in_for_is_refused(loader, message):
+def test_from_loader_rejects_unsupported_loaders(loader, message):
     with pytest.raises(FederatedError, match=message):
         FederatedDataModule.from_loader(loader(), partition=Iid(2))
 
 
 @pytest.mark.parametrize("options", [{"shuffle": True}, [("timeout", 3)]])
-def test_unknown_loader_options_are_refused(options):
+def test_unknown_loader_options_are_rejected(options):
     with pytest.raises(FederatedError, match="loader_options may give timeout, prefetch_factor"):
         FederatedDataModule(clients=[Augmented(None)], loader_options=options)
 
 
-def test_loader_options_without_workers_are_refused():
+def test_loader_options_without_workers_are_rejected():
     with pytest.raises(
         FederatedError, match=r"loader_options=\{'timeout': 3\}\) is for loader processes, and num_workers=0"
     ):
@@ -103,7 +103,7 @@ def test_loader_options_without_workers_are_refused():
     assert FederatedDataModule.from_loader(loader, Iid(2), num_workers=0).loader_options == {}
 
 
-def test_functions_of_a_batch_are_chained_in_order():
+def test_batch_functions_are_chained_in_order():
     assert chain("Data", "transform", None) is chain("Data", "transform", []) is None
     assert chain("Data", "transform", [len]) is chain("Data", "transform", len) is len
     several = chain("Data", "transform", [lambda batch: [*batch, 1], lambda batch: batch * 2])
@@ -117,7 +117,7 @@ def test_functions_of_a_batch_are_chained_in_order():
             chain("Data", "transform", functions)
 
 
-def test_an_augmentation_takes_one_number_from_the_generator_of_an_epoch():
+def test_augmentation_takes_one_number_per_epoch_from_the_generator():
     stream, twin = (torch.Generator().manual_seed(1) for _ in range(2))
     assert BatchSettings().augment_stream(stream) is None
     assert torch.equal(stream.get_state(), twin.get_state())
@@ -126,7 +126,7 @@ def test_an_augmentation_takes_one_number_from_the_generator_of_an_epoch():
     assert first.initial_seed() != second.initial_seed()
 
 
-def test_a_function_of_inputs_alone_is_refused_as_augmentation():
+def test_function_of_inputs_only_is_rejected_as_augmentation():
     data = FederatedDataModule([classification(4, 0)], augment=v2.RandomHorizontalFlip())
     with pytest.raises(
         FederatedError, match=r"augment=RandomHorizontalFlip\(p=0.5\) returned the generator.*RandomFlip"

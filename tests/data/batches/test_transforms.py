@@ -41,7 +41,7 @@ def crop_one_by_one(batch, padding, stream):
     dtype=st.sampled_from([torch.uint8, torch.float32, torch.float64]),
     seed=st.integers(0, 2**40),
 )
-def test_a_random_crop_is_that_of_a_loop_over_the_images(n, channels, padding, dtype, seed):
+def test_random_crop_matches_a_loop_over_the_images(n, channels, padding, dtype, seed):
     batch = images(n, channels, dtype=dtype)
     kept = batch.clone()
     changed = RandomCrop(padding)(batch, generator(seed))
@@ -50,7 +50,7 @@ def test_a_random_crop_is_that_of_a_loop_over_the_images(n, channels, padding, d
     assert batch.equal(kept)
 
 
-def test_crop_offsets_are_uniform_and_each_images_own():
+def test_crop_offsets_are_uniform_and_independent_per_image():
     lit = torch.zeros(9000, 1, 3, 3)
     lit[:, :, 1, 1] = 1
     places = RandomCrop(padding=1)(lit, generator()).flatten(1).argmax(1)
@@ -58,7 +58,7 @@ def test_crop_offsets_are_uniform_and_each_images_own():
     assert RandomCrop(padding=2)(lit, generator()).flatten(1).sum(1).mean() == pytest.approx(9 / 25, abs=0.03)
 
 
-def test_a_random_flip_mirrors_half_of_the_images_from_left_to_right():
+def test_random_flip_mirrors_half_of_the_images_horizontally():
     batch = images(4000)
     flipped = RandomFlip()(batch, generator())
     mirrored = torch.stack([transforms.functional.hflip(image) for image in batch])
@@ -67,7 +67,7 @@ def test_a_random_flip_mirrors_half_of_the_images_from_left_to_right():
     assert is_mirrored.float().mean() == pytest.approx(0.5, abs=0.04)
 
 
-def test_normalisation_is_torchvisions_to_the_bit():
+def test_normalize_matches_torchvision_with_identical_bits():
     batch = images(6, height=32, width=32)
     mean, std = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
     one_by_one = transforms.Compose([transforms.ToTensor(), transforms.Normalize(mean, std)])
@@ -83,7 +83,7 @@ def test_normalisation_is_torchvisions_to_the_bit():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
-def test_a_smaller_image_has_the_mean_of_each_square(dtype):
+def test_shrink_averages_each_square(dtype):
     batch = images(3, height=4, width=6, dtype=dtype)
     kept = batch.clone()
     small = Shrink(2)(batch)
@@ -99,7 +99,7 @@ Pair = namedtuple("Pair", "images labels")
 
 
 @pytest.mark.parametrize("kind", [list, tuple, Pair._make])
-def test_the_images_of_a_batch_are_its_first_part(kind):
+def test_images_are_the_first_part_of_a_batch(kind):
     labels = torch.tensor([3, 1])
     batch = kind([images(2), labels])
     changed = ToFloat()(batch)
@@ -136,7 +136,7 @@ def test_images_stay_on_their_device(function):
         (lambda: ToFloat()(images(2), generator()), "ToFloat belongs in transform=.*not random"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(call, message):
+def test_invalid_transform_inputs_are_rejected(call, message):
     with pytest.raises(FederatedError, match=message):
         call()
 
@@ -179,7 +179,7 @@ def trained(algorithm, seed=0, **options):
     return model
 
 
-def test_both_gradients_of_mime_see_the_same_augmented_batch():
+def test_both_mime_gradients_see_the_same_augmented_batch():
     seen = trained(Mime(), local_epochs=1).seen
     assert [len(batch) for batch in seen] == [6, 3, 3, 3, 3] * 2
     for full, *steps in (seen[:5], seen[5:]):
@@ -188,7 +188,7 @@ def test_both_gradients_of_mime_see_the_same_augmented_batch():
         assert not full.equal(torch.cat([steps[0], steps[2]]))
 
 
-def test_a_run_repeats_its_augmentation_and_another_seed_and_every_epoch_has_another():
+def test_augmentation_is_deterministic_and_varies_by_seed_and_epoch():
     first, again, other = (trained(MimeLite(), seed, local_epochs=2) for seed in (0, 0, 1))
     assert all(a.equal(b) for a, b in zip(first.seen, again.seen, strict=True))
     assert not any(a.equal(b) for a, b in zip(first.seen, other.seen, strict=True))
@@ -196,7 +196,7 @@ def test_a_run_repeats_its_augmentation_and_another_seed_and_every_epoch_has_ano
     assert all(a != b for i, a in enumerate(epochs) for b in epochs[:i])
 
 
-def test_the_loss_of_all_clients_is_measured_on_images_as_they_are():
+def test_loss_of_all_clients_is_measured_without_augmentation():
     model = trained(FedProx(mu=1.0, adaptive=True), local_epochs=1)
     stored = images(6, 1, 3, 4).flatten(1) / 255
     assert model.measured

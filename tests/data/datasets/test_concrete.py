@@ -51,7 +51,7 @@ def test_clients_are_sorted_by_the_target(root):
 
 
 @pytest.mark.parametrize("standardize_target", [False, True])
-def test_standardised_by_the_training_part(root, standardize_target):
+def test_data_is_standardized_by_the_training_part(root, standardize_target):
     data = Concrete(root, num_clients=3, standardize_target=standardize_target)
     data.setup("fit")
     x, y = whole(data)
@@ -69,7 +69,7 @@ def test_standardised_by_the_training_part(root, standardize_target):
         assert torch.allclose(y, standard, atol=1e-5)
 
 
-def test_sorted_by_a_feature_or_not_at_all(root):
+def test_clients_can_be_sorted_by_a_feature_or_unsorted(root):
     data = Concrete(root, num_clients=4, sort_by="Water")
     data.setup("fit")
     water = whole(data)[0][:, 3]
@@ -80,7 +80,7 @@ def test_sorted_by_a_feature_or_not_at_all(root):
         Concrete(root, sort_by="Lime").setup("fit")
 
 
-def test_the_test_part_depends_on_the_seed_alone(root):
+def test_test_part_depends_only_on_the_seed(root):
     parts = []
     for options in ({}, {"num_clients": 2}, {"seed": 1}):
         data = Concrete(root, **options)
@@ -94,14 +94,14 @@ def test_the_test_part_depends_on_the_seed_alone(root):
     assert sum(data.known_sizes) == 50
 
 
-def test_another_partition(root):
+def test_custom_partition_is_used(root):
     data = Concrete(root, partition=Iid(num_clients=4))
     data.setup("fit")
     assert data.num_clients == 4
     assert sum(data.known_sizes) == 40
 
 
-def test_damaged_and_missing_files_are_refused(tmp_path):
+def test_corrupt_and_missing_files_are_rejected(tmp_path):
     with pytest.raises(FederatedError, match=r"there is no .*Concrete_Data.csv.*archive.ics.uci.edu.*Or set root"):
         Concrete(str(tmp_path)).setup("fit")
     write(tmp_path, [range(8)], NAMES[:8])
@@ -122,19 +122,19 @@ def test_damaged_and_missing_files_are_refused(tmp_path):
     ("options", "message"),
     [({"num_clients": 0}, "num_clients=0"), ({"test_fraction": 1}, "test_fraction"), ({"seed": 0.5}, "seed=0.5")],
 )
-def test_impossible_options_are_refused_at_once(options, message):
+def test_invalid_options_are_rejected_at_construction(options, message):
     with pytest.raises(FederatedError, match=message):
         Concrete(**options)
 
 
-def test_a_linear_regression_trains_on_them(root):
+def test_linear_regression_trains(root):
     data = Concrete(root, num_clients=5, standardize_target=True)
     trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
     trainer.fit(LinearRegression(Concrete.num_features, lr=0.01), data)
     assert trainer.callback_metrics["val_loss"] > 0
 
 
-def test_the_published_file():
+def test_published_file_has_the_known_statistics():
     folder = os.environ.get("LIGHTNING_FED_DATA")
     if not folder or not Path(folder, "concrete").exists():
         pytest.skip("LIGHTNING_FED_DATA names no folder with concrete/Concrete_Data.csv")

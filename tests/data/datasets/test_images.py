@@ -31,7 +31,7 @@ from lightning_fed.models import MLPClassifier
 from tests.helpers.image_files import SPLITS, idx, write_emnist, write_idx, write_mnist, write_part
 
 
-def test_validation_images_are_taken_from_the_clients_if_asked_for(tmp_path):
+def test_validation_images_are_taken_from_the_clients_if_requested(tmp_path):
     (images, _), _ = write_mnist(tmp_path)
     splits = []
     for seed in (0, 1):
@@ -45,7 +45,7 @@ def test_validation_images_are_taken_from_the_clients_if_asked_for(tmp_path):
     assert splits[0].equal(splits[1])
 
 
-def test_a_failed_download_says_what_else_to_do(tmp_path, monkeypatch):
+def test_failed_download_suggests_a_remedy(tmp_path, monkeypatch):
     def fetch(root, **options):
         raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
 
@@ -54,7 +54,7 @@ def test_a_failed_download_says_what_else_to_do(tmp_path, monkeypatch):
         MNIST(tmp_path, download=True).prepare_data()
 
 
-def test_labels_that_do_not_fit_are_refused_by_file(tmp_path):
+def test_mismatched_labels_are_rejected_with_the_file(tmp_path):
     write_mnist(tmp_path)
     labels = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     write_idx(labels, np.arange(19) % 10, packed=False)
@@ -69,7 +69,7 @@ def test_labels_that_do_not_fit_are_refused_by_file(tmp_path):
         EMNIST(tmp_path, split="letters").setup("fit")
 
 
-def test_images_of_another_size_are_refused(tmp_path):
+def test_images_of_the_wrong_size_are_rejected(tmp_path):
     write_mnist(tmp_path)
     write_part(tmp_path / "MNIST" / "raw", "train", 10, 10, side=27)
     with pytest.raises(FederatedError, match=r"train-images-idx3-ubyte.*27x27.*28x28"):
@@ -77,7 +77,7 @@ def test_images_of_another_size_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_mnist_is_what_its_files_hold(tmp_path, packed):
+def test_mnist_matches_its_files(tmp_path, packed):
     (images, labels), (test_images, test_labels) = write_mnist(tmp_path, packed)
     data = MNIST(tmp_path, num_clients=4, partition=Iid(4))
     assert data.train is None  # nothing is read until it is needed
@@ -99,7 +99,7 @@ def test_mnist_is_what_its_files_hold(tmp_path, packed):
         assert theirs.targets.equal(stored[1])
 
 
-def test_mnist_is_dealt_out_as_in_fedprox_unless_one_says_otherwise(tmp_path):
+def test_mnist_partition_defaults_to_fedprox(tmp_path):
     partition = MNIST(tmp_path).partition
     assert isinstance(partition, PowerLaw)
     assert (partition.num_clients, partition.classes_per_client, partition.seed) == (1000, 2, 0)
@@ -122,7 +122,7 @@ def test_mnist_trains_flat_and_augmented(tmp_path):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_emnist_is_upright_and_its_labels_begin_at_0(tmp_path, split, packed):
+def test_emnist_is_upright_and_its_labels_start_at_0(tmp_path, split, packed):
     (images, labels), (test_images, _) = write_emnist(tmp_path, split, packed)
     data = EMNIST(tmp_path, split=split, num_clients=2)
     assert data.num_classes == len(data.classes) == SPLITS[split]
@@ -138,7 +138,7 @@ def test_emnist_is_upright_and_its_labels_begin_at_0(tmp_path, split, packed):
         assert names == [data.classes[label] for label in data.train.tensors[1]]
 
 
-def test_many_images_are_turned_in_chunks(tmp_path, monkeypatch):
+def test_many_images_are_transposed_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_fed.data.datasets.images._IMAGES_AT_ONCE", 16)
     (images, _), _ = write_emnist(tmp_path, "digits")
     data = EMNIST(tmp_path, split="digits", black_on_white=True)
@@ -146,7 +146,7 @@ def test_many_images_are_turned_in_chunks(tmp_path, monkeypatch):
     assert data.train.tensors[0].equal(255 - images.mT[:, None])
 
 
-def test_emnist_by_default_has_as_many_clients_as_there_were_writers(tmp_path):
+def test_emnist_defaults_to_one_client_per_writer(tmp_path):
     assert EMNIST(tmp_path).partition.num_clients == EMNIST(tmp_path, split="bymerge").partition.num_clients == 3400
     assert EMNIST(tmp_path, split="balanced").partition.num_clients == 100
     partition = EMNIST(tmp_path, num_clients=5, alpha=0.7, seed=2).partition
@@ -168,7 +168,7 @@ def test_emnist_by_default_has_as_many_clients_as_there_were_writers(tmp_path):
         (lambda: MNIST(root=3), r"MNIST\(root=3\)"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_read(make, message):
+def test_invalid_arguments_are_rejected_before_reading(make, message):
     with pytest.raises(FederatedError, match=message):
         make()
 
@@ -180,7 +180,7 @@ def test_bad_arguments_are_refused_before_anything_is_read(make, message):
         (EMNIST, "EMNIST/raw/emnist-byclass-train-images-idx3-ubyte", r"emnist-byclass-train-\*-ubyte and"),
     ],
 )
-def test_a_missing_file_is_named_with_both_ways_to_get_it(tmp_path, make, path, files, monkeypatch):
+def test_missing_file_raises_with_both_ways_to_get_it(tmp_path, make, path, files, monkeypatch):
     monkeypatch.setattr(datasets, make.__name__, None)  # nothing may be downloaded
     message = rf"{make.__name__}: there is no {tmp_path / path} .*Set download=True, or put {files}"
     for ask in (lambda data: data.setup("fit"), lambda data: data.num_clients, lambda data: data.known_sizes):
@@ -190,7 +190,7 @@ def test_a_missing_file_is_named_with_both_ways_to_get_it(tmp_path, make, path, 
 
 
 @pytest.mark.parametrize("where", ["prepare_data", "num_clients"])
-def test_a_download_is_torchvisions_and_happens_once_where_it_is_asked_for(tmp_path, monkeypatch, where):
+def test_requested_download_uses_torchvision_once(tmp_path, monkeypatch, where):
     calls = []
 
     def fetch(root, **options):
@@ -227,7 +227,7 @@ WHOLE = idx(np.zeros((60, 28, 28)))
     ],
     ids=["empty", "short header", "a page", "other dimensions", "other numbers", "short", "long", "huge"],
 )
-def test_a_damaged_file_is_named(tmp_path, content, packed):
+def test_corrupt_file_is_rejected(tmp_path, content, packed):
     write_mnist(tmp_path, packed)
     path = tmp_path / "MNIST" / "raw" / f"t10k-images-idx3-ubyte{'.gz' * packed}"
     path.write_bytes(gzip.compress(content) if packed else content)
@@ -238,7 +238,7 @@ def test_a_damaged_file_is_named(tmp_path, content, packed):
 @pytest.mark.parametrize(
     "spoil", [lambda c: c[:-12], lambda c: c[:20] + bytes([c[20] ^ 1]) + c[21:], lambda c: c[:-5] + b"0" * 5]
 )
-def test_a_damaged_archive_is_named(tmp_path, spoil):
+def test_corrupt_archive_is_rejected(tmp_path, spoil):
     write_mnist(tmp_path, packed=True)
     path = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz"
     path.write_bytes(spoil(path.read_bytes()))
@@ -246,7 +246,7 @@ def test_a_damaged_archive_is_named(tmp_path, spoil):
         MNIST(tmp_path).setup("fit")
 
 
-def test_the_unpacked_file_comes_first(tmp_path):
+def test_unpacked_file_takes_precedence(tmp_path):
     (images, _), _ = write_mnist(tmp_path)
     (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").touch()  # torchvision leaves both
     data = MNIST(tmp_path)
@@ -262,7 +262,7 @@ def published():
     return Path(folder)
 
 
-def test_the_published_mnist(published):
+def test_published_mnist_has_the_known_statistics(published):
     data = MNIST(published)
     images, labels = data.train.tensors if data.num_clients == 1000 else None
     assert torch.bincount(labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -272,7 +272,7 @@ def test_the_published_mnist(published):
     assert all(len(labels[data.client_dataset(i).indices].unique()) == 2 for i in range(0, 1000, 50))
 
 
-def test_the_published_emnist_letters(published):
+def test_published_emnist_letters_have_the_known_statistics(published):
     data = EMNIST(published, split="letters")
     data.setup("fit")
     assert torch.bincount(data.train.tensors[1]).tolist() == [4800] * 26
@@ -312,7 +312,7 @@ def tiny(request, tmp_path, monkeypatch):
     return {"CIFAR10": CIFAR10, "CIFAR100": CIFAR100}[request.param], tmp_path, arrays
 
 
-def test_cifar_is_what_its_files_hold(tiny):
+def test_cifar_matches_its_files(tiny):
     make, root, arrays = tiny
     data = make(root, partition=Iid(4))
     assert data.train is None
@@ -334,7 +334,7 @@ class Fires:
         return Path.touch, (Path("fired"),)
 
 
-def test_a_file_that_is_not_the_published_one_is_not_unpickled(tiny, tmp_path):
+def test_file_with_a_wrong_checksum_is_not_unpickled(tiny, tmp_path):
     make, root, _ = tiny
     write_pickle(root / make._folder / BATCHES[make.__name__][0], Fires())
     data = make(root)
@@ -343,7 +343,7 @@ def test_a_file_that_is_not_the_published_one_is_not_unpickled(tiny, tmp_path):
     assert not Path("fired").exists()
 
 
-def test_cifar_is_dealt_out_as_in_fedcm_and_augmented_unless_one_says_otherwise():
+def test_cifar_partition_and_augmentation_default_to_fedcm():
     for make in (CIFAR10, CIFAR100):
         data = make()
         assert isinstance(data.partition, BalancedDirichlet)
@@ -358,13 +358,13 @@ def test_cifar_is_dealt_out_as_in_fedcm_and_augmented_unless_one_says_otherwise(
 
 
 @pytest.mark.parametrize("make", [CIFAR10, CIFAR100])
-def test_a_missing_folder_is_named_with_both_ways_to_get_it(tmp_path, make):
+def test_missing_folder_raises_with_both_ways_to_get_it(tmp_path, make):
     make(tmp_path).prepare_data()
     with pytest.raises(FederatedError, match=rf"there is no {tmp_path / make._folder}.*download=True, or unpack"):
         make(tmp_path).setup("fit")
 
 
-def test_a_download_is_torchvisions(tmp_path, monkeypatch):
+def test_cifar_download_uses_torchvision(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(datasets, "CIFAR100", lambda *args, **options: calls.append((args, options)))
     CIFAR100(tmp_path, download=True).prepare_data()
@@ -380,6 +380,6 @@ def test_a_download_is_torchvisions(tmp_path, monkeypatch):
         ({"val_fraction": -0.1}, r"CIFAR10\(val_fraction=-0.1\)"),
     ],
 )
-def test_bad_arguments_of_cifar_are_refused(options, message):
+def test_invalid_cifar_arguments_are_rejected(options, message):
     with pytest.raises(FederatedError, match=message):
         CIFAR10(**options)

@@ -56,7 +56,7 @@ def test_users_of_all_files_are_clients(folder):
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
 
 
-def test_class_numbers_keep_all_their_digits(tmp_path):
+def test_class_numbers_keep_all_digits(tmp_path):
     path = write(tmp_path / "a.json", leaf({"ann": ([[1], [1], [1]], [2**24 + 1, 2**24, 2**53])}))
     assert LeafDataModule(path).client_dataset("ann").tensors[1].tolist() == [2**24 + 1, 2**24, 2**53]
     path = write(tmp_path / "b.json", leaf({"ann": ([[1]], [0.9999999999])}))
@@ -64,14 +64,14 @@ def test_class_numbers_keep_all_their_digits(tmp_path):
         LeafDataModule(path).setup()
 
 
-def test_a_user_whose_data_come_twice_in_a_file_is_refused(tmp_path):
+def test_duplicate_user_in_one_file_is_rejected(tmp_path):
     twice = '"ann": {"x": [[1]], "y": [0]}, "ann": {"x": [[2]], "y": [1]}'
     path = write(tmp_path / "a.json", f'{{"users": ["ann"], "num_samples": [1], "user_data": {{{twice}}}}}')
     with pytest.raises(FederatedError, match=r"a.json is not valid JSON: an object has the name 'ann' twice"):
         LeafDataModule(path).setup()
 
 
-def test_test_users_are_pooled_and_clients_keep_their_own(folder):
+def test_test_users_are_pooled_and_also_kept_per_client(folder):
     data = LeafDataModule(str(folder / "train"), str(folder / "test"))
     data.setup("fit")
     x, y = data.val.tensors
@@ -82,7 +82,7 @@ def test_test_users_are_pooled_and_clients_keep_their_own(folder):
     assert torch.equal(data.client_val_dataset("ann").tensors[0], torch.tensor(BOB[0], dtype=torch.float32))
 
 
-def test_files_are_read_when_the_clients_are_first_asked_for_and_only_once(folder):
+def test_files_are_read_once_on_demand(folder):
     data = LeafDataModule(str(folder / "nowhere"))  # made without looking
     with pytest.raises(FederatedError, match=r"there is no .*nowhere.*preprocess.sh.*Or correct train_path"):
         data.setup("fit")
@@ -94,13 +94,13 @@ def test_files_are_read_when_the_clients_are_first_asked_for_and_only_once(folde
     assert data.val is None
 
 
-def test_values_are_columns_and_shapes_are_given(folder):
+def test_target_values_are_columns_and_input_shapes_can_be_set(folder):
     data = LeafDataModule(str(folder / "train"), shape=[1, 2, 1], targets="values")
     x, y = data.client_dataset("bob").tensors
     assert (list(x.shape), list(y.shape), y.dtype) == ([1, 1, 2, 1], [1, 1], torch.float32)
 
 
-def test_a_run_trains_on_them(folder):
+def test_run_trains_on_leaf_data(folder):
     data = LeafDataModule(str(folder / "train"), str(folder / "test"))
     trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
     trainer.fit(MLPClassifier(in_features=2, num_classes=3, hidden=[]), data)
@@ -135,21 +135,21 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("content", "message"), DAMAGED)
-def test_damaged_files_are_refused_with_the_place(tmp_path, content, message):
+def test_corrupt_files_are_rejected_with_the_location(tmp_path, content, message):
     path = write(tmp_path / "train.json", content)
     with pytest.raises(FederatedError, match=message) as caught:
         LeafDataModule(path, num_classes=3).setup("fit")
     assert "train.json" in str(caught.value) or "shape" in message
 
 
-def test_the_same_user_in_two_files_is_refused(tmp_path):
+def test_same_user_in_two_files_is_rejected(tmp_path):
     for name in ("a.json", "b.json"):
         write(tmp_path / name, leaf({"ann": ANN}))
     with pytest.raises(FederatedError, match=r"b.json, user 'ann': this user has been read already"):
         LeafDataModule(str(tmp_path)).setup("fit")
 
 
-def test_a_folder_without_files_is_refused(tmp_path):
+def test_folder_without_files_is_rejected(tmp_path):
     with pytest.raises(FederatedError, match=r"has no files named \*.json"):
         LeafDataModule(str(tmp_path)).setup("fit")
 
@@ -163,12 +163,12 @@ def test_a_folder_without_files_is_refused(tmp_path):
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )
-def test_impossible_options_are_refused_at_once(options, message):
+def test_invalid_options_are_rejected_at_construction(options, message):
     with pytest.raises(FederatedError, match=message):
         LeafDataModule("train", **options)
 
 
-def test_femnist_is_images_with_the_ink_as_stored_or_inverted(tmp_path):
+def test_femnist_images_are_as_stored_or_inverted(tmp_path):
     image = np.linspace(0, 1, 784)
     for part, labels in (("train", [61, 0]), ("test", [3, 10])):
         write(tmp_path / "femnist" / part / "0.json", leaf({"f0": ([image.tolist()] * 2, labels)}))
@@ -181,7 +181,7 @@ def test_femnist_is_images_with_the_ink_as_stored_or_inverted(tmp_path):
     assert torch.equal(inverted.test.tensors[0], 1 - x)
 
 
-def test_femnist_says_where_its_files_belong(tmp_path):
+def test_femnist_error_names_the_expected_location(tmp_path):
     message = r"there is no .*femnist.*preprocess.sh.*Or correct root: the folders train and test belong in .*femnist"
     with pytest.raises(FederatedError, match=message):
         FEMNIST(str(tmp_path)).setup("fit")
@@ -201,7 +201,7 @@ def published(*names):
     return path
 
 
-def test_the_published_femnist_sample():
+def test_published_femnist_sample_has_the_known_statistics():
     published("femnist_leaf_sample", "train", "train.json")
     data = FEMNIST(os.environ["LIGHTNING_FED_DATA"], folder="femnist_leaf_sample")
     data.setup("fit")
@@ -213,13 +213,13 @@ def test_the_published_femnist_sample():
 
 
 @pytest.mark.parametrize(("name", "size"), [("synthetic_0_0", 897), ("synthetic_1_1", 1084), ("synthetic_iid", 805)])
-def test_the_published_synthetic_sets(name, size):
+def test_published_synthetic_sets_have_the_known_sizes(name, size):
     data = LeafDataModule(str(published("fedprox_synthetic", name, "data", "test", "mytest.json")), num_classes=10)
     assert (data.num_clients, sum(data.known_sizes)) == (30, size)
     assert data.client_dataset("f_00000").tensors[0].shape[1] == 60
 
 
-def test_targets_of_different_shapes_are_refused(tmp_path):
+def test_targets_of_different_shapes_are_rejected(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps(leaf({"ann": ([[1, 2]], [0.5]), "bob": ([[1, 2]], [[0.5, 1.5]])})))
     with pytest.raises(FederatedError, match=r"targets of user 'ann' have the shape \[1\], and those of 'bob' \[2\]"):

@@ -20,7 +20,7 @@ def gradient(data, w):
 
 
 @pytest.mark.parametrize(("a", "delta"), [((2.0, 0.0), 1.0), ((3.0, 1.0), 1.0), ((4.0, 1.0, 0.0, -1.0), 3.0)])
-def test_optimum_and_dissimilarities_by_definition(a, delta):
+def test_optimum_and_dissimilarities_match_their_definitions(a, delta):
     data = Quadratics(a=a, G=10.0, rows=4, noise=3.0)
     means = torch.stack([torch.stack(rows).mean(1) for rows in tensors(data)])
     assert means[:, 0].tolist() == list(a)
@@ -36,7 +36,7 @@ def test_rows_are_float64_and_exact_without_noise():
     assert {t.dtype for client in rows for t in client} == {torch.float64}
 
 
-def test_several_dimensions_have_the_same_dissimilarities():
+def test_several_dimensions_keep_the_same_dissimilarities():
     data = Quadratics(a=[[1.0, 0.3], [1.0, -0.1]], G=2.0, rows=2, noise=1.0)
     assert data.delta == pytest.approx(0.2)
     for (a, b), row, mean in zip(tensors(data), ([1.0, 0.3], [1.0, -0.1]), (2.0, -2.0), strict=True):
@@ -46,26 +46,26 @@ def test_several_dimensions_have_the_same_dissimilarities():
         assert (b - b.mean(0)).norm(dim=1).tolist() == pytest.approx([data.noise] * 2)
 
 
-def test_each_dimension_is_a_quadratic_of_its_own():
+def test_each_dimension_is_an_independent_quadratic():
     options = {"algorithm": Scaffold(), "local_steps": 3, "max_rounds": 4, "clients_per_round": 2}
     both = fit(Quadratic(x0=[1.0, -2.0], lr=0.1), Quadratics(a=[[2.0, 3.0], [0.0, 1.0]], G=2.0), **options)
     for x, x0, a in zip(both, (1.0, -2.0), ((2.0, 0.0), (3.0, 1.0)), strict=True):
         assert x.item() == pytest.approx(fit(Quadratic(x0=x0, lr=0.1), Quadratics(a, G=2**0.5), **options).item())
 
 
-def test_noise_is_the_standard_deviation_of_a_rows_gradient():
+def test_noise_is_the_standard_deviation_of_a_row_gradient():
     for (_, b), mean in zip(tensors(Quadratics(G=5.0, rows=6, noise=2.0)), (5.0, -5.0), strict=True):
         assert (b.mean(), b.std(correction=0)) == (mean, 2)
 
 
-def test_batches_hold_all_rows_unless_told_otherwise():
+def test_batches_hold_all_rows_by_default():
     assert Quadratics(rows=6).client_batches(0).num_batches() == 1
     assert Quadratics(rows=6, batch_size=2).client_batches(0).num_batches() == 3
     assert LeastSquares(samples=7).client_batches(0).num_batches() == 1
     assert LeastSquares(samples=7, batch_size=2).client_batches(0).num_batches() == 4
 
 
-def test_a_round_by_hand():
+def test_round_matches_a_hand_computation():
     # 1 -> 1 - 0.1 (2 + 10) = -0.2 -> -0.2 - 0.1 (-0.4 + 10) = -1.16, and 1 -> 2 -> 3: the mean is 0.92
     options = {"local_steps": 2, "max_rounds": 1, "clients_per_round": 2}
     x = fit(Quadratic(x0=1.0, lr=0.1), Quadratics(), algorithm=FedAvg(), **options)
@@ -74,7 +74,7 @@ def test_a_round_by_hand():
 
 
 @pytest.mark.thorough
-def test_scaffold_reaches_zero_where_fedavg_stays_away():
+def test_only_scaffold_reaches_the_optimum_at_zero():
     options = {"local_steps": 5, "max_rounds": 60, "clients_per_round": 2}
     ours, theirs = (
         fit(Quadratic(lr=0.1), Quadratics(a=(3.0, 1.0)), algorithm=algorithm, **options).item()
@@ -87,14 +87,14 @@ def test_scaffold_reaches_zero_where_fedavg_stays_away():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_clients": 3, "dim": 8, "samples": 4, "dissimilarity": 5.0}])
-def test_the_gradient_vanishes_at_the_least_squares_optimum(options):
+def test_gradient_vanishes_at_the_least_squares_optimum(options):
     data = LeastSquares(**options)
     assert data.optimum.dtype == torch.float64
     assert gradient(data, data.optimum).abs().max() < 1e-12
     assert gradient(data, torch.zeros_like(data.optimum)).abs().max() > 0.1
 
 
-def test_dissimilar_clients_have_optima_and_hessians_of_their_own():
+def test_dissimilar_clients_have_their_own_optima_and_hessians():
     spreads = []
     for d in (0.0, 1.0, 4.0):
         own = LeastSquares(num_clients=20, samples=200, dissimilarity=d, noise=0.0)
@@ -108,19 +108,19 @@ def test_dissimilar_clients_have_optima_and_hessians_of_their_own():
     assert scale[1:] == pytest.approx((0.5 / 12**0.5, 0.8 / 12**0.5), rel=0.25)
 
 
-def test_noise_is_in_the_targets():
+def test_noise_is_added_to_the_targets():
     clean, noisy = (torch.cat([y for _, y in tensors(LeastSquares(samples=100, noise=s))]) for s in (0.0, 0.5))
     assert (noisy - clean).std().item() == pytest.approx(0.5, rel=0.1)
 
 
-def test_a_client_depends_on_the_seed_and_its_number_alone():
+def test_client_depends_only_on_the_seed_and_its_number():
     first = tensors(LeastSquares(num_clients=4))
     for other, same in ((LeastSquares(num_clients=2), True), (LeastSquares(num_clients=2, seed=1), False)):
         for ours, theirs in zip(first[:2], tensors(other), strict=True):
             assert [torch.equal(*pair) for pair in zip(ours, theirs, strict=True)] == [same, same]
 
 
-def test_all_clients_together_are_validated_and_tested():
+def test_validation_and_test_use_all_clients_together():
     for data in (Quadratics(rows=2, noise=1.0), LeastSquares()):
         for dataset in (data.val, data.test):
             for i, column in enumerate(dataset.tensors):
@@ -128,7 +128,7 @@ def test_all_clients_together_are_validated_and_tested():
 
 
 @pytest.mark.thorough
-def test_scaffold_reaches_the_least_squares_optimum_where_fedavg_does_not():
+def test_only_scaffold_reaches_the_least_squares_optimum():
     data = LeastSquares(num_clients=3, dim=2)
     distances = []
     for algorithm, max_rounds in ((Scaffold(), 34), (FedAvg(), 10)):
@@ -158,6 +158,6 @@ def test_scaffold_reaches_the_least_squares_optimum_where_fedavg_does_not():
         (LeastSquares, {"batch_size": 0}, "batch_size=0"),
     ],
 )
-def test_impossible_options_are_refused(make, options, message):
+def test_invalid_options_are_rejected(make, options, message):
     with pytest.raises(FederatedError, match=message):
         make(**options)

@@ -65,7 +65,7 @@ def test_accounts_are_clients_and_their_tweets_are_split(root, caplog):
     assert sorted(int(y) for _, y in every) == [0, 0, 1, 1, 1]
 
 
-def test_tweets_are_words_of_the_training_part(root):
+def test_tweets_are_encoded_as_words_of_the_training_part(root):
     data = Sentiment140(root, min_tweets=2, length=4, test_fraction=0)
     data.setup("fit")
     assert data.val is None
@@ -86,7 +86,7 @@ def test_tweets_are_words_of_the_training_part(root):
     assert set(half.vocabulary.words) == seen
 
 
-def test_the_split_depends_on_the_seed(root):
+def test_split_depends_on_the_seed(root):
     def test_labels(seed):
         data = Sentiment140(root, min_tweets=2, test_fraction=0.4, seed=seed)
         data.setup("fit")
@@ -96,7 +96,7 @@ def test_the_split_depends_on_the_seed(root):
     assert len({str(test_labels(seed)) for seed in range(6)}) > 1
 
 
-def test_a_tokenizer_and_vectors_of_ones_own(root, tmp_path):
+def test_custom_tokenizer_and_vectors_are_used(root, tmp_path):
     glove = tmp_path / "glove.txt"
     glove.write_text("BAD 1 2 3\nGOOD 4 5 6\nUNSEEN 7 8 9\n")
     data = Sentiment140(
@@ -121,7 +121,7 @@ def leaf(users):
     )
 
 
-def test_leafs_files(tmp_path):
+def test_leaf_files_are_read(tmp_path):
     tweet = ["1", "Mon", "NO_QUERY", "ann", "so good", "4"]
     for part, users in (
         ("train", {"ann": [(tweet, "4"), (tweet, 1)], "bob": [("so bad", "0")]}),
@@ -153,13 +153,13 @@ def test_leafs_files(tmp_path):
         (row("4", 1, "ann", "x" * 200_000), "line 1 is not CSV"),
     ],
 )
-def test_damaged_files_are_refused_with_the_line(root, text, message):
+def test_corrupt_files_are_rejected_with_the_line(root, text, message):
     rewrite(root, text)
     with pytest.raises(FederatedError, match=message):
         Sentiment140(root, min_tweets=1).setup("fit")
 
 
-def test_missing_files_and_accounts_are_named(root, tmp_path):
+def test_missing_files_and_accounts_are_rejected(root, tmp_path):
     with pytest.raises(
         FederatedError, match=r"there is no .*noemoticon.csv .*help.sentiment140.com.*source='leaf'.*set root"
     ):
@@ -181,12 +181,12 @@ def test_missing_files_and_accounts_are_named(root, tmp_path):
         ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_impossible_options_are_refused_at_once(options, message):
+def test_invalid_options_are_rejected_at_construction(options, message):
     with pytest.raises(FederatedError, match=message):
         Sentiment140(**options)
 
 
-def test_a_run_trains_on_them(root):
+def test_run_trains_on_tweets(root):
     data = Sentiment140(root, min_tweets=2, test_fraction=0.4)
     trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
     trainer.fit(SentimentLSTM(vocab_size=20, embedding_dim=4, hidden_size=4), data)
@@ -198,12 +198,12 @@ def test_a_run_trains_on_them(root):
 COUNTS = Counter({"good": 3, "bad": 2, "awful": 2, "rare": 1})
 
 
-def test_words_are_lower_case_and_marks_are_words():
+def test_words_are_lowercase_and_punctuation_marks_are_words():
     assert words("I don't LIKE it... é_1 #yes!") == ["i", "don't", "like", "it", ".", ".", ".", "é_1", "yes", "!"]
     assert words("") == []
 
 
-def test_the_most_frequent_words_come_first_and_ties_are_alphabetical():
+def test_most_frequent_words_come_first_and_ties_are_alphabetical():
     vocabulary = Vocabulary.of(COUNTS, max_words=3)
     assert vocabulary.words == ["good", "awful", "bad"]
     assert [vocabulary[word] for word in ("good", "awful", "bad", "rare")] == [2, 3, 4, 1]
@@ -211,7 +211,7 @@ def test_the_most_frequent_words_come_first_and_ties_are_alphabetical():
 
 
 @given(st.lists(st.lists(st.sampled_from([*COUNTS, "new"]), max_size=6), max_size=4), st.integers(1, 5))
-def test_texts_are_cut_at_the_end_and_padded_in_front(texts, length):
+def test_texts_are_truncated_at_the_end_and_padded_in_front(texts, length):
     vocabulary = Vocabulary.of(COUNTS, max_words=2)
     codes = vocabulary.encode(texts, length)
     assert (list(codes.shape), codes.dtype) == ([len(texts), length], torch.int64)
@@ -226,7 +226,7 @@ def write_vectors(tmp_path, text):
     return path
 
 
-def test_vectors_are_those_of_words_that_occur(tmp_path):
+def test_vectors_cover_only_words_that_occur(tmp_path):
     path = write_vectors(tmp_path, "the 9 9\nbad 1 2\nrare 5 -6e0\ngood 3 4\nbad 7 7\n")
     vocabulary, vectors = read_embedding(path, COUNTS, max_words=2)
     assert vocabulary.words == ["good", "bad"]  # awful has no vector, and the first vector of a word counts
@@ -246,6 +246,6 @@ def test_vectors_are_those_of_words_that_occur(tmp_path):
         (b"good 1 2\nb\xff 1 2\n", "is not UTF-8 text"),
     ],
 )
-def test_a_damaged_file_of_vectors_is_refused(tmp_path, text, message):
+def test_corrupt_vector_file_is_rejected(tmp_path, text, message):
     with pytest.raises(FederatedError, match=message):
         read_embedding(write_vectors(tmp_path, text), COUNTS, max_words=10)

@@ -82,7 +82,7 @@ HAMLET\tTo be.
 """
 
 
-def test_a_speech_is_its_lines_without_stage_directions():
+def test_speech_is_its_lines_without_stage_directions():
     assert speeches(PLAY.splitlines()) == {
         "HAMLET": ["Words, words, words. The second line.", "I will. And this is a line of his.", "To be."],
         "GHOST OF KING HAMLET": ["Mark me."],
@@ -90,7 +90,7 @@ def test_a_speech_is_its_lines_without_stage_directions():
     }
 
 
-def test_a_byte_order_mark_and_other_line_ends_lose_no_act(tmp_path):
+def test_byte_order_mark_and_crlf_lose_no_act(tmp_path):
     text = "ACT I\r\n\r\nFOOL\tNo\r\n\r\nACT II\r\n\r\nFOOL\tYes\r\n"
     (tmp_path / "lear.txt").write_bytes(text.encode("utf-8-sig"))
     assert read_plays("Shakespeare", tmp_path) == {"lear/FOOL": "No Yes"}
@@ -104,7 +104,7 @@ def test_roles_are_named_by_play_and_poems_have_none(tmp_path):
     assert texts["hamlet/HAMLET"].endswith("line of his. To be.")
 
 
-def test_files_that_hold_no_play_are_refused(tmp_path):
+def test_files_without_a_play_are_rejected(tmp_path):
     (tmp_path / "a.txt").write_text("HAMLET\tNo act.\n")
     with pytest.raises(FederatedError, match=r"no play in .* has a role. A play has a line 'ACT I'"):
         read_plays("Shakespeare", tmp_path)
@@ -113,7 +113,7 @@ def test_files_that_hold_no_play_are_refused(tmp_path):
         read_plays("Shakespeare", tmp_path)
 
 
-def test_the_vocabulary_is_leafs():
+def test_vocabulary_matches_leaf():
     assert len(SYMBOLS) == len(set(SYMBOLS)) == 80
     assert (SYMBOLS[0], SYMBOLS[1], SYMBOLS[-1]) == ("\n", " ", "}")
     assert torch.equal(encode(SYMBOLS), torch.arange(80, dtype=torch.uint8))
@@ -127,13 +127,13 @@ def test_the_vocabulary_is_leafs():
     st.integers(min_value=1, max_value=9),
     st.booleans(),
 )
-def test_windows_are_what_slicing_the_text_gives(text, length, stride, sequence):
+def test_windows_match_slices_of_the_text(text, length, stride, sequence):
     assert windows(cut(encode(text), length, stride, sequence)) == expected(text, length, stride, sequence)
 
 
 @pytest.mark.parametrize("targets", ["next", "sequence"])
 @pytest.mark.parametrize("stride", [1, 3, 7])
-def test_clients_and_test_parts_are_cut_in_time(root, stride, targets):
+def test_clients_and_test_parts_are_split_by_time(root, stride, targets):
     data = Shakespeare(root, length=4, stride=stride, targets=targets, test_fraction=0.4)
     data.setup("fit")
     text = "To be, or not to be: that is"
@@ -146,7 +146,7 @@ def test_clients_and_test_parts_are_cut_in_time(root, stride, targets):
     assert data.known_sizes == [len(data.client_dataset(role)) for role in data.client_ids]
 
 
-def test_a_clients_windows_are_a_view_on_the_fast_path(root):
+def test_client_windows_are_views_on_the_fast_path(root):
     data = Shakespeare(root, length=4)
     dataset = data.client_dataset("hamlet/HAMLET")
     assert isinstance(dataset, TensorDataset)
@@ -166,7 +166,7 @@ def test_loaders_fetch_whole_batches(root):
     assert windows(TensorDataset(x, y)) == windows(data.val)
 
 
-def test_small_roles_and_strange_characters_are_announced(root, caplog):
+def test_small_roles_and_unknown_characters_are_logged(root, caplog):
     with caplog.at_level(logging.INFO):
         data = Shakespeare(root, length=4)
         assert list(data.client_ids) == ["hamlet/HAMLET", "hamlet/GHOST"]
@@ -181,7 +181,7 @@ def test_small_roles_and_strange_characters_are_announced(root, caplog):
         Shakespeare(root, length=4, min_examples=99).setup("fit")
 
 
-def test_small_roles_are_not_tested_on_either(root):
+def test_small_roles_are_excluded_from_testing(root):
     data = Shakespeare(root, length=4, min_examples=12, test_fraction=0.4)
     data.setup("fit")
     assert list(data.client_ids) == ["hamlet/HAMLET"]
@@ -212,7 +212,7 @@ def leaf_root(tmp_path):
     return str(tmp_path)
 
 
-def test_leafs_files_hold_windows(leaf_root):
+def test_leaf_files_hold_windows(leaf_root):
     data = Shakespeare(leaf_root, "leaf", length=4)
     data.setup("fit")
     assert windows(data.client_dataset("A")) == [("To b", "e"), ("not ", "t")]
@@ -223,7 +223,7 @@ def test_leafs_files_hold_windows(leaf_root):
     assert windows(data.client_dataset("A")) == [("To b", "o be"), ("not ", "ot t")]
 
 
-def test_strange_characters_in_leafs_files_are_announced_too(leaf_root, caplog):
+def test_unknown_characters_in_leaf_files_are_logged(leaf_root, caplog):
     path = Path(leaf_root) / "shakespeare" / "test" / "all.json"
     path.write_text(leaf({"A": ["o be$", "}|be$"]}))
     with caplog.at_level(logging.INFO):
@@ -231,7 +231,7 @@ def test_strange_characters_in_leafs_files_are_announced_too(leaf_root, caplog):
     assert "['$', '|'], 3 of 10 characters" in caplog.text
 
 
-def test_leafs_windows_of_another_length_are_refused(leaf_root):
+def test_leaf_windows_of_the_wrong_length_are_rejected(leaf_root):
     with pytest.raises(FederatedError, match=r"user 'A', x\[0\]: found a string of 4; x must be 5 character"):
         Shakespeare(leaf_root, "leaf", length=5).setup("fit")
     path = Path(leaf_root) / "shakespeare" / "train" / "all.json"
@@ -240,7 +240,7 @@ def test_leafs_windows_of_another_length_are_refused(leaf_root):
         Shakespeare(leaf_root, "leaf", length=4).setup("fit")
 
 
-def test_missing_files_name_what_is_there(leaf_root, tmp_path):
+def test_missing_files_raise_and_name_the_available_source(leaf_root, tmp_path):
     with pytest.raises(FederatedError, match=r"there is no .*plays .*set source='leaf', whose files are there"):
         Shakespeare(leaf_root).setup("fit")
     with pytest.raises(FederatedError, match=r"there is no .*https://github.com.*Or set root"):
@@ -261,18 +261,18 @@ def test_missing_files_name_what_is_there(leaf_root, tmp_path):
         ({"source": "leaf", "test_fraction": 0.1}, "cut into windows and split already"),
     ],
 )
-def test_impossible_options_are_refused_at_once(options, message):
+def test_invalid_options_are_rejected_at_construction(options, message):
     with pytest.raises(FederatedError, match=message):
         Shakespeare(**options)
 
 
-def test_an_unknown_role_is_named(root):
+def test_unknown_role_is_rejected(root):
     with pytest.raises(FederatedError, match="There is no client 'hamlet/YORICK' among the 2 clients"):
         Shakespeare(root, length=4).client_dataset("hamlet/YORICK")
 
 
 @pytest.mark.parametrize("targets", ["next", "sequence"])
-def test_a_run_trains_on_them(root, targets):
+def test_run_trains_on_plays(root, targets):
     data = Shakespeare(root, length=4, targets=targets)
     model = CharLSTM(hidden_size=4, num_layers=1)
     trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
@@ -281,7 +281,7 @@ def test_a_run_trains_on_them(root, targets):
     assert isinstance(model, nn.Module)
 
 
-def test_the_published_plays_agree_with_their_roles():
+def test_published_plays_match_their_roles():
     folder = os.environ.get("LIGHTNING_FED_DATA")
     if not folder or not Path(folder, "shakespeare", "plays").exists():
         pytest.skip("LIGHTNING_FED_DATA names no folder with shakespeare/plays and shakespeare/by_role.json.gz")
@@ -294,7 +294,7 @@ def test_the_published_plays_agree_with_their_roles():
     assert len(same) > 1300  # the rest are names on two lines, and lines of several roles at once
 
 
-def test_the_published_plays():
+def test_published_plays_have_the_known_statistics():
     folder = os.environ.get("LIGHTNING_FED_DATA")
     if not folder or not Path(folder, "shakespeare", "plays").exists():
         pytest.skip("LIGHTNING_FED_DATA names no folder with shakespeare/plays")

@@ -47,7 +47,7 @@ def data():
     return Synthetic(alpha=1.0, beta=1.0)
 
 
-def test_thirty_clients_of_sixty_features_and_ten_classes(data):
+def test_defaults_are_thirty_clients_sixty_features_and_ten_classes(data):
     assert data.num_clients == 30
     (x, y), _ = parts(data)[0]
     assert (x.shape[1], x.dtype, y.dtype) == (60, torch.float32, torch.int64)
@@ -56,7 +56,7 @@ def test_thirty_clients_of_sixty_features_and_ten_classes(data):
     assert data.client_batches(0).settings.batch_size == 10
 
 
-def test_every_client_is_split_and_the_test_parts_are_pooled(data):
+def test_every_client_is_split_and_test_parts_are_pooled(data):
     for (x, y), (x_test, y_test) in parts(data):
         n = len(x) + len(x_test)
         assert n >= 50
@@ -71,13 +71,13 @@ def test_every_client_is_split_and_the_test_parts_are_pooled(data):
     )
 
 
-def test_sizes_are_fifty_and_a_lognormal():
+def test_sizes_are_fifty_plus_a_lognormal():
     sizes = torch.tensor([len(y) for seed in range(5) for _, y in whole(Synthetic(seed=seed))])
     tail = [(sizes - 50 > torch.exp(torch.tensor(4 + 2 * z))).float().mean().item() for z in (-1.0, 0.0, 1.0)]
     assert tail == pytest.approx([0.841, 0.5, 0.159], abs=4 * (0.25 / len(sizes)) ** 0.5)  # four standard errors
 
 
-def test_inputs_follow_their_law(data):
+def test_inputs_follow_their_distribution(data):
     clients = whole(data)
     assert within(clients).sub(1).abs().max() < 0.1
     v = centers(clients)
@@ -86,7 +86,7 @@ def test_inputs_follow_their_law(data):
     assert v.mean(1).std().item() == pytest.approx(1, abs=0.4)  # B_k, thirty of them
 
 
-def test_beta_moves_the_inputs_together():
+def test_beta_shifts_the_inputs_together():
     at_zero, at_one, at_four = (centers(whole(Synthetic(beta=beta, num_clients=8))) for beta in (0.0, 1.0, 4.0))
     shift = at_one - at_zero
     assert shift.std(dim=1).max() < 1e-5  # the same in all features of a client
@@ -96,7 +96,7 @@ def test_beta_moves_the_inputs_together():
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (0.5, 0.5), (1.0, 1.0), (100.0, 1.0)])
-def test_alpha_moves_all_logits_alike_and_so_changes_no_label(alpha, beta):
+def test_alpha_shifts_all_logits_equally_and_changes_no_label(alpha, beta):
     for (x, y), (x0, y0) in zip(whole(Synthetic(alpha, beta)), whole(Synthetic(0.0, beta)), strict=True):
         assert torch.equal(x, x0)
         assert torch.equal(y, y0)
@@ -124,7 +124,7 @@ def test_labels_are_linear_in_the_inputs(data):
     assert linear_accuracy(*max(whole(data), key=lambda client: len(client[1].unique()))) > 0.99
 
 
-def test_each_client_has_a_labelling_of_its_own(data):
+def test_each_client_has_its_own_labeling(data):
     assert len({int(y.mode().values) for _, y in whole(data)}) >= 6
     assert len({int(y.mode().values) for _, y in whole(Synthetic(iid=True))}) <= 3
 
@@ -138,7 +138,7 @@ def test_iid_clients_share_one_distribution():
     assert within(clients).sub(1).abs().max() < 0.1
 
 
-def test_a_client_depends_on_the_seed_and_its_number_alone(data):
+def test_client_depends_only_on_the_seed_and_its_number(data):
     for other, same in (
         (Synthetic(1.0, 1.0, num_clients=5), True),
         (Synthetic(1.0, 1.0, num_clients=5, seed=1), False),
@@ -161,7 +161,7 @@ def test_a_client_depends_on_the_seed_and_its_number_alone(data):
         ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_impossible_options_are_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(FederatedError, match=message):
         Synthetic(**options)
 
@@ -201,7 +201,7 @@ def drawn():
     }
 
 
-def test_sizes_agree_with_the_published_ones(drawn):
+def test_sizes_match_the_published_ones(drawn):
     theirs = torch.cat([torch.tensor([len(y) for _, y in published(name)]) for name in SETS]).double()
     ours = torch.tensor([len(part) for part in drawn["synthetic_0_0"]]).double()
     grid = torch.cat([ours, theirs]).unique()[:, None]
@@ -211,7 +211,7 @@ def test_sizes_agree_with_the_published_ones(drawn):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_labels_and_inputs_agree_with_the_published_ones(name, drawn):
+def test_labels_and_inputs_match_the_published_ones(name, drawn):
     theirs, ours = published(name), [part.tensors for part in drawn[name]]
     # Three standard deviations from draw to draw: 0.15 of a class, and 0.8 where one W decides for all clients.
     bound = 2.4 if name == "synthetic_iid" else 0.45

@@ -30,7 +30,7 @@ def root(tmp_path):
     return folder
 
 
-def test_folders_are_clients_and_files_are_read_when_needed(root, monkeypatch):
+def test_folders_are_clients_and_files_are_read_on_demand(root, monkeypatch):
     data = ClientFolder(str(root))
     monkeypatch.setattr(folders, "read_examples", None)
     assert list(data.client_ids) == ["ann", "bob", "cat"]
@@ -44,13 +44,13 @@ def test_folders_are_clients_and_files_are_read_when_needed(root, monkeypatch):
     assert data.client_val_dataset("bob") is None
 
 
-def test_whole_inputs_stay_whole_and_targets_may_be_values(root):
+def test_integer_inputs_keep_their_dtype_and_targets_can_be_values(root):
     save(root / "bob", x=np.ones((2, 4), np.uint8), y=np.ones((2, 1)))
     x, y = ClientFolder(str(root)).client_dataset("bob").tensors
     assert (x.dtype, y.dtype, list(y.shape)) == (torch.uint8, torch.float32, [2, 1])
 
 
-def test_batches_of_bytes_become_floats(root):
+def test_transform_converts_byte_batches_to_floats(root):
     save(root / "bob", x=np.full((2, 4), 51, np.uint8), y=np.ones(2, np.uint8))
     save(root, "val", x=np.full((3, 4), 51, np.uint8), y=np.ones(3, np.uint8))
     data = ClientFolder(str(root), transform=lambda batch: [batch[0] / 255, batch[1]])
@@ -59,7 +59,7 @@ def test_batches_of_bytes_become_floats(root):
         assert batch[0].unique().tolist() == pytest.approx([0.2])
 
 
-def test_a_torch_file_will_do(root):
+def test_torch_files_are_supported(root):
     (root / "bob" / "train.npz").unlink()
     torch.save({"x": torch.ones(4, 2), "y": torch.zeros(4)}, root / "bob" / "train.pt")
     data = ClientFolder(str(root))
@@ -69,7 +69,7 @@ def test_a_torch_file_will_do(root):
         data.client_dataset("bob")
 
 
-def test_the_clients_last_used_stay_in_memory(root, monkeypatch):
+def test_recently_used_clients_stay_in_memory(root, monkeypatch):
     read = []
     original = folders.read_examples
     monkeypatch.setattr(folders, "read_examples", lambda path: read.append(path.parent.name) or original(path))
@@ -84,7 +84,7 @@ def test_the_clients_last_used_stay_in_memory(root, monkeypatch):
     assert read == ["ann", "ann"]
 
 
-def test_the_server_has_sets_of_its_own(root):
+def test_server_has_its_own_evaluation_sets(root):
     data = ClientFolder(str(root))
     data.setup("fit")
     assert data.val is None
@@ -145,7 +145,7 @@ def damage(path, how):
         ("uint64", "y holds a number too large for int64"),
     ],
 )
-def test_damaged_files_are_refused_and_nothing_is_run(root, how, message):
+def test_corrupt_files_are_rejected_without_running_code(root, how, message):
     path = root / "bob" / "train.npz"
     damage(path, how)
     with pytest.raises(FederatedError, match=message) as caught:
@@ -155,7 +155,7 @@ def test_damaged_files_are_refused_and_nothing_is_run(root, how, message):
 
 
 @pytest.mark.parametrize("how", ["text", "cut", "scalar", "missing"])
-def test_a_size_cannot_be_read_from_a_damaged_header(root, how):
+def test_corrupt_header_is_rejected_when_reading_a_size(root, how):
     path = root / "bob" / "train.npz"
     damage(path, how)
     if how == "missing":
@@ -165,7 +165,7 @@ def test_a_size_cannot_be_read_from_a_damaged_header(root, how):
 
 
 @pytest.mark.parametrize("method", [99, 14])  # unknown, and one whose stream ends too early
-def test_a_size_is_not_read_by_a_damaged_compression(root, method):
+def test_corrupt_compression_is_rejected_when_reading_a_size(root, method):
     path = root / "bob" / "train.npz"
     content = bytearray(path.read_bytes())
     for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):  # of a file in the archive, and of its entry
@@ -179,7 +179,7 @@ def test_a_size_is_not_read_by_a_damaged_compression(root, method):
 
 
 @pytest.mark.parametrize("content", [Attack(), [1, 2], {"x": torch.ones(2)}, {"x": [1], "y": [1]}])
-def test_torch_files_run_nothing_either(root, content):
+def test_torch_files_run_no_code(root, content):
     (root / "bob" / "train.npz").unlink()
     torch.save(content, root / "bob" / "train.pt")
     with pytest.raises(FederatedError, match=r"train.pt (is damaged.*torch.save|must hold x and y)"):
@@ -194,7 +194,7 @@ def test_only_listed_folders_are_clients(root, name):
         ClientFolder(str(root)).client_dataset(name)
 
 
-def test_missing_folders_and_files_are_named(root, tmp_path):
+def test_missing_folders_and_files_are_rejected(root, tmp_path):
     with pytest.raises(FederatedError, match=r"there is no .*none.*a folder for each client"):
         ClientFolder(str(tmp_path / "none")).setup("fit")
     with pytest.raises(FederatedError, match=r"notes.txt is not a folder"):
@@ -210,7 +210,7 @@ def test_missing_folders_and_files_are_named(root, tmp_path):
         ClientFolder(str(root), cache_size=-1)
 
 
-def test_a_run_trains_on_them(root):
+def test_run_trains_on_folders(root):
     save(root, "val")
     trainer = FederatedTrainer(
         max_rounds=2, clients_per_round=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False
@@ -235,7 +235,7 @@ def images(tmp_path):
     return tmp_path / "clients"
 
 
-def test_images_have_the_same_classes_for_every_client(images):
+def test_all_clients_share_the_image_classes(images):
     data = ClientImages(str(images), CLASSES, batch_size=3)
     assert list(data.client_ids) == ["ann", "bob"]
     assert [label for _, label in data.client_dataset("ann")] == [2, 2, 1, 1]
@@ -246,7 +246,7 @@ def test_images_have_the_same_classes_for_every_client(images):
     assert (size, list(batch[0].shape), batch[1].tolist()) == (3, [3, 3, 3, 4], [2, 2, 1])
 
 
-def test_images_are_validated_on_a_folder_of_classes(images):
+def test_validation_images_come_from_a_folder_of_classes(images):
     data = ClientImages(str(images), CLASSES, val_root=str(images / "ann"), image_transform=lambda image: torch.ones(2))
     data.setup("fit")
     x, y = next(iter(data.val_dataloader()))
@@ -255,7 +255,7 @@ def test_images_are_validated_on_a_folder_of_classes(images):
         ClientImages(str(images), CLASSES, val_root=str(images / "none")).setup("fit")
 
 
-def test_unknown_classes_and_damaged_images_are_refused(images):
+def test_unknown_classes_and_corrupt_images_are_rejected(images):
     with pytest.raises(FederatedError, match=r"'ape' is not among the classes \['dog', 'cat'\]"):
         ClientImages(str(images), ["dog", "cat"]).client_dataset("ann")
     path = images / "bob" / "dog" / "0.png"
@@ -272,7 +272,7 @@ def test_unknown_classes_and_damaged_images_are_refused(images):
             ClientImages(str(images), **options)
 
 
-def test_images_of_more_than_8_bits_are_left_to_image_transform(images):
+def test_images_of_more_than_8_bits_require_image_transform(images):
     image = pytest.importorskip("PIL.Image")
     pixels = np.array([[0, 255], [256, 65535]], np.uint16)
     path = images / "bob" / "dog" / "0.png"
@@ -285,7 +285,7 @@ def test_images_of_more_than_8_bits_are_left_to_image_transform(images):
     assert torch.equal(data.client_dataset("bob")[0][0], torch.from_numpy(pixels / np.float32(65535)))
 
 
-def test_files_of_which_none_is_an_image_are_refused(images):
+def test_files_without_any_image_are_rejected(images):
     for path in (images / "bob" / "dog").glob("*.png"):
         path.rename(path.with_suffix(".gif"))
     with pytest.raises(FederatedError, match=r"bob holds files, such as dog/0.gif, and no image.*end in .bmp, .jpeg"):
@@ -303,7 +303,7 @@ HUGE = b"BM" + bytes(8) + b"\x36\0\0\0\x28\0\0\0" + b"\xff\xff\0\0" * 2 + b"\1\0
 
 
 @pytest.mark.parametrize(("name", "content"), [("0.ppm", b"P6 4 x 255 "), ("0.bmp", HUGE)], ids=["ppm", "bmp"])
-def test_whatever_a_damaged_image_raises_names_the_file(images, name, content):
+def test_every_corrupt_image_error_names_the_file(images, name, content):
     for path in (images / "bob" / "dog").iterdir():
         path.unlink()
     (images / "bob" / "dog" / name).write_bytes(content)

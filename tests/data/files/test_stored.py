@@ -19,7 +19,7 @@ from lightning_fed.data.files.stored import (
 )
 
 
-def test_files_are_read_once_and_when_the_clients_are_first_asked_for():
+def test_files_are_read_once_on_demand():
     class Stored(StoredDataModule):
         reads = 0
 
@@ -50,7 +50,7 @@ def test_clients_are_views_into_one_pool():
     assert pool({"a": (torch.arange(0),)}) == (None, {})
 
 
-def test_what_is_missing_or_leads_elsewhere_is_named(tmp_path):
+def test_missing_or_escaping_paths_are_rejected(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "b.csv").touch()
     (tmp_path / "in" / "a.csv").touch()
@@ -68,7 +68,7 @@ def test_what_is_missing_or_leads_elsewhere_is_named(tmp_path):
         listing("D", tmp_path / "out", ".csv")
 
 
-def test_rows_have_their_line_and_damage_is_named(tmp_path):
+def test_rows_keep_their_line_and_corrupt_files_are_rejected(tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(b"\xef\xbb\xbfa,b\n\n1,'2\n")
     assert list(read_rows(path)) == [(1, ["a", "b"]), (3, ["1", "'2"])]
@@ -80,7 +80,7 @@ def test_rows_have_their_line_and_damage_is_named(tmp_path):
         list(read_rows(path))
 
 
-def test_each_row_of_a_table_has_the_fields_of_its_heading(tmp_path):
+def test_table_rows_must_match_the_heading(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("a,b\n\n1,2\n3\n")
     rows = read_table(path)
@@ -89,7 +89,7 @@ def test_each_row_of_a_table_has_the_fields_of_its_heading(tmp_path):
         next(rows)
 
 
-def test_small_clients_are_left_out_and_announced(caplog):
+def test_small_clients_are_left_out_and_logged(caplog):
     sizes = {"a": 3, "b": 1, "c": 2}
     with caplog.at_level(logging.INFO):
         assert large_enough("D", sizes, ("roles", "lines"), least=2) == {"a", "c"}
@@ -99,7 +99,7 @@ def test_small_clients_are_left_out_and_announced(caplog):
 
 
 @pytest.mark.parametrize("text", ['a,b\n"c,d', 'a,b\r\nc,"d\r\ne,f\r\n', '"'])
-def test_a_quote_that_the_end_of_the_file_closes_is_refused(tmp_path, text):
+def test_unclosed_quote_is_rejected(tmp_path, text):
     path = tmp_path / "t.csv"
     path.write_bytes(text.encode())
     with pytest.raises(

@@ -39,7 +39,7 @@ def tensors(data, client):
     return [tensor.tolist() for tensor in data.client_dataset(client).tensors]
 
 
-def test_rows_of_one_client_belong_together(tmp_path):
+def test_rows_are_grouped_by_client(tmp_path):
     data = ClientTable(write(tmp_path, TABLE), "person", "label", features=["height", "age"], val_fraction=0)
     assert list(data.client_ids) == ["ann", "bob", "007"]
     assert tensors(data, "bob") == [[[2.5, 2], [5.5, 5]], [1, 2]]
@@ -50,7 +50,7 @@ def test_rows_of_one_client_belong_together(tmp_path):
     assert data.val is None
 
 
-def test_a_split_column_says_what_is_for_validation(tmp_path):
+def test_split_column_selects_the_validation_rows(tmp_path):
     data = ClientTable(write(tmp_path, TABLE), "person", "label", ["age"], split="part")
     data.setup("fit")
     assert list(data.client_ids) == ["ann", "bob"]
@@ -60,7 +60,7 @@ def test_a_split_column_says_what_is_for_validation(tmp_path):
     assert list(data.client_val) == ["ann"]
 
 
-def test_the_other_columns_of_numbers_are_features_and_a_warning_names_the_rest(tmp_path):
+def test_numeric_columns_are_features_and_a_warning_names_the_rest(tmp_path):
     data = ClientTable(write(tmp_path, TABLE), "person", "label", val_fraction=0)
     with pytest.warns(UserWarning, match=r"'note' \(line 2 holds 'so, so'\), 'part' .*\['age', 'height'\]"):
         assert tensors(data, "ann")[0] == [[1, 1.5], [3, -35]]
@@ -69,7 +69,7 @@ def test_the_other_columns_of_numbers_are_features_and_a_warning_names_the_rest(
         tensors(ClientTable(write(tmp_path, TABLE), "person", "label", features=["age"], val_fraction=0), "ann")
 
 
-def test_a_quoted_field_holds_commas_quotes_and_lines(tmp_path):
+def test_quoted_field_can_hold_commas_quotes_and_newlines(tmp_path):
     path = write(tmp_path, 'who,note,x\r\n"a, ""b""","two\nlines",1\r\n\r\n\u00e9,,2\r\n')
     with pytest.raises(FederatedError, match="line 5: column 'note' has no value"):
         ClientTable(path, "who", "note").setup("fit")
@@ -79,7 +79,7 @@ def test_a_quoted_field_holds_commas_quotes_and_lines(tmp_path):
     assert data.classes == ["-", "two\nlines"]
 
 
-def test_truth_values_are_numbers(tmp_path):
+def test_booleans_are_numbers(tmp_path):
     path = write(tmp_path, "who,x,y\na,True,FALSE\na,false,true\n")
     data = ClientTable(path, "who", "y", targets="values", val_fraction=0)
     assert tensors(data, "a") == [[[1.0], [0.0]], [[0.0], [1.0]]]
@@ -93,7 +93,7 @@ def test_truth_values_are_numbers(tmp_path):
 
 @pytest.mark.parametrize("number", ["1,5", "-0,25", ",5", "1.234,5", "1,5e-3", "1,000", "12,345,678.9"])
 @pytest.mark.parametrize("features", [None, ["x"]])
-def test_numbers_with_commas_are_refused(tmp_path, number, features):
+def test_numbers_with_commas_are_rejected(tmp_path, number, features):
     path = write(tmp_path, f'who,x,y,z\na,1,0,3\na,"{number}",1,4\n')
     with pytest.raises(
         FederatedError, match=f"line 3: column 'x' holds '{re.escape(number)}'.*decimal point.*features"
@@ -108,7 +108,7 @@ def test_values_are_float32_columns(tmp_path):
     assert data.client_dataset("bob").tensors[1].dtype == torch.float32
 
 
-def test_classes_that_differ_only_in_their_capitals_are_named(tmp_path, recwarn):
+def test_classes_that_differ_only_in_case_warn(tmp_path, recwarn):
     path = write(tmp_path, "who,x,y\na,1,True\na,2,TRUE\nb,3,False\nb,4,true\n")
     with pytest.warns(UserWarning, match="column 'y' holds 'TRUE' and 'True', which are two of its 4 classes.*declare"):
         assert len(ClientTable(path, "who", "y", val_fraction=0).client_ids) == 2
@@ -119,7 +119,7 @@ def test_classes_that_differ_only_in_their_capitals_are_named(tmp_path, recwarn)
     assert not [warning for warning in recwarn if "which are two of" in str(warning.message)]
 
 
-def test_classes_that_are_numbers_sort_as_numbers(tmp_path):
+def test_numeric_classes_sort_as_numbers(tmp_path):
     path = write(tmp_path, "who,x,y\na,1,10\na,2,9\na,3,10\n")
     data = ClientTable(path, "who", "y", val_fraction=0)
     assert tensors(data, "a")[1] == [1, 0, 1]
@@ -129,20 +129,20 @@ def test_classes_that_are_numbers_sort_as_numbers(tmp_path):
 BIG = 10**16
 
 
-def test_classes_are_told_apart_by_all_their_digits(tmp_path):
+def test_classes_are_distinguished_by_all_digits(tmp_path):
     path = write(tmp_path, f"who,x,y\na,1,{BIG + 1}\na,2,{BIG}\na,3,5.0\na,4,5\na,5,0.5\n")
     data = ClientTable(path, "who", "y", val_fraction=0)
     assert tensors(data, "a")[1] == [3, 2, 1, 1, 0]
     assert data.classes == [0.5, 5, BIG, BIG + 1]
 
 
-def test_classes_of_a_parquet_file_are_told_apart_by_all_their_digits(tmp_path):
+def test_parquet_classes_are_distinguished_by_all_digits(tmp_path):
     path = write_parquet(tmp_path, who=["a"] * 3, x=[1, 2, 3], y=[BIG + 1, BIG, 5])
     assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[1] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("word", ["NA", "nan", " null", "None"])
-def test_a_missing_word_among_numbers_is_no_class(tmp_path, word):
+def test_missing_value_word_among_numbers_is_not_a_class(tmp_path, word):
     text = f"who,x,y\na,1,0\n\na,2,{word}\nb,3,1\n"
     with pytest.raises(FederatedError, match=f"line 4: column 'y' has no value.*{word}"):
         ClientTable(write(tmp_path, text), "who", "y").setup("fit")
@@ -151,7 +151,7 @@ def test_a_missing_word_among_numbers_is_no_class(tmp_path, word):
         ClientTable(path, "who", "y").setup("fit")
 
 
-def test_a_missing_word_among_words_is_a_name(tmp_path):
+def test_missing_value_word_among_words_is_a_name(tmp_path):
     path = write(tmp_path, "who,x,y\nNA,1,yes\nb,2, yes\nb,3,NA\n")
     data = ClientTable(path, "who", "y", val_fraction=0)
     assert list(data.client_ids) == ["NA", "b"]
@@ -159,14 +159,14 @@ def test_a_missing_word_among_words_is_a_name(tmp_path):
     assert data.classes == ["NA", "yes"]
 
 
-def test_empty_texts_in_parquet_are_refused_with_the_row(tmp_path):
+def test_empty_parquet_texts_are_rejected_with_the_row(tmp_path):
     path = write_parquet(tmp_path, who=["a", " ", "b"], x=[1, 2, 3], y=["u", "v", ""])
     for client, target, message in (("who", "x", "row 2: column 'who'"), ("x", "y", "row 3: column 'y'")):
         with pytest.raises(FederatedError, match=f"{message} has no value"):
             ClientTable(path, client, target).setup("fit")
 
 
-def test_a_row_index_is_no_feature_unless_it_is_named(tmp_path, caplog):
+def test_row_index_is_not_a_feature_unless_listed(tmp_path, caplog):
     path = write(tmp_path, ",who,x,y\n0,a,1,0\n1,a,2,1\n")
     with caplog.at_level(logging.INFO):
         assert tensors(ClientTable(path, "who", "y", val_fraction=0), "a")[0] == [[1], [2]]
@@ -233,19 +233,19 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("text", "message"), DAMAGED)
-def test_damaged_tables_are_refused_with_the_place(tmp_path, text, message):
+def test_corrupt_tables_are_rejected_with_the_location(tmp_path, text, message):
     with pytest.raises(FederatedError, match=message) as caught:
         ClientTable(write(tmp_path, text), "who", "y", features=["x"]).setup("fit")
     assert "table.csv" in str(caught.value)
 
 
-def test_a_hole_among_numbers_is_no_reason_to_leave_the_column_out(tmp_path):
+def test_missing_number_raises_instead_of_dropping_the_column(tmp_path):
     path = write(tmp_path, "who,x,y\na,1,0\na,,0\n")
     with pytest.raises(FederatedError, match="line 3: column 'x' has no value"):
         ClientTable(path, "who", "y").setup("fit")
 
 
-def test_numbers_that_float32_cannot_hold_are_refused_wherever_they_are(tmp_path):
+def test_numbers_out_of_float32_range_are_rejected_in_any_column(tmp_path):
     path = write(tmp_path, "who,x,y\na,3.4028235e38,0\na,0,-1e39\n")
     with pytest.raises(FederatedError, match="line 3: column 'y' must hold finite numbers"):
         ClientTable(path, "who", "y", targets="values").setup("fit")
@@ -255,13 +255,13 @@ def test_numbers_that_float32_cannot_hold_are_refused_wherever_they_are(tmp_path
     assert tensors(data, "a")[0] == [[float(np.finfo(np.float32).max)], [0]]
 
 
-def test_a_strange_word_in_the_split_column_is_refused(tmp_path):
+def test_unknown_word_in_the_split_column_is_rejected(tmp_path):
     path = write(tmp_path, TABLE.replace("test", "dev"))
     with pytest.raises(FederatedError, match=r"column 'part' must hold \['train', 'val', 'test'\]; found 'dev'"):
         ClientTable(path, "person", "label", ["age"], split="part").setup("fit")
 
 
-def test_a_split_without_training_rows_is_refused(tmp_path):
+def test_split_without_training_rows_is_rejected(tmp_path):
     path = write(tmp_path, TABLE.replace("train", "val"))
     with pytest.raises(FederatedError, match="column 'part' leaves no row for training"):
         ClientTable(path, "person", "label", ["age"], split="part").setup("fit")
@@ -306,17 +306,17 @@ def test_a_split_without_training_rows_is_refused(tmp_path):
         ({"delimiter": ";", "path": "table.parquet"}, "a Parquet file has neither"),
     ],
 )
-def test_impossible_options_are_refused_at_once(options, message):
+def test_invalid_options_are_rejected_at_construction(options, message):
     with pytest.raises(FederatedError, match=message):
         ClientTable(**({"path": "table.csv", "client": "who", "target": "y"} | options))
 
 
-def test_a_quote_inside_a_text_is_no_open_one(tmp_path):
+def test_quote_inside_a_text_is_literal(tmp_path):
     path = write(tmp_path, 'who,x,size,y\na,1,5",0\na,2,"5""",1\na,3,"6"th,1\n')
     assert tensors(ClientTable(path, "who", "y", features=["x"], val_fraction=0), "a") == [[[1], [2], [3]], [0, 1, 1]]
 
 
-def test_zeros_in_front_do_not_count_as_digits(tmp_path):
+def test_leading_zeros_do_not_count_as_digits(tmp_path):
     path = write(tmp_path, f"who,x,y\na,{'0' * 5000}7,-{'0' * 5000}\na,-007,+1\n")
     data = ClientTable(path, "who", "y", val_fraction=0)
     assert tensors(data, "a") == [[[7], [-7]], [0, 1]]
@@ -324,18 +324,18 @@ def test_zeros_in_front_do_not_count_as_digits(tmp_path):
     assert [type(value) for value in data.classes] == [int, int]
 
 
-def test_two_inputs_of_one_name_are_refused(tmp_path):
+def test_duplicate_input_names_are_rejected(tmp_path):
     path = write(tmp_path, "who,sex,sex=f,y\na,f,3,0\nb,m,4,1\n")
     with pytest.raises(FederatedError, match="two inputs would be called 'sex=f'"):
         ClientTable(path, "who", "y", categories={"sex": ["f", "m"]}).setup("fit")
 
 
-def test_a_missing_table_is_named(tmp_path):
+def test_missing_table_is_rejected(tmp_path):
     with pytest.raises(FederatedError, match=r"there is no .*none.csv.*Or correct path"):
         ClientTable(str(tmp_path / "none.csv"), "who", "y").setup("fit")
 
 
-def test_a_run_trains_on_it(tmp_path):
+def test_run_trains_on_a_table(tmp_path):
     lines = "".join(f"c{n % 3},{n},{-n},{n % 2}\n" for n in range(30))
     data = ClientTable(write(tmp_path, "who,a,b,y\n" + lines), "who", "y", batch_size=4)
     trainer = FederatedTrainer(max_rounds=2, local_epochs=1, seed=0, logger=False, enable_progress_bar=False)
@@ -352,7 +352,7 @@ def write_parquet(tmp_path, **columns):
     return str(path)
 
 
-def test_parquet_keeps_numbers_as_names(tmp_path):
+def test_parquet_keeps_numeric_client_ids(tmp_path):
     path = write_parquet(
         tmp_path,
         who=[7, 3, 7],
@@ -369,7 +369,7 @@ def test_parquet_keeps_numbers_as_names(tmp_path):
     assert list(data.client_ids) == [7, 3]
 
 
-def test_damaged_parquet_is_refused_with_the_row(tmp_path):
+def test_corrupt_parquet_is_rejected_with_the_row(tmp_path):
     path = write_parquet(
         tmp_path, who=["a", "b", None], x=[1.0, None, 2.0], y=[0, 1, 0], s=["1", "2", "3"], i=[1, 2, np.inf]
     )
@@ -386,21 +386,21 @@ def test_damaged_parquet_is_refused_with_the_row(tmp_path):
         ClientTable(write(tmp_path, "who,x\n", "bad.parquet"), "who", "y").setup("fit")
 
 
-def test_lists_in_parquet_are_neither_clients_nor_classes(tmp_path):
+def test_parquet_lists_are_rejected_as_clients_or_classes(tmp_path):
     path = write_parquet(tmp_path, who=["a", "b"], x=[1, 2], y=[[1], [2]])
     for client, target in (("who", "y"), ("y", "who")):
         with pytest.raises(FederatedError, match="column 'y' must hold texts or numbers; its type is list"):
             ClientTable(path, client, target).setup("fit")
 
 
-def test_a_folder_is_no_table(tmp_path):
+def test_folder_is_not_a_table(tmp_path):
     (tmp_path / "table.csv").mkdir()
     with pytest.raises(FederatedError, match=r"table.csv is not a file"):
         ClientTable(str(tmp_path / "table.csv"), "who", "y").setup("fit")
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
-def test_a_table_without_pyarrow_names_the_extra_at_once(monkeypatch, name):
+def test_missing_pyarrow_raises_at_construction_and_names_the_extra(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(FederatedError, match=rf"{name}: .*pip install 'lightning_fed\[tables\]'"):
         ClientTable(name, "who", "y")
@@ -425,7 +425,7 @@ RULES = {
 }
 
 
-def test_words_missing_values_and_decimal_commas_by_rule(tmp_path):
+def test_rules_cover_words_missing_values_and_decimal_commas(tmp_path):
     path = write(tmp_path, HOSPITAL)
     data = ClientTable(path, "ward", "outcome", classes=["well", "ill"], val_fraction=0, **RULES)
     with pytest.warns(UserWarning, match=r"leaves out columns .*'day' \(line 2 holds '01.02.2026'\)"):
@@ -447,7 +447,7 @@ def test_words_missing_values_and_decimal_commas_by_rule(tmp_path):
     assert tensors(own, "north")[0] == [[70.5, 0, 1, 0], [0.5, 1, 0, 0], [80, 1, 0, 0]]
 
 
-def test_parquet_has_the_same_rules(tmp_path):
+def test_parquet_supports_the_same_rules(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -462,7 +462,7 @@ def test_parquet_has_the_same_rules(tmp_path):
     assert tensors(data, "b")[0] == [[2**60, 0, 1, 0, 0]]
 
 
-def test_a_mean_is_of_the_clients_own_training_rows(tmp_path):
+def test_client_mean_uses_only_its_own_training_rows(tmp_path):
     text = "who,x,z,y,part\na,1,1,0,train\na,3,1,0,train\na,,1,1,val\na,100,1,0,val\nb,9,1,1,train\nb,,1,0,test\n"
     data = ClientTable(write(tmp_path, text), "who", "y", ["x", "z"], split="part", missing="client_mean")
     data.setup("fit")
@@ -488,14 +488,14 @@ def test_a_mean_is_of_the_clients_own_training_rows(tmp_path):
         ("ward;", "ward;", {"missing": {"age": 0, "weight": 0}}, "line 5: column 'sex' has no value"),
     ],
 )
-def test_what_no_rule_covers_is_refused_with_the_line_and_the_column(tmp_path, old, new, rules, message):
+def test_value_without_a_rule_is_rejected_with_line_and_column(tmp_path, old, new, rules, message):
     data = ClientTable(write(tmp_path, HOSPITAL.replace(old, new, 1)), "ward", "outcome", **{**RULES, **rules})
     with pytest.raises(FederatedError, match=message) as caught:
         data.setup("fit")
     assert "table.csv" in str(caught.value)
 
 
-def test_one_rule_is_for_all_columns_of_numbers_and_no_other(tmp_path):
+def test_single_rule_applies_to_all_numeric_columns_only(tmp_path):
     path = write(tmp_path, "who,x,z,sex,y\na,,2,f,0\na,1,,m,1\n")
     data = ClientTable(path, "who", "y", val_fraction=0, categories={"sex": ["f", "m"]}, missing="indicator")
     assert tensors(data, "a")[0] == [[0, 1, 2, 0, 1, 0], [1, 0, 0, 1, 0, 1]]
@@ -506,7 +506,7 @@ def test_one_rule_is_for_all_columns_of_numbers_and_no_other(tmp_path):
         ClientTable(write(tmp_path, "who,x,y\na,1,\n"), "who", "y", targets="values", missing=0.0).setup("fit")
 
 
-def test_room_for_words_takes_those_of_the_file_or_those_that_are_agreed_on(tmp_path):
+def test_reserved_word_columns_use_words_of_the_file_or_agreed_ones(tmp_path):
     path = write(tmp_path, "who,ward,no,y\na, eye ,10,0\na,Eye,9,1\na,,9,1\n")
     rules = {"categories": {"ward": 3, "no": 2}, "missing": {"ward": "indicator"}, "val_fraction": 0}
     data = ClientTable(path, "who", "y", classes=["0", "1"], **rules)

@@ -30,7 +30,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
 @pytest.mark.thorough
-def test_the_job_of_a_configuration_is_what_flare_takes(
+def test_job_from_a_configuration_is_valid_for_flare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "app"
@@ -59,7 +59,7 @@ def test_the_job_of_a_configuration_is_what_flare_takes(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-def test_a_signal_ends_all_that_was_started(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_ends_everything_that_was_started(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
 
     class Endless:
@@ -86,7 +86,7 @@ def test_a_signal_ends_all_that_was_started(number: int, tmp_path: Path, monkeyp
     assert config["trainer"]["max_rounds"] == 5
 
 
-def test_a_simulator_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_simulator_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configured.sys, "executable", "false")
     with pytest.raises(FederatedError, match="the simulator has ended with 1"):
         configured.run("deploy nvflare", tmp_path, [[0]])
@@ -94,7 +94,7 @@ def test_a_simulator_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.thorough
 @needs_linux
-def test_no_process_outlives_the_simulators_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_outlives_the_simulator_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of the simulator are leaders of their own sessions."""
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nsetsid sh -c 'trap \"\" TERM; sleep 1000 & wait' &\nsleep 1000\n")

@@ -12,7 +12,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.deploy import flare, saved_run
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvflare_raises_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     own = [f"lightning_fed.deploy.flare.{name}" for name in ("controller", "site")]
     for name in [name for name in sys.modules if name.startswith("nvflare.") or name in own]:
         monkeypatch.delitem(sys.modules, name)
@@ -34,12 +34,12 @@ MAKERS = ("tests.deploy.task:make_trainer", "tests.deploy.task:make_model")
 
 @pytest.mark.parametrize("name", ["phase_timeout", "absent_after"])
 @pytest.mark.parametrize("timeout", [0, -1.0, "5", True, float("nan")])
-def test_a_deadline_is_a_number_of_seconds(controller: Any, timeout: Any, name: str) -> None:
+def test_deadline_must_be_a_finite_number_of_seconds(controller: Any, timeout: Any, name: str) -> None:
     with pytest.raises(FederatedError, match=f"{name}=.*: {name} must be a finite number in .0, inf"):
         controller.RoundsController(*MAKERS, [1], "last.ckpt", **{name: timeout})
 
 
-def test_the_controller_notes_when_flare_hears_of_a_site(controller: Any, monkeypatch: Any) -> None:
+def test_controller_records_when_flare_last_heard_from_a_site(controller: Any, monkeypatch: Any) -> None:
     from nvflare.apis.impl.wf_comm_server import WFCommServer
 
     told = list[Any]()
@@ -59,13 +59,13 @@ def test_the_controller_notes_when_flare_hears_of_a_site(controller: Any, monkey
     assert told == [("north", "getTask", None)]
 
 
-def test_every_client_has_a_site(controller: Any) -> None:
+def test_every_client_requires_a_site(controller: Any) -> None:
     made = controller.RoundsController(*MAKERS, ["north", "south"], "last.ckpt", sites={"site-1": ["north", "east"]})
     with pytest.raises(FederatedError, match="do not name the same clients: .*'east'.*'south'"):
         made.control_flow(None, None)
 
 
-def test_a_run_that_agrees_on_words_makes_its_validation_set_of_them(controller: Any, monkeypatch: Any) -> None:
+def test_run_with_agreed_words_builds_its_validation_set_from_them(controller: Any, monkeypatch: Any) -> None:
     from tests.deploy import words
 
     found = []
@@ -77,7 +77,7 @@ def test_a_run_that_agrees_on_words_makes_its_validation_set_of_them(controller:
     assert [(clients._agree_on, clients._make_val) for clients in found] == [([], None), (["ward"], words.make_val)]
 
 
-def test_what_flare_tells_of_a_task_is_its_arrays_or_why_there_are_none(controller: Any) -> None:
+def test_task_result_is_its_arrays_or_the_failure_reason(controller: Any) -> None:
     from nvflare.apis.client import Client
     from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
     from nvflare.apis.shareable import Shareable, make_reply

@@ -96,7 +96,7 @@ class Run:
         return status
 
 
-def test_an_abort_and_a_deadline_end_the_job_and_keep_the_checkpoint(tmp_path: Path) -> None:
+def test_abort_and_deadline_end_the_job_and_keep_the_checkpoint(tmp_path: Path) -> None:
     with Federation(tmp_path, METHOD) as federation:
         run = Run(federation, tmp_path / "run", phase_timeout=40)
         run.wait_for(lambda: rounds_in(run.checkpoint) >= 1)
@@ -120,7 +120,7 @@ def test_an_abort_and_a_deadline_end_the_job_and_keep_the_checkpoint(tmp_path: P
     check_bits(run.checkpoint, METHOD)
 
 
-def test_fourteen_kills_at_random_moments_leave_no_trace(tmp_path: Path) -> None:
+def test_fourteen_random_kills_yield_identical_bits(tmp_path: Path) -> None:
     chance, runs = random.Random(7), 0
     to_kill = [what for what, count in KILLS.items() for _ in range(count)]
     chance.shuffle(to_kill)

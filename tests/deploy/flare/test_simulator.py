@@ -16,7 +16,7 @@ pytestmark = [needs_linux, pytest.mark.thorough, pytest.mark.timeout(900)]
     ("method", "external"),
     [("FedAvg", False), ("Scaffold ii", True), ("Mime", False), ("FedCM", True), ("Ditto", False)],
 )
-def test_a_job_has_the_bits_of_the_simulation(method: str, external: bool, tmp_path: Path) -> None:
+def test_job_and_simulation_yield_identical_bits(method: str, external: bool, tmp_path: Path) -> None:
     written_job(tmp_path, external)
     with running(tmp_path, method) as process:
         wait_for(lambda: rounds_in(tmp_path / "last.ckpt") >= 1)

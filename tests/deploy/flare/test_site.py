@@ -13,7 +13,7 @@ from lightning_fed.deploy.flare.arrays import packed, unpacked
 from tests.deploy.task import DATA, NAMES
 
 
-def test_tasks_go_to_the_sites_process_with_its_clients_and_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_reach_the_site_process_with_clients_and_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks, sent, made = [packed({"0": b"a", "1": b"b"}), None, packed({"0": b"c"})], [], []
 
     class Process:

@@ -16,20 +16,20 @@ from tests.deploy.flare.fake import Flare, expected
 from tests.deploy.wire import parameters
 
 
-def test_a_run_has_the_bits_of_the_simulation_and_asks_a_site_once_for_all_its_clients(flare: Flare) -> None:
+def test_run_asks_each_site_once_and_matches_simulation_bits(flare: Flare) -> None:
     assert torch.equal(parameters(flare.run()), expected())
     assert flare.asked[:3] == [("site-1", "register", [0]), ("site-2", "register", [1]), ("site-3", "register", [2, 3])]
     assert not flare.given_back, "nothing is left to take back"
 
 
-def test_what_flare_loses_is_asked_for_again(flare: Flare) -> None:
+def test_lost_tasks_are_sent_again(flare: Flare) -> None:
     losses = iter(["EXECUTION_EXCEPTION", None, "its task has ended as timeout", None, None, "EXECUTION_EXCEPTION"])
     flare.spoils = lambda site, result: next(losses, None) or result
     assert torch.equal(parameters(flare.run()), expected())
     assert next(losses, "all") == "all"
 
 
-def test_results_from_other_threads_are_taken_in(flare: Flare) -> None:
+def test_results_from_other_threads_are_accepted(flare: Flare) -> None:
     send, threads = flare.send, []
 
     def later(site: str, arrays: Any, done: Any) -> int:
@@ -43,7 +43,7 @@ def test_results_from_other_threads_are_taken_in(flare: Flare) -> None:
         thread.join()
 
 
-def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> None:
+def test_repeatedly_failing_site_is_dropped_and_named(flare: Flare) -> None:
     flare.spoils = lambda site, result: "EXECUTION_EXCEPTION; see its log" if site == "site-3" else result
     with pytest.raises(FederatedError, match=r"'register': 2, 3.*Client 2: its site 'site-3': EXECUTION_EXCEPTION"):
         flare.run()
@@ -53,7 +53,7 @@ def test_a_site_that_fails_again_and_again_is_given_up_by_name(flare: Flare) -> 
 
 
 @pytest.mark.thorough
-def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare) -> None:
+def test_unresponsive_site_is_named_and_can_return_later(flare: Flare) -> None:
     flare.spoils = lambda site, result: None if site == "site-2" else result
     with pytest.raises(FederatedError, match=r"'register': 1\..*Client 1: no reply arrived for 1 s"):
         flare.run(1.0)
@@ -72,9 +72,7 @@ def test_who_does_not_answer_in_time_is_named_and_comes_back_later(flare: Flare)
 
 
 @pytest.mark.thorough
-def test_a_silent_site_is_waited_for_only_where_the_round_needs_it(
-    flare: Flare, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_silent_site_is_awaited_only_if_the_round_requires_it(flare: Flare, caplog: pytest.LogCaptureFixture) -> None:
     """It comes back in the third round, registers, and takes part from the next one on."""
     drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_failed_share": 0.3}
     flare.spoils = lambda site, result: None if silence(site) else result
@@ -96,7 +94,7 @@ def test_a_silent_site_is_waited_for_only_where_the_round_needs_it(
         assert "Client 1 does not answer: no reply arrived for 0.5 s" in caplog.messages
 
 
-def test_an_abort_ends_the_fit_where_it_waits(flare: Flare) -> None:
+def test_abort_ends_a_waiting_fit(flare: Flare) -> None:
     def aborted(site: str, result: Any) -> None:
         flare.is_aborted = True
 
@@ -106,13 +104,13 @@ def test_an_abort_ends_the_fit_where_it_waits(flare: Flare) -> None:
     assert len(flare.given_back) == 3
 
 
-def test_large_messages_go_one_by_one(flare: Flare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_messages_are_sent_one_at_a_time(flare: Flare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_MOST", 1)
     assert torch.equal(parameters(flare.run()), expected())
     assert max(len(clients) for _, _, clients in flare.asked) == 1
 
 
-def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
+def test_site_cannot_answer_for_another_site(flare: Flare) -> None:
     """Site 3 sends what site 1 would: its own clients have no reply, and client 0 keeps its site."""
     seen: dict[str, Any] = {}
 
@@ -130,13 +128,13 @@ def test_a_site_cannot_answer_for_another_one(flare: Flare) -> None:
     [{}, {"0": None}, {"0": [1, 2]}, {"0": np.zeros(3)}, {"0": np.zeros(3, np.uint8)}, {7: np.array(["x"])}],
     ids=["empty", "none", "list", "floats", "no message", "texts"],
 )
-def test_a_result_that_is_none_is_a_refusal(flare: Flare, result: Any) -> None:
+def test_invalid_result_counts_as_a_refusal(flare: Flare, result: Any) -> None:
     flare.spoils = lambda site, good: result if site == "site-1" else good
     with pytest.raises(FederatedError, match="'register': 0"):
         flare.run()
 
 
-def test_a_late_result_of_a_lost_task_is_left(flare: Flare) -> None:
+def test_late_result_of_a_lost_task_is_ignored(flare: Flare) -> None:
     kept: list[Any] = []
 
     def send(site: str, arrays: Any, done: Any) -> int:
@@ -151,6 +149,6 @@ def test_a_late_result_of_a_lost_task_is_left(flare: Flare) -> None:
     assert [answer for answer in come if not isinstance(answer, Absent)] == [Refusal("x", "answer 2")]
 
 
-def test_a_client_of_two_sites_is_refused() -> None:
+def test_client_on_two_sites_is_rejected() -> None:
     with pytest.raises(FederatedError, match="names a client twice"):
         FlareTransport(None, None, {"a": [1], "b": [1]}, 1.0, None)  # type: ignore[arg-type]

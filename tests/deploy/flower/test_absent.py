@@ -56,7 +56,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.thorough
-def test_a_node_that_has_gone_costs_a_run_one_limit(
+def test_departed_node_delays_a_run_by_one_limit(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     at(nodes, "train 1", lambda: nodes.nodes.pop(101))
@@ -66,7 +66,7 @@ def test_a_node_that_has_gone_costs_a_run_one_limit(
     assert caplog.messages.count("Client 1 does not answer: no node was connected for 300 s") == 1
 
 
-def test_a_node_that_never_came_costs_a_run_one_limit(
+def test_missing_node_delays_a_run_by_one_limit(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     del nodes.nodes[101]
@@ -76,7 +76,7 @@ def test_a_node_that_never_came_costs_a_run_one_limit(
 
 
 @pytest.mark.thorough
-def test_a_node_that_is_back_is_asked_and_waited_for_again(
+def test_returning_node_is_asked_and_awaited_again(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = nodes.nodes[101]
@@ -86,7 +86,7 @@ def test_a_node_that_is_back_is_asked_and_waited_for_again(
     assert cohorts(caplog) == ["[0, 1, 2, 3]", "[0, 2, 3]", "[0, 2, 3]", "[0, 1, 2, 3]", "[0, 1, 2, 3]"]
 
 
-def test_a_slow_node_is_waited_for(nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_node_is_awaited(nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     del nodes.nodes[101]
     answer = nodes._replies
     nodes._replies = lambda key: [] if key in nodes.waiting and slow(nodes.waiting[key]) else answer(key)
@@ -103,7 +103,7 @@ def test_a_slow_node_is_waited_for(nodes: Any, tmp_path: Any, clock: Clock, capl
 
 
 @pytest.mark.thorough
-def test_a_server_that_starts_before_its_nodes_waits_for_them(
+def test_server_started_before_its_nodes_waits_for_them(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Too many are absent for a round to go on; the first that comes does not end the wait for others."""
@@ -118,7 +118,7 @@ def test_a_server_that_starts_before_its_nodes_waits_for_them(
     assert 1600.0 <= clock.now < TIMEOUT
 
 
-def test_a_node_that_has_not_said_who_it_is_may_have_the_client(
+def test_run_waits_for_a_node_that_has_not_identified_itself(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may be at work for another run."""
@@ -133,7 +133,7 @@ def test_a_node_that_has_not_said_who_it_is_may_have_the_client(
 
 
 @pytest.mark.parametrize("share", [None, 0.1])
-def test_a_run_that_would_end_without_them_waits_until_the_phase_ends(
+def test_run_that_requires_missing_clients_waits_for_the_full_phase(
     share: float | None, nodes: Any, tmp_path: Any, clock: Clock
 ) -> None:
     at(nodes, "train 1", lambda: nodes.nodes.pop(101))

@@ -22,7 +22,7 @@ from tests.deploy.task import DATA, NAMES
 ROOT = Path(__file__).parents[3]
 
 
-def test_importing_the_apps_of_a_site_imports_no_pytorch() -> None:
+def test_importing_the_site_apps_does_not_import_pytorch() -> None:
     heavy = ("torch", "pytorch_lightning", "lightning", "safetensors", "sklearn")
     probe = f"""
 import sys
@@ -34,7 +34,7 @@ print([name for name in sys.modules if name.split(".")[0] in {heavy}])
     assert done.stdout.strip() == "[]"
 
 
-def test_messages_come_through_records_as_they_are() -> None:
+def test_messages_round_trip_through_records() -> None:
     tensors = {"a": torch.randn(3, dtype=torch.float64), "b": torch.tensor(2.5), "c": torch.arange(4) > 1}
     content = Message({"client": "x", "round": 3}, tensors).to_bytes()
     messages = unpacked(packed({"0": content, "1": b"\0"}))
@@ -45,7 +45,7 @@ def test_messages_come_through_records_as_they_are() -> None:
     assert clients_in(RecordDict()) == []
 
 
-def test_flower_cuts_a_large_message_into_pieces() -> None:
+def test_flower_splits_a_large_message_into_chunks() -> None:
     content = bytes(range(256)) * (FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE // 100)
     record = packed({"0": content})
     pieces = [part.deflate() for part in get_all_nested_objects(record).values()]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
-def test_the_app_of_a_configuration_is_what_flower_takes(
+def test_app_from_a_configuration_is_valid_for_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "federated_app"]:  # of another test's app
@@ -80,7 +80,7 @@ class Started:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-def test_a_signal_ends_all_that_was_started(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_ends_everything_that_was_started(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configured, "LocalFlower", Started)
     monkeypatch.setattr(Started, "number", number)
     monkeypatch.setattr(Started, "ended", [])
@@ -93,9 +93,7 @@ def test_a_signal_ends_all_that_was_started(number: int, tmp_path: Path, monkeyp
 
 
 @pytest.mark.thorough
-def test_a_run_on_this_machine_has_five_rounds_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_run_is_limited_to_five_rounds_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configured, "LocalFlower", Started)
     given = yaml.safe_load(Path(QUICKSTART).read_text())
     epochs = {**given, "trainer": {**given["trainer"], "max_epochs": 50}}
@@ -122,7 +120,7 @@ def sent(app: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_clients_are_dealt_out_to_the_sites(tmp_path: Path) -> None:
+def test_clients_are_distributed_over_the_sites(tmp_path: Path) -> None:
     assert share_clients("deploy", [0, 1, 2, 3, "x"], 2) == [[0, 2, "x"], [1, 3]]
     words = ["deploy", "flower", "--config", QUICKSTART, "--run", "false", "--out"]
     for sites, said in (("31", "is more than the 30 clients"), ("0", "sites")):

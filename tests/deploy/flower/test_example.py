@@ -42,7 +42,7 @@ def example(name: str) -> Any:
     return load(ROOT / "examples" / "deploy" / f"{name}.py")
 
 
-def test_the_examples_certificates_are_for_the_server_and_keys_for_each_site(tmp_path: Path) -> None:
+def test_example_creates_a_server_certificate_and_site_keys(tmp_path: Path) -> None:
     example("certificates").make_certificates(tmp_path / "c", ["server.example", "127.0.0.1"])
     ca, server = (x509.load_pem_x509_certificate((tmp_path / "c" / n).read_bytes()) for n in ("ca.crt", "server.pem"))
     server.verify_directly_issued_by(ca)
@@ -57,7 +57,7 @@ def test_the_examples_certificates_are_for_the_server_and_keys_for_each_site(tmp
     assert isinstance(server.public_key(), ec.EllipticCurvePublicKey)
 
 
-def test_the_examples_app_takes_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_app_loads_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example("tables").write_tables(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "deploy"))
     task, server = (importlib.import_module(f"lenders.{name}") for name in ("task", "server_app"))
@@ -97,7 +97,7 @@ def replaced(word: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["lenders-superlink", "lenders-site", "compose superlink", "compose site"])
-def test_flower_takes_the_commands_of_the_units_and_of_the_compose_file(name: str) -> None:
+def test_flower_accepts_the_commands_of_units_and_compose_file(name: str) -> None:
     program, *words = commands()[name]
     said = PARSERS[Path(program).name]().parse_args(words)
     if "site" in name:
@@ -112,7 +112,7 @@ def test_flower_takes_the_commands_of_the_units_and_of_the_compose_file(name: st
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze, which checks units")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(unit: Path, tmp_path: Path) -> None:
     here = str(Path(sys.executable).parent)
     (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/lenders/bin", here))
     done = subprocess.run(
@@ -126,7 +126,7 @@ def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
     assert "StartLimitIntervalSec=0" in unit.read_text(), "systemd gives up after five starts in ten seconds otherwise"
 
 
-def test_the_containers_are_started_again_their_health_is_asked_and_their_logs_rotate() -> None:
+def test_containers_restart_check_their_health_and_rotate_logs() -> None:
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     image = (FOLDER / "Dockerfile").read_text()
     assert set(services) == {"superlink", "site"}
@@ -140,7 +140,7 @@ def test_the_containers_are_started_again_their_health_is_asked_and_their_logs_r
     assert all((FOLDER / name).is_file() for name in copied)
 
 
-def test_the_health_check_asks_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+def test_health_check_queries_a_url(capsys: pytest.CaptureFixture[str]) -> None:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/health" else 404)

@@ -60,9 +60,7 @@ class WithKeys(LocalFlower):
         return False
 
 
-def test_a_killed_site_with_a_key_comes_back_after_a_minute_and_nobody_has_its_client_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_site_with_a_key_rejoins_and_keeps_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METHOD", "Scaffold ii")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     keys = tmp_path / "certificates"

@@ -141,7 +141,7 @@ def check_bits(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("has_database", [True, False], ids=["database", "memory"])
-def test_a_run_goes_on_when_the_processes_of_the_server_were_killed(
+def test_run_resumes_after_the_server_processes_are_killed(
     has_database: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(0)
@@ -159,7 +159,7 @@ def test_a_run_goes_on_when_the_processes_of_the_server_were_killed(
     check_bits(run.checkpoint)
 
 
-def test_thirty_kills_at_random_moments_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thirty_random_kills_yield_identical_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, runs = random.Random(31), 0
     to_kill = [what for what, count in KILLS.items() for _ in range(count)]
     chance.shuffle(to_kill)

@@ -41,7 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
             del sys.modules[name]
 
 
-def test_sixty_clients_on_three_sites_leave_nothing_behind(measured: Callable[..., dict[str, Any]]) -> None:
+def test_sixty_clients_on_three_sites_leak_no_resources(measured: Callable[..., dict[str, Any]]) -> None:
     found = measured("--clients", "60", "--sites", "3", "--rounds", "10", "--algorithm", "Scaffold")
     assert found["cohort"] == 60
     for name, (before, after) in found["grown"].items():
@@ -49,7 +49,7 @@ def test_sixty_clients_on_three_sites_leave_nothing_behind(measured: Callable[..
         assert after <= before + slack, name
 
 
-def test_eleven_million_parameters_arrive_on_both_sides(measured: Callable[..., dict[str, Any]]) -> None:
+def test_eleven_million_parameters_reach_server_and_sites(measured: Callable[..., dict[str, Any]]) -> None:
     found = measured("--parameters", "11000000", "--rounds", "3")
     once = 2 * 4 * 11e6 / 1e6  # two clients, float32, in MB
     assert once <= found["mb_to_sites_per_round"] < 1.02 * once

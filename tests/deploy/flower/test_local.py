@@ -69,7 +69,7 @@ def wait_for(flower: LocalFlower, run: str, seen: Any) -> None:
 
 
 @needs_linux
-def test_what_its_processes_have_started_ends_with_them(tmp_path: Path) -> None:
+def test_stopping_flower_ends_child_processes(tmp_path: Path) -> None:
     """A ServerApp that Flower has only begun to start outlives its SuperLink, for one."""
     flower = LocalFlower(tmp_path, [])
     flower.superlink = flower._start("superlink", ["bash", "-c", "sleep 1000 & echo $!; exec sleep 1000"])
@@ -86,7 +86,7 @@ def test_what_its_processes_have_started_ends_with_them(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("flower-superlink") is None, reason="no flower-superlink on the path")
 @pytest.mark.parametrize("method", ["Scaffold ii", "Mime"])
-def test_a_run_whose_processes_are_killed_has_the_bits_of_the_simulation(
+def test_run_with_killed_processes_matches_simulation_bits(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METHOD", method)

@@ -21,7 +21,7 @@ from tests.deploy.flower.grid import SitesHere, expected, run
 from tests.deploy.wire import parameters
 
 
-def test_a_run_through_lost_messages_and_crashes_has_the_bits_of_the_simulation(nodes: Any, tmp_path: Path) -> None:
+def test_run_with_lost_messages_and_crashes_matches_simulation_bits(nodes: Any, tmp_path: Path) -> None:
     nodes.to_lose = ["train", "query", "train", "train"]
     nodes.to_fail = ["query", "train"]
     module = run(nodes, tmp_path / "last.ckpt")
@@ -32,7 +32,7 @@ def test_a_run_through_lost_messages_and_crashes_has_the_bits_of_the_simulation(
 
 
 @pytest.mark.thorough
-def test_a_node_that_comes_back_under_another_id_has_its_clients_once_the_old_one_is_gone(
+def test_node_returning_with_a_new_id_gets_its_clients_back(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer, moved = nodes._replies, []
@@ -67,9 +67,7 @@ def test_a_node_that_comes_back_under_another_id_has_its_clients_once_the_old_on
     assert torch.equal(parameters(module), expected())
 
 
-def test_a_second_claim_neither_takes_a_client_over_nor_ends_the_run(
-    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_second_claim_to_a_client_is_ignored(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes.nodes[300] = {"client-id": "3,0", "state-dir": str(tmp_path / "thief"), "method": "another"}
     with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
         module = run(nodes, tmp_path / "last.ckpt", 20.0)
@@ -87,7 +85,7 @@ def public_key(file: Path) -> bytes:
 
 
 @pytest.mark.thorough
-def test_a_message_that_flower_cannot_read_is_logged_and_asked_for_again(
+def test_unreadable_message_is_logged_and_requested_again(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pull, broken = nodes.pull_messages, []
@@ -109,7 +107,7 @@ def test_a_message_that_flower_cannot_read_is_logged_and_asked_for_again(
 
 
 @pytest.mark.thorough
-def test_an_owned_client_is_asked_of_the_node_with_its_key_alone(
+def test_owned_client_is_asked_only_from_the_node_with_its_key(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = {100: public_key(tmp_path / "bank.pub"), 101: public_key(tmp_path / "clinic.pub")}
@@ -123,7 +121,7 @@ def test_an_owned_client_is_asked_of_the_node_with_its_key_alone(
     assert f"Node 99 is not asked for client 0, whose owner has the key {file}, and the node has another" in caplog.text
 
 
-def test_owners_must_be_clients_with_public_keys(tmp_path: Path) -> None:
+def test_owners_must_be_known_clients_with_public_keys(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match=r"owners names client 'bnk', which is not one of client_ids"):
         FlowerTransport(None, ["bank"], 1.0, 1.0, {"bnk": "bank.pub"})  # type: ignore[arg-type]
     (tmp_path / "bank.key").write_text("secret")
@@ -133,7 +131,7 @@ def test_owners_must_be_clients_with_public_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_node_with_an_unknown_client_is_logged(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes.nodes[101] = {**nodes.nodes[101], "client-id": "no\nbody"}
     nodes.nodes[102] = {}
     with (
@@ -145,7 +143,7 @@ def test_a_node_of_a_strange_client_is_logged(nodes: Any, tmp_path: Path, caplog
     assert "Node 102: This SuperNode's client-id is None" in caplog.text
 
 
-def test_registrations_come_before_the_last_reply_after_which_the_fit_takes_no_more(
+def test_registrations_arrive_before_the_last_reply(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transport = FlowerTransport(None, [0, 1], 10.0, 10.0)  # type: ignore[arg-type]
@@ -156,6 +154,6 @@ def test_registrations_come_before_the_last_reply_after_which_the_fit_takes_no_m
     assert come == [1, 0]
 
 
-def test_two_clients_that_read_alike_are_refused() -> None:
+def test_client_ids_with_equal_text_are_rejected() -> None:
     with pytest.raises(FederatedError, match="read alike"):
         FlowerTransport(None, [1, "1"], 1.0, 1.0)  # type: ignore[arg-type]

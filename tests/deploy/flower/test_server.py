@@ -22,7 +22,7 @@ def rounds_in(checkpoint: Path) -> int:
     return int(torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]["state_dict"]["round"])
 
 
-def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
+def test_run_resumes_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
     checkpoint = tmp_path / "folder" / "last.ckpt"
     run(nodes, checkpoint, max_rounds=2)
     assert rounds_in(checkpoint.with_name("last.previous.ckpt")) == 1
@@ -39,7 +39,7 @@ def test_a_run_goes_on_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
     ] * 3  # a message for each node, to greet
 
 
-def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_two_runs_cannot_share_a_checkpoint(nodes: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(saved_run, "_PATIENCE", 0.1)
     checkpoint = tmp_path / "last.ckpt"
     with (
@@ -52,7 +52,7 @@ def test_two_runs_do_not_work_with_one_checkpoint(nodes: Any, tmp_path: Path, mo
 
 
 @pytest.mark.thorough
-def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> None:
+def test_unresponsive_client_is_named(nodes: Any, tmp_path: Path) -> None:
     del nodes.nodes[101]
     said = "1 client has not answered to 'register': 1.*Client 1: no node was connected for 0.5 s"
     with pytest.raises(FederatedError, match=said):
@@ -62,9 +62,7 @@ def test_who_does_not_answer_in_time_is_named(nodes: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_a_node_that_comes_late_takes_part_from_the_next_round_on(
-    nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_late_node_joins_from_the_next_round(nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     late, answer = nodes.nodes.pop(101), nodes._replies
 
     def replies(key: str) -> list[Any]:
@@ -80,14 +78,14 @@ def test_a_node_that_comes_late_takes_part_from_the_next_round_on(
     assert "Round 4: clients [0, 1, 2, 3]," in caplog.text
 
 
-def test_why_a_site_refuses_reaches_the_server(nodes: Any, tmp_path: Path) -> None:
+def test_refusal_reason_of_a_site_reaches_the_server(nodes: Any, tmp_path: Path) -> None:
     with pytest.raises(
         FederatedError, match="'register': 0, 1, 2, 3.*Client 0: The site of client 0 has other settings than.*seed"
     ):
         run(nodes, tmp_path / "last.ckpt", seed=5)
 
 
-def test_options_of_the_run_are_checked() -> None:
+def test_run_options_are_validated() -> None:
     assert server.seconds_in({"phase-timeout": 5, "other": "x"}) == [5.0, 60.0, 300.0]
     for wrong in (0, -1.0, "5", True):
         with pytest.raises(FederatedError, match="configuration.ask-again=.*: ask-again must be .* in .0, inf"):

@@ -68,7 +68,7 @@ class PulledToBuffer(Pulled):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", [FedAvg(), Mime(base=SGDm())], ids=repr)
-def test_a_teacher_may_be_treated_as_buffers(method: Any) -> None:
+def test_teacher_can_be_treated_as_buffers(method: Any) -> None:
     options = {"algorithm": method, "max_rounds": 2}
     found = run("auto", Pulled, as_buffers=["teacher.*"], **options)
     expected = run("sequential", PulledToBuffer, **options)
@@ -104,7 +104,7 @@ class Averages(Ordinary):
         self.last = self.head.weight_orig.detach().clone()
 
 
-def test_an_average_of_weights_that_no_client_starts_from_is_told_once() -> None:
+def test_weight_average_carried_across_clients_warns_once() -> None:
     with pytest.warns(UserWarning, match="Averages changes a tensor in its attribute") as told:
         run("sequential", Averages)
     assert [str(one.message).split("'")[1] for one in told if "attribute" in str(one.message)] == ["average"]
@@ -131,7 +131,7 @@ class Resets(Recurrent):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_state_that_goes_from_client_to_client_is_told_once() -> None:
+def test_state_carried_across_clients_warns_once() -> None:
     plain = state_of(run("sequential", Resets))
     with pytest.warns(
         UserWarning, match="Recurrent.training_step reads what earlier steps have left in 'state'"
@@ -190,7 +190,7 @@ PLACES = {name: name for name in ("flag", "rows", "words", "bank", "labels")} | 
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_an_attribute_that_a_step_reads_is_told_and_stays(where: str, monkeypatch: Any) -> None:
+def test_attribute_read_by_a_step_warns_and_is_kept(where: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(Keeps, "flag", False)
     with pytest.warns(UserWarning, match=rf"training_step reads what earlier steps have left in .*'{PLACES[where]}'"):
         found = run("sequential", partial(Keeps, where), max_rounds=1)
@@ -216,7 +216,7 @@ class Sets(FederatedCallback):
 
 
 @pytest.mark.filterwarnings("error:.*earlier steps have left")
-def test_no_step_is_tried_that_takes_from_an_iterator_or_finds_what_a_hook_sets() -> None:
+def test_trial_step_is_skipped_for_iterators_and_hook_attributes() -> None:
     module = run("sequential", Draws, max_rounds=1).lightning_module
     assert next(module.numbers) == 0.9 ** len(module.losses)
     run("sequential", partial(Keeps, "flag"), callbacks=[Sets()], max_rounds=1)
@@ -242,7 +242,7 @@ class AverageOfModel(pl.Callback):
 
 
 @pytest.mark.parametrize("kind", ["module", "tensors"])
-def test_an_average_in_a_callback_that_goes_from_client_to_client_is_told_once(kind: str) -> None:
+def test_callback_average_carried_across_clients_warns_once(kind: str) -> None:
     with pytest.warns(UserWarning, match=r"AverageOfModel\.average changes .* on_train_epoch_end") as told:
         run("sequential", callbacks=[AverageOfModel(kind)])
     assert len([one for one in told if "AverageOfModel" in str(one.message)]) == 1
@@ -264,7 +264,7 @@ class Counts(Ordinary):
         return loss / self.mean
 
 
-def test_numbers_that_no_client_starts_from_are_told_once() -> None:
+def test_numbers_carried_across_clients_warn_once() -> None:
     with pytest.warns(UserWarning, match="Counts changes a number in its attribute") as told:
         run("sequential", Counts)
     assert [str(one.message).split("'")[1] for one in told if "a number" in str(one.message)] == ["seen", "mean"]
@@ -283,7 +283,7 @@ class Registers(Ordinary):
         return F.cross_entropy(self(batch[0] - self.center), batch[1])
 
 
-def test_a_buffer_that_a_step_registers_is_told_unless_checkpoints_leave_it_out() -> None:
+def test_persistent_buffer_registered_by_a_step_warns_once() -> None:
     with pytest.warns(UserWarning, match="Registers registers the buffer 'center' while a client trains") as told:
         run("sequential", partial(Registers, True))
     assert sum("registers the buffer" in str(warning.message) for warning in told) == 1
@@ -303,7 +303,7 @@ class OwnGenerator(Ordinary):
         return super().training_step(batch, batch_idx) * torch.rand((), generator=self.drawn)
 
 
-def test_a_generator_of_the_module_that_no_client_starts_from_is_told_once() -> None:
+def test_module_generator_carried_across_clients_warns_once() -> None:
     with pytest.warns(UserWarning, match="OwnGenerator draws from the generator in its attribute") as told:
         run("sequential", OwnGenerator)
     assert [str(one.message).split("'")[1] for one in told if "generator" in str(one.message)] == ["drawn"]
@@ -339,7 +339,7 @@ class Assigns(Clamps):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", [Scaffold(), FedProx(0.1), Mime(base=SGDm())], ids=repr)
-def test_parameters_may_be_assigned_by_their_data(method: Any) -> None:
+def test_parameters_can_be_assigned_through_data(method: Any) -> None:
     make = partial(run, "sequential", algorithm=method, max_rounds=2)
     if isinstance(method, Mime):
         make = partial(make, local_optimizer_state="reset")
@@ -371,7 +371,7 @@ class Replaces(Ordinary):
 
 
 @pytest.mark.parametrize(("hook", "engine"), [("on_train_batch_end", "auto"), ("on_train_epoch_end", "vectorized")])
-def test_a_trained_parameter_that_is_replaced_is_refused_by_name(hook: str, engine: str) -> None:
+def test_replacing_a_trained_parameter_is_rejected(hook: str, engine: str) -> None:
     with pytest.raises(FederatedError, match=r"Replaces has replaced the parameter 'head.weight'.*copy_"):
         run(engine, partial(Replaces, hook))
 
@@ -385,7 +385,7 @@ class Swaps(Ordinary):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_a_local_optimizer_that_is_replaced_is_refused_by_name(engine: str) -> None:
+def test_replacing_the_local_optimizer_is_rejected(engine: str) -> None:
     with pytest.raises(FederatedError, match=r"has replaced the local optimizer \(trainer.optimizers\).*param_groups"):
         run(engine, Swaps)
 
@@ -397,7 +397,7 @@ class Accumulates(Ordinary):
         """Clear nothing."""
 
 
-def test_a_client_begins_without_the_gradients_of_another() -> None:
+def test_client_starts_without_the_gradients_of_another() -> None:
     options: dict[str, Any] = {"clients_per_round": 1.0, "max_rounds": 1, "precision": "64-true"}
     sizes = (8, 12)
     together = fit(seeded(Accumulates), data(sizes, shuffle=False), **options)
@@ -418,12 +418,12 @@ class StepsItself(Ordinary):
         optimizer.zero_grad()
 
 
-def test_a_step_that_returns_no_loss_but_trains_is_refused_by_name() -> None:
+def test_step_that_trains_without_returning_a_loss_is_rejected() -> None:
     with pytest.raises(FederatedError, match="StepsItself.training_step returned None.*stepped the optimizer itself"):
         run("sequential", StepsItself)
 
 
-def test_a_frozen_parameter_that_stays_is_allowed() -> None:
+def test_unchanged_frozen_parameter_is_allowed() -> None:
     module = Watched()
     with torch.no_grad():
         module.teacher.weight[0] = float("nan")
@@ -442,11 +442,11 @@ class Late(Teacher):
             self.teacher = copy.deepcopy(self.head).requires_grad_(False)
 
 
-def test_a_frozen_parameter_may_be_made_in_a_step() -> None:
+def test_frozen_parameter_can_be_created_in_a_step() -> None:
     assert run("sequential", Late).lightning_module.teacher is not None
 
 
-def test_buffers_of_parts_of_a_batch_weigh_as_many_examples_as_each_process_saw() -> None:
+def test_buffers_of_split_batches_are_weighted_by_examples() -> None:
     written: dict[str, Tensor] = {}
     before = {"mean": torch.zeros(1), "same": torch.ones(1)}
     engine: Any = SimpleNamespace(
@@ -477,7 +477,7 @@ class BreaksLater(Breaks):
     at = 2
 
 
-def test_the_momentum_of_a_client_that_fails_reaches_nobody() -> None:
+def test_momentum_of_a_failed_client_does_not_leak() -> None:
     def end(make: type[Breaks]) -> dict[str, Any]:
         rows = clients((8, 13, 7))
         rows[1].tensors[0].mul_(1000)

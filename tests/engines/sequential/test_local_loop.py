@@ -21,7 +21,7 @@ from tests.helpers.engines import Ordinary, Record, assert_close, run, state_of
 from tests.helpers.training import Net, data, fit, seeded, trainer
 
 
-def test_batches_of_each_local_epoch_are_handed_out_in_order() -> None:
+def test_fetcher_yields_batches_of_each_local_epoch_in_order() -> None:
     fetcher = ClientFetcher()
     for batches in ([("a", 4), ("b", 4), ("c", 1)], [("d", 2)]):
         fetcher.bind(iter(batches), len(batches))
@@ -51,7 +51,7 @@ class Losses(FederatedCallback):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_every_local_step_has_its_loss_over_the_batches_that_it_accumulates(accumulated: int) -> None:
+def test_local_step_loss_covers_its_accumulated_batches(accumulated: int) -> None:
     losses = Losses()
     run("sequential", max_rounds=1, callbacks=losses, accumulate_grad_batches=accumulated)
     for steps, report in losses.seen:
@@ -71,7 +71,7 @@ class Skips(Ordinary):
         return -1 if batch_idx == 2 else None
 
 
-def test_a_hook_may_skip_the_rest_of_a_local_epoch() -> None:
+def test_hook_can_skip_the_rest_of_a_local_epoch() -> None:
     losses = Losses()
     run("sequential", Skips, max_rounds=1, local_epochs=2, callbacks=losses)
     for steps, report in losses.seen:
@@ -86,7 +86,7 @@ class Sometimes(Ordinary):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_a_batch_without_a_loss_is_no_local_step() -> None:
+def test_batch_without_a_loss_is_not_a_local_step() -> None:
     losses = Losses()
     run("sequential", Sometimes, max_rounds=1, callbacks=losses)
     for steps, report in losses.seen:
@@ -104,7 +104,7 @@ class Scaled(MixedPrecision):
 
 
 @pytest.mark.thorough
-def test_half_precision_with_a_gradient_scaler() -> None:
+def test_half_precision_works_with_a_gradient_scaler() -> None:
     class Count(FederatedCallback):
         steps: int = 0
 
@@ -141,13 +141,13 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_leaves_the_gradient_open_is_refused(name: str) -> None:
+def test_options_that_make_the_first_gradient_ambiguous_are_rejected(name: str) -> None:
     options, message = REFUSED[name]
     with pytest.raises(FederatedError, match=message):
         trainer(algorithm=FedSAM(RHO), engine="sequential", **options()).fit(Net(), data())
 
 
-def test_a_point_of_another_shape_is_refused() -> None:
+def test_second_gradient_point_of_another_shape_is_rejected() -> None:
     class Short(FedSAM):
         def second_gradient_at(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
             return y[:2]
@@ -170,7 +170,7 @@ def ends_of(algorithm: Algorithm, accumulated: int) -> tuple[dict[str, torch.Ten
 
 
 @pytest.mark.thorough
-def test_second_gradients_and_losses_are_those_of_the_whole_batch() -> None:
+def test_second_gradients_and_losses_cover_the_whole_batch() -> None:
     for algorithm in (Mime(), Scaffold()):
         (whole, losses), (parts, of_parts) = (ends_of(algorithm, accumulated) for accumulated in (1, 2))
         assert_close(parts, whole)
@@ -205,13 +205,13 @@ class ReadsElsewhere(Ordinary):
         pytest.param(Anneals, "vectorized", marks=pytest.mark.thorough),
     ],
 )
-def test_a_step_that_reads_the_number_of_rounds_as_that_of_steps_is_told_once(module: Any, engine: str) -> None:
+def test_step_that_reads_global_step_warns_once(module: Any, engine: str) -> None:
     with pytest.warns(UserWarning, match=rf"{module.__name__}\.\w+_step reads global_step") as told:
         run(engine, module, max_rounds=2)
     assert len([one for one in told if "global_step" in str(one.message)]) == 1
 
 
-def test_hooks_between_rounds_and_callbacks_may_read_the_number_of_rounds(tmp_path: Path) -> None:
+def test_round_hooks_and_callbacks_can_read_global_step(tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(dirpath=tmp_path), LearningRateMonitor()]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*reads global_step")

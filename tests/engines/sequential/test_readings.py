@@ -24,7 +24,7 @@ def test_reports_are_completed_in_one_read() -> None:
     assert (second.loss, second.update_norm) == (3.0, 3.0)
 
 
-def test_the_clients_whose_numbers_are_not_finite_are_named() -> None:
+def test_clients_with_non_finite_numbers_are_named() -> None:
     readings = [
         reading(0, torch.tensor([1.0, 1.0])),
         reading(1, torch.tensor([1.0, math.inf])),
@@ -37,10 +37,10 @@ def test_the_clients_whose_numbers_are_not_finite_are_named() -> None:
 
 
 @pytest.mark.parametrize(("accumulated", "steps"), [(1, [1.0, 5.0]), (2, [6.0])])
-def test_a_local_step_has_the_mean_loss_of_its_batches(accumulated: int, steps: list[float]) -> None:
+def test_local_step_has_the_mean_loss_of_its_batches(accumulated: int, steps: list[float]) -> None:
     assert ClientNumbers([1.0, 5.0], [3, 1], {}, accumulated).step_losses() == steps
 
 
-def test_a_client_without_examples_has_no_mean_loss() -> None:
+def test_client_without_examples_has_no_mean_loss() -> None:
     assert math.isnan(ClientNumbers([], [], {}, 1).loss)
     assert ClientNumbers([1.0], [2], {}, 1, totals=(12.0, 4.0)).loss == 3.0

@@ -42,7 +42,7 @@ COHORTS: dict[str, Callable[[], list[TensorBatches]]] = {
 
 @pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
 @pytest.mark.parametrize("name", COHORTS)
-def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_match_each_client(name: str, joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_JOINED", joined)
     cohort, run_of = COHORTS[name](), trainer()
     lookup = RowLookup(run_of, cohort, DeviceData(torch.device("cpu")))
@@ -56,7 +56,7 @@ def test_rows_are_those_of_each_client(name: str, joined: int, monkeypatch: pyte
 @pytest.mark.parametrize("joined", [2**25, 0], ids=["side by side", "one by one"])
 @pytest.mark.parametrize("ahead", [0, 100, 2**22], ids=["each step by itself", "some", "all"])
 @pytest.mark.parametrize("name", COHORTS)
-def test_rows_of_several_steps_come_in_their_order(
+def test_rows_of_several_steps_are_returned_in_order(
     name: str, ahead: int, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "_JOINED", joined)
@@ -71,7 +71,7 @@ def test_rows_of_several_steps_come_in_their_order(
             assert torch.equal(rows_of_all, torch.cat(column))
 
 
-def test_only_rows_of_like_tensors_are_of_one_kind() -> None:
+def test_only_rows_of_similar_tensors_are_of_one_kind() -> None:
     one = kept(tensors(3, 1))
     cohort = [one, kept(tensors(5, 2)), kept(SHARED, [1])]
     assert rows_of_one_kind(cohort) == cohort
@@ -109,7 +109,7 @@ def some_shared() -> FederatedDataModule:
         for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
     ],
 )
-def test_the_result_is_that_of_the_sequential_engine(
+def test_result_matches_sequential_engine(
     joined: int, data: Any, algorithm: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "_JOINED", joined)
@@ -119,7 +119,7 @@ def test_the_result_is_that_of_the_sequential_engine(
 
 
 @pytest.mark.thorough
-def test_full_batch_gradients_of_clients_with_as_many_examples_are_taken_at_once(
+def test_full_batch_gradients_of_equal_size_clients_are_batched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[int] = []
@@ -136,7 +136,7 @@ def test_full_batch_gradients_of_clients_with_as_many_examples_are_taken_at_once
 
 
 @pytest.mark.thorough
-def test_clients_whose_tensors_differ_in_type_are_still_run_at_once(steps: list[int]) -> None:
+def test_clients_with_different_tensor_types_still_run_together(steps: list[int]) -> None:
     def mixed() -> FederatedDataModule:
         sets: list[Dataset[Any]] = [classification(n, seed=i) for i, n in enumerate(SIZES)]
         sets[1] = ConcatDataset([sets[1]])
@@ -147,7 +147,7 @@ def test_clients_whose_tensors_differ_in_type_are_still_run_at_once(steps: list[
 
 
 @pytest.mark.thorough
-def test_batches_that_are_transformed_are_still_moved_without_lightnings_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformed_batches_are_moved_without_lightning_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     def transformed() -> FederatedDataModule:
         sets = [classification(n, seed=i) for i, n in enumerate(SIZES)]
         return FederatedDataModule(

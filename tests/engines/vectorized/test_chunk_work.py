@@ -78,7 +78,7 @@ def moved(work: ChunkWork, chunk: Sequence[int] = STEPS) -> Tensor:
 
 @pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.3), (0.1, 0.0), (0.0, 0.0)])
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.0}], ids=str)
-def test_clients_move_by_their_rates_and_the_path_is_the_mean_direction(
+def test_clients_move_by_their_rates_and_path_is_mean_direction(
     rates: tuple[float, float], options: dict[str, Any]
 ) -> None:
     work = work_of(Reads(), partial(sgd, rates=rates, **options))
@@ -95,7 +95,7 @@ def test_clients_move_by_their_rates_and_the_path_is_the_mean_direction(
     assert work.inputs.server.read == {"c"}, "what is not read need not be sent"
 
 
-def test_the_path_under_another_optimizer_is_that_of_the_directions() -> None:
+def test_path_with_another_optimizer_follows_the_directions() -> None:
     work = work_of(Reads(), partial(sgd, momentum=0.9))
     mean = moved(work)
     delta, send, _ = work.finish()
@@ -103,7 +103,7 @@ def test_the_path_under_another_optimizer_is_that_of_the_directions() -> None:
     assert not torch.allclose(delta[:2], -0.3 * mean[:2]), "momentum moves further"
 
 
-def test_one_client_alone_comes_to_what_it_does_among_others() -> None:
+def test_single_client_matches_its_result_in_a_chunk() -> None:
     for chunk in ((3,), (3, 3, 1)):
         work = work_of(Reads(), chunk=chunk)
         generator = torch.Generator().manual_seed(9)
@@ -121,19 +121,19 @@ def test_one_client_alone_comes_to_what_it_does_among_others() -> None:
     torch.testing.assert_close(send["path"][0], alone[1], rtol=1e-13, atol=1e-15)
 
 
-def test_what_a_method_may_leave_out_of_its_messages_is_told() -> None:
+def test_work_reports_the_messages_a_method_can_omit() -> None:
     work = work_of(Scaffold())
     moved(work)
     work.finish()
     assert work.implied == ("delta_c",)
 
 
-def test_a_step_is_bare_where_parameters_move_and_nothing_else_happens() -> None:
+def test_step_is_bare_when_it_only_moves_parameters() -> None:
     assert work_of(FedAvg()).is_bare
     assert not work_of(FedAvg(), partial(sgd, momentum=0.9)).is_bare
 
 
-def test_a_path_that_was_not_declared_is_refused() -> None:
+def test_undeclared_path_gradient_is_rejected() -> None:
     class Undeclared(Reads):
         uses_path_gradient = False
 
@@ -143,7 +143,7 @@ def test_a_path_that_was_not_declared_is_refused() -> None:
         work.finish()
 
 
-def test_an_end_that_looks_at_values_is_left_to_the_sequential_engine() -> None:
+def test_finish_that_reads_values_requires_sequential_engine() -> None:
     class Looks(FedAvg):
         def finish(self, y: Tensor, run: Run) -> Update:
             return Update({"delta": run.delta * (2.0 if float(y.sum()) > 0 else 1.0)}, {})
@@ -181,7 +181,7 @@ METHODS = [FedAvg(), Scaffold(), FedNova()]
     ("optimizer", "algorithm"),
     [pytest.param(o, a, id=f"{o}-{type(a).__name__}") for o in OPTIMIZERS for a in METHODS],
 )
-def test_runs_with_every_local_optimizer_agree(optimizer: str, algorithm: Any) -> None:
+def test_engines_agree_with_every_local_optimizer(optimizer: str, algorithm: Any) -> None:
     options = {"make": partial(Ordinary, OPTIMIZERS[optimizer]), "algorithm": algorithm, "max_rounds": 2}
     options["local_epochs"] = 2
     assert_agree(*(run(engine, datamodule=full_batches, **options) for engine in ENGINES))
@@ -230,14 +230,14 @@ class Stepping:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_of_stacked_parameters_is_that_of_each_client(optimizer: str) -> None:
+def test_step_of_stacked_parameters_matches_each_client(optimizer: str) -> None:
     stepping = Stepping(OPTIMIZERS[optimizer], 4)
     for count in (4, 4, 3, 2, 2, 1, 1):  # clients with less to do end first
         stepping.step(count)
     stepping.assert_same()
 
 
-def test_a_parameter_that_a_loss_does_not_depend_on_stands_still() -> None:
+def test_parameter_without_gradient_is_unchanged() -> None:
     stepping = Stepping(partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5), 2)
     before = stepping.y.clone()
     stepping.step(2, frozenset([1]))
@@ -246,7 +246,7 @@ def test_a_parameter_that_a_loss_does_not_depend_on_stands_still() -> None:
     stepping.assert_same()
 
 
-def test_statistics_of_the_method_are_loaded_before_each_step_and_dropped_after() -> None:
+def test_method_statistics_are_loaded_only_for_each_step() -> None:
     stepping = Stepping(partial(torch.optim.SGD, lr=0.1, momentum=0.9), 3)
     shapes = stepping.wrapped.flat.layout.shapes
     solver = [{"momentum_buffer": torch.full(shape, 0.5, dtype=torch.float64)} for shape in shapes]
@@ -255,7 +255,7 @@ def test_statistics_of_the_method_are_loaded_before_each_step_and_dropped_after(
     stepping.assert_same()
 
 
-def test_counts_of_steps_are_told_from_the_statistics_of_a_parameter_that_is_a_number() -> None:
+def test_step_counts_are_not_mistaken_for_scalar_parameter_state() -> None:
     stepping = Stepping(partial(torch.optim.NAdam, lr=0.1), 3)
     solver = []
     for shape in stepping.wrapped.flat.layout.shapes:  # of which one is that of a number
@@ -266,7 +266,7 @@ def test_counts_of_steps_are_told_from_the_statistics_of_a_parameter_that_is_a_n
     stepping.assert_same()
 
 
-def test_gradients_are_clipped_by_the_norm_of_all_parameters_or_by_value() -> None:
+def test_gradients_are_clipped_by_total_norm_or_by_value() -> None:
     grads = [torch.tensor([3.0, 0.0]), torch.tensor([[-4.0]])]
     by_norm = Clipping(1.0, "norm", corrected=False)(grads)
     torch.testing.assert_close(torch.cat([g.flatten() for g in by_norm]), torch.tensor([0.6, 0.0, -0.8]))
@@ -284,12 +284,12 @@ def test_gradients_are_clipped_by_the_norm_of_all_parameters_or_by_value() -> No
         [None, 1],
     ),
 )
-def test_clipping_agrees(on: str, clip: dict[str, Any], chunk_size: int | None) -> None:
+def test_engines_agree_with_gradient_clipping(on: str, clip: dict[str, Any], chunk_size: int | None) -> None:
     options = {"algorithm": Scaffold(), "gradient_clip_on": on, "datamodule": full_batches, "max_rounds": 2, **clip}
     assert_agree(run("sequential", **options), run("vectorized", chunk_size=chunk_size, **options))
 
 
-def test_groups_with_rates_of_their_own_agree() -> None:
+def test_engines_agree_with_per_group_learning_rates() -> None:
     def groups(params: Any) -> torch.optim.Optimizer:
         params = list(params)
         return torch.optim.SGD([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.0}], weight_decay=0.1)
@@ -311,7 +311,7 @@ class Scaled(Ordinary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adam])
-def test_statistics_of_a_single_number_are_told_from_those_of_all_clients(optimizer: Any) -> None:
+def test_scalar_statistics_are_not_mistaken_for_per_client_ones(optimizer: Any) -> None:
     make = partial(Scaled, partial(optimizer, lr=0.01))
     assert_agree(*(run(engine, make, full_batches, algorithm=Mime()) for engine in ENGINES))
 
@@ -347,12 +347,12 @@ NOT_ELEMENTWISE: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
-def test_local_optimizers_that_mix_clients_are_refused(name: str) -> None:
+def test_local_optimizers_that_mix_clients_are_rejected(name: str) -> None:
     make, reason = NOT_ELEMENTWISE[name]
     refused(partial(Ordinary, make), reason)
 
 
-def test_step_hooks_of_all_optimizers_are_refused() -> None:
+def test_global_optimizer_step_hooks_are_rejected() -> None:
     hook = register_optimizer_step_post_hook(lambda *_: None)
     try:
         refused(Ordinary, "step hooks")
@@ -360,5 +360,5 @@ def test_step_hooks_of_all_optimizers_are_refused() -> None:
         hook.remove()
 
 
-def test_accumulated_gradients_are_refused() -> None:
+def test_accumulated_gradients_are_rejected() -> None:
     refused(Ordinary, "accumulate_grad_batches=2", accumulate_grad_batches=2)

@@ -25,7 +25,7 @@ from tests.helpers.training import classification, clients, fit, parameters, see
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(4,) * 8 + (40,), (13, 8, 21, 5, 16, 9)])
-def test_the_result_is_that_of_the_sequential_engine(sizes: tuple[int, ...]) -> None:
+def test_result_matches_sequential_engine(sizes: tuple[int, ...]) -> None:
     found = {}
     for engine in ("sequential", "auto"):
         model, own = seeded(dropout=0.0), clients(sizes)
@@ -52,7 +52,7 @@ def test_the_result_is_that_of_the_sequential_engine(sizes: tuple[int, ...]) -> 
         (10, 0, 1024),
     ],
 )
-def test_an_accelerator_runs_as_many_at_once_as_half_of_its_memory_holds_whatever_happens_to_be_free(
+def test_chunk_size_uses_half_of_total_accelerator_memory(
     numel: int, step_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     y = SimpleNamespace(device=SimpleNamespace(type="cuda"), numel=lambda: numel, element_size=lambda: 4)
@@ -61,7 +61,7 @@ def test_an_accelerator_runs_as_many_at_once_as_half_of_its_memory_holds_whateve
         assert default_chunk_size(y, step_bytes) == expected
 
 
-def test_an_accelerator_of_unknown_size_is_taken_to_have_8_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_of_unknown_size_defaults_to_8_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     y = SimpleNamespace(device=SimpleNamespace(type="mps"), numel=lambda: 2**20, element_size=lambda: 4)
     monkeypatch.setattr(chunks, "memory_of", lambda device: None)
     assert default_chunk_size(y) == 64
@@ -70,7 +70,7 @@ def test_an_accelerator_of_unknown_size_is_taken_to_have_8_gb(monkeypatch: pytes
 LAYOUT = Layout([torch.Size([2, 2]), torch.Size([3])])
 
 
-def test_some_clients_of_a_chunk_read_and_write_their_rows() -> None:
+def test_subset_of_a_chunk_reads_and_writes_its_own_rows() -> None:
     y = torch.arange(28.0).view(4, 7)
     states = torch.arange(4.0)
     for rows in (range(1, 3), [3, 0], [2]):
@@ -92,7 +92,7 @@ def test_some_clients_of_a_chunk_read_and_write_their_rows() -> None:
         assert torch.equal(numbers[others], states[others])
 
 
-def test_a_function_of_one_client_is_one_of_all_of_them() -> None:
+def test_function_of_one_client_maps_over_all_clients() -> None:
     def one(state: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         return {"c": state["c"] + y}, y.sum()
 
@@ -103,7 +103,7 @@ def test_a_function_of_one_client_is_one_of_all_of_them() -> None:
         assert sums.tolist() == [2.0] * count
 
 
-def test_states_are_stacked_in_another_order() -> None:
+def test_states_are_stacked_in_the_given_order() -> None:
     states = [{"c": torch.full((2,), float(i)), "n": torch.tensor(i)} for i in range(3)]
     together = Stacked({name: torch.stack([state[name] for state in states]) for name in ("c", "n")})
     for given in (states, together):
@@ -115,7 +115,7 @@ def test_states_are_stacked_in_another_order() -> None:
     assert stack_states(states[:1], [0])["c"].shape == (1, 2)
 
 
-def test_memory_is_the_same_for_every_chunk() -> None:
+def test_chunks_share_the_same_memory() -> None:
     memory = ChunkMemory(LAYOUT, 3, torch.zeros(7, dtype=torch.float64))
     some = memory.clients(range(2))
     assert memory.clients(range(2)) is some
@@ -124,7 +124,7 @@ def test_memory_is_the_same_for_every_chunk() -> None:
     assert memory.y.dtype == memory.delta.dtype == torch.float64
 
 
-def test_means_of_a_chunk_are_weighted_by_examples_or_by_the_batch_size_given() -> None:
+def test_chunk_means_are_weighted_by_examples_or_given_batch_size() -> None:
     means, loss = ChunkMeans(3), torch.tensor([1.0, 2.0])
     means.add([0, 2], 4, loss, {"loss": loss, "own": 10 * loss}, {"loss": None, "own": 1})
     means.add([0], 2, torch.tensor(4.0), {"loss": torch.tensor(4.0)}, {"loss": None})

@@ -63,7 +63,7 @@ def of_two_types() -> FederatedDataModule:
     ("momentum", "chunk_size"),
     [pytest.param(m, n, id=f"{m}-{n}") for m in (0.0, 0.9) for n in (None, 1, 2)],
 )
-def test_batches_of_one_shape_and_several_types_agree(momentum: float, chunk_size: int | None) -> None:
+def test_engines_agree_on_batches_of_one_shape_and_several_types(momentum: float, chunk_size: int | None) -> None:
     make = partial(ByType, partial(torch.optim.SGD, lr=0.1, momentum=momentum))
     assert_agree(
         *(
@@ -232,7 +232,7 @@ ALONE += ["parameter groups", "a schedule", "transfer hooks of the module", "aug
         [*(f"{name}-None" for name in CHUNKED), *(f"{name}-1" for name in ALONE)],
     ),
 )
-def test_it_ends_where_the_sequential_engine_ends(name: str, chunk_size: int | None) -> None:
+def test_result_matches_sequential_engine(name: str, chunk_size: int | None) -> None:
     algorithm = ALGORITHMS[list(CASES).index(name) % len(ALGORITHMS)]
     options = {"algorithm": algorithm, "datamodule": full_batches, "max_rounds": 2, **CASES[name]}
     one, two = (Record() for _ in ENGINES)
@@ -243,7 +243,7 @@ def test_it_ends_where_the_sequential_engine_ends(name: str, chunk_size: int | N
     assert_same_reports(one, two)
 
 
-def test_a_submodule_with_two_names_is_whole_after_a_trial_that_failed() -> None:
+def test_submodule_with_two_names_is_intact_after_a_failed_trial() -> None:
     assert_agree(run("sequential", HeldAndRead), run("auto", HeldAndRead))
 
 
@@ -286,7 +286,7 @@ HETEROGENEITY: dict[str, Any] = {
         for algorithm in [*ALGORITHMS, FedProx(0.1), FedDyn(1.0)]
     ],
 )
-def test_stragglers_agree_down_to_clients_without_a_step(stragglers: str, algorithm: Any) -> None:
+def test_engines_agree_on_stragglers_including_clients_without_steps(stragglers: str, algorithm: Any) -> None:
     one, two = (Record() for _ in ENGINES)
     options = {"algorithm": algorithm, "max_rounds": 4, "local_epochs": 2, "heterogeneity": HETEROGENEITY[stragglers]}
     options["datamodule"] = full_batches
@@ -305,12 +305,12 @@ def dropout(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("chunk_size", "algorithm"), covering([None, 1, 2], [Mime(base=SGDm()), FedAvg()]))
-def test_dropout_gives_the_same_bits_twice(chunk_size: int | None, algorithm: Any) -> None:
+def test_dropout_is_deterministic(chunk_size: int | None, algorithm: Any) -> None:
     runs = [dropout(algorithm=algorithm, chunk_size=chunk_size, max_rounds=2) for _ in range(2)]
     assert same(*(state_of(t) for t in runs))
 
 
-def test_clients_draw_masks_of_their_own() -> None:
+def test_clients_draw_separate_dropout_masks() -> None:
     equal = [classification(4, 1)] * 4
     seen = Record()
     dropout(datamodule=lambda: FederatedDataModule(equal, batch_size=4, shuffle=False), callbacks=seen, max_rounds=1)
@@ -329,7 +329,7 @@ class MaskedInput(Ordinary):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("chunk_size", [None, 1])
-def test_dropout_drops_as_much_as_it_is_told_to(engine: str, chunk_size: int | None) -> None:
+def test_dropout_drops_the_requested_share(engine: str, chunk_size: int | None) -> None:
     if engine == "sequential" and chunk_size:
         pytest.skip("has no chunks")
     found = run(engine, MaskedInput, chunk_size=chunk_size).callback_metrics
@@ -340,7 +340,7 @@ def test_dropout_drops_as_much_as_it_is_told_to(engine: str, chunk_size: int | N
 @pytest.mark.parametrize(
     ("algorithm", "chunk_size"), covering([Mime(base=SGDm()), CMime(base=SGDm()), MimeMVR(0.5)], [None, 1, 2])
 )
-def test_both_gradients_of_a_step_see_the_same_masks(algorithm: Any, chunk_size: int | None) -> None:
+def test_both_gradients_of_a_step_use_the_same_masks(algorithm: Any, chunk_size: int | None) -> None:
     # At the first step the clients are at the anchor: gradient and anchor gradient cancel whatever the masks, and all
     # clients make the same step.
     seen = Record()
@@ -354,7 +354,7 @@ def test_both_gradients_of_a_step_see_the_same_masks(algorithm: Any, chunk_size:
 # Precision
 
 
-def test_mixed_precision_agrees_up_to_its_own_rounding() -> None:
+def test_engines_agree_in_mixed_precision_up_to_rounding() -> None:
     options = {"algorithm": Scaffold(), "precision": "bf16-mixed", "max_rounds": 2}
     runs = [run(engine, Ordinary, full_batches, **options) for engine in ENGINES]
     assert_close(*(state_of(t) for t in runs), rtol=3e-2)
@@ -365,7 +365,7 @@ def test_mixed_precision_agrees_up_to_its_own_rounding() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [1, 2, None])
-def test_clients_start_and_end_in_the_order_of_the_cohort_chunk_by_chunk(chunk_size: int | None) -> None:
+def test_clients_start_and_end_in_cohort_order_chunk_by_chunk(chunk_size: int | None) -> None:
     seen = Record()
     run("vectorized", chunk_size=chunk_size, max_rounds=1, callbacks=seen)
     cohort = list(seen.rounds[0].cohort)
@@ -392,7 +392,7 @@ RESUMED = [FedAvg(), Scaffold(), Mime(base=SGDm()), FedDyn(1.0)]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", RESUMED, ids=repr)
-def test_a_resumed_run_has_the_same_bits(algorithm: Any, checkpoint: Callable[..., str]) -> None:
+def test_resumed_run_has_identical_bits(algorithm: Any, checkpoint: Callable[..., str]) -> None:
     options = {"algorithm": algorithm, "make": partial(Ordinary, dropout=0.5)}
     path = checkpoint("vectorized", **options)
     whole, resumed = (run("vectorized", max_rounds=4, ckpt_path=start, **options) for start in (None, path))
@@ -404,7 +404,7 @@ def test_a_resumed_run_has_the_same_bits(algorithm: Any, checkpoint: Callable[..
     ("first", "algorithm"),
     [pytest.param(e, a, id=f"{e}-{type(a).__name__}") for e in ENGINES for a in RESUMED],
 )
-def test_a_run_may_go_on_under_the_other_engine(first: str, algorithm: Any, checkpoint: Callable[..., str]) -> None:
+def test_run_resumes_under_the_other_engine(first: str, algorithm: Any, checkpoint: Callable[..., str]) -> None:
     (second,) = set(ENGINES) - {first}
     options = {"algorithm": algorithm, "datamodule": full_batches}
     resumed = run(second, max_rounds=4, ckpt_path=checkpoint(first, **options), **options)
@@ -412,7 +412,7 @@ def test_a_run_may_go_on_under_the_other_engine(first: str, algorithm: Any, chec
 
 
 @pytest.mark.thorough
-def test_the_same_run_gives_the_same_bits_twice() -> None:
+def test_run_is_deterministic() -> None:
     assert same(*(state_of(run("vectorized", algorithm=Scaffold())) for _ in range(2)))
 
 
@@ -424,7 +424,7 @@ class Noisy(Ordinary):
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_has_the_same_bits_where_hooks_of_batches_draw(checkpoint: Callable[..., str]) -> None:
+def test_resumed_run_has_identical_bits_when_batch_hooks_draw(checkpoint: Callable[..., str]) -> None:
     options = {"make": Noisy, "datamodule": full_batches, "chunk_size": 1}
     path = checkpoint("vectorized", **options)
     whole, resumed = (run("vectorized", max_rounds=4, ckpt_path=start, **options) for start in (None, path))
@@ -435,7 +435,7 @@ FEW = ("ServerOnly", "FedNova")  # others: test_schedule.py, test_traces.py
 
 
 @pytest.mark.parametrize("name", few(METHODS, FEW))
-def test_every_method_agrees_with_the_sequential_engine(name: str) -> None:
+def test_every_method_matches_sequential_engine(name: str) -> None:
     method = METHODS[name]
     local = {"local_epochs": 2} if method.algorithm.local_work else {"local_epochs": None}
     local["max_rounds"] = 2  # rounding errors of Mime with RMSProp grow a hundredfold a round
@@ -448,11 +448,11 @@ def test_every_method_agrees_with_the_sequential_engine(name: str) -> None:
 
 @pytest.mark.thorough  # the default run has chunks of several sizes in test_schedule.py
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 4])
-def test_the_chunk_changes_nothing_but_rounding(chunk_size: int) -> None:
+def test_chunk_size_changes_only_rounding(chunk_size: int) -> None:
     runs = [run("vectorized", algorithm=Scaffold(), chunk_size=n) for n in (chunk_size, 64)]
     assert_agree(*runs)
 
 
-def test_float32_agrees_up_to_rounding() -> None:
+def test_engines_agree_in_float32_up_to_rounding() -> None:
     runs = [run(engine, algorithm=Scaffold(), precision="32-true", max_rounds=2) for engine in ENGINES]
     assert_agree(*runs, rtol=1e-5)

@@ -88,7 +88,7 @@ def test_engines_agree_on_uneven_batches(algorithm: Any, make: Any, chunk_size: 
         pytest.param({"datamodule": partial(data, (14, 5, 1, 9), full_batch_size=11)}, id="full-batches"),
     ],
 )
-def test_full_gradients_see_all_examples_whatever_local_steps_see(options: dict[str, Any]) -> None:
+def test_full_gradients_use_all_examples_regardless_of_local_steps(options: dict[str, Any]) -> None:
     both(**options)
 
 
@@ -142,7 +142,7 @@ class Switching(Wide):
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [Centered, Larger, Later, Switching])
 @pytest.mark.filterwarnings("ignore:.*gives another loss than when it was traced")
-def test_losses_that_are_no_means_or_change_between_rounds_are_the_modules(make: Any) -> None:
+def test_engines_agree_on_non_mean_and_changing_losses(make: Any) -> None:
     both(make, max_rounds=3)
 
 
@@ -159,7 +159,7 @@ def ignoring(share: float) -> FederatedDataModule:
 
 
 @pytest.mark.thorough
-def test_targets_that_are_ignored_weigh_as_they_do_in_full_batches() -> None:
+def test_ignored_targets_are_weighted_as_in_full_batches() -> None:
     both(Ordinary, partial(ignoring, 0.5))
 
 
@@ -192,13 +192,13 @@ class Clamped(Ordinary):
         for n in (None, 1)
     ],
 )
-def test_a_gradient_that_is_not_the_losss_is_the_modules(method: Any, make: Any, chunk_size: int | None) -> None:
+def test_engines_agree_when_gradient_differs_from_the_loss(method: Any, make: Any, chunk_size: int | None) -> None:
     options: dict[str, Any] = {"algorithm": method, "datamodule": FULL_STEPS}
     one = run("sequential", partial(make, PLAIN), **options)
     assert_agree(one, run("vectorized", partial(make, PLAIN), chunk_size=chunk_size, **options))
 
 
-def test_a_last_batch_of_one_example_costs_no_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_example_last_batch_needs_no_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = {"traced": 0, "untraced": 0}
     for what, owner in (("traced", FullGradients), ("untraced", GradientPass)):
         name = "_add" if what == "traced" else "add"
@@ -232,5 +232,5 @@ def first_is_nan() -> FederatedDataModule:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*is not finite")
-def test_a_client_of_nan_is_dropped_also_if_its_gradient_is_the_first_one() -> None:
+def test_first_client_with_nan_gradient_is_dropped() -> None:
     both(datamodule=first_is_nan, clients_per_round=1.0, max_rounds=1, on_client_error="drop")

@@ -97,7 +97,7 @@ def test_engines_agree(name: str, chunk_size: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("groups", few(["one", "two"], ["two"]))
-def test_steps_are_those_of_the_formula(engine: str, groups: str) -> None:
+def test_steps_match_the_formula(engine: str, groups: str) -> None:
     """One client, three full batches, by hand: the norm is over all parameters, decay belongs to both gradients."""
     make = Ordinary if groups == "one" else TwoRates
     algorithm = FedSAM(RHO, eps=0.05)
@@ -161,7 +161,7 @@ ENGINES = [("sequential", None), ("vectorized", 1), ("vectorized", 4)]
 
 
 @pytest.mark.parametrize(("engine", "chunk_size"), ENGINES)
-def test_both_gradients_of_a_batch_see_the_same_masks(engine: str, chunk_size: int | None) -> None:
+def test_both_gradients_of_a_batch_use_the_same_masks(engine: str, chunk_size: int | None) -> None:
     make: Any = Noisy if engine == "sequential" else UNNORMED
     torch.manual_seed(3)
     before = torch.cat([p.detach().flatten() for p in make().double().parameters()])
@@ -178,7 +178,7 @@ def _with(model: Any, build: Any) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "chunk_size"), ENGINES)
-def test_nothing_else_notices_the_second_gradient(engine: str, chunk_size: int | None) -> None:
+def test_second_gradient_has_no_side_effects(engine: str, chunk_size: int | None) -> None:
     make: Any = Noisy if engine == "sequential" else UNNORMED
     options = {"chunk_size": chunk_size, "buffers": "average"}
     plain, twice = (run(engine, make, EVEN, algorithm=a, **options) for a in (FedAvg(), Twice(1.0)))
@@ -187,7 +187,7 @@ def test_nothing_else_notices_the_second_gradient(engine: str, chunk_size: int |
     assert (len(state_of(plain)) > 1) == (engine == "sequential")  # it has buffers there
 
 
-def test_the_second_gradient_counts() -> None:
+def test_second_gradient_is_counted() -> None:
     records = Record(), Record()
     for record, algorithm in zip(records, (FedAvg(), FedSAM(RHO)), strict=True):
         run("sequential", algorithm=algorithm, callbacks=record)

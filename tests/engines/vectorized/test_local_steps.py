@@ -47,7 +47,7 @@ METHODS = [FedAvg(), Scaffold(), FedProx(mu=0.1), Mime(SGDm()), MimeMVR(a=0.5), 
         for decay, optimizer in (("plain", partial(torch.optim.SGD, lr=0.05)), ("decayed", DECAYED))
     ],
 )
-def test_the_correction_is_part_of_the_trace(
+def test_correction_is_part_of_the_trace(
     algorithm: Algorithm, chunk_size: int, optimizer: Any, steps_taken: list[int]
 ) -> None:
     local = {"local_epochs": 2} if algorithm.local_work else {"local_epochs": None}
@@ -61,7 +61,7 @@ def test_the_correction_is_part_of_the_trace(
 
 
 @pytest.mark.thorough
-def test_batches_with_fewer_examples_are_traced_where_the_graph_is_the_same(steps_taken: list[int]) -> None:
+def test_smaller_batches_are_traced_when_the_graph_is_the_same(steps_taken: list[int]) -> None:
     runs = [run(engine, datamodule=UNEVEN, algorithm=Scaffold(), **more) for engine, more in ENGINES]
     assert set(steps_taken) == {1, 2, 3, 4}
     assert_agree(*runs)
@@ -79,9 +79,7 @@ RESHAPED: list[Algorithm] = [Scaffold(option="i"), FedAvg(), FedDane(mu=0.1), Mi
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", RESHAPED, ids=repr)
-def test_batches_with_fewer_examples_are_traced_where_only_their_number_differs(
-    algorithm: Algorithm, steps_taken: list[int]
-) -> None:
+def test_smaller_batches_are_traced_when_only_batch_size_differs(algorithm: Algorithm, steps_taken: list[int]) -> None:
     runs = [run(engine, Reshaping, datamodule=UNEVEN, algorithm=algorithm, **more) for engine, more in ENGINES]
     assert {2, 3, 4} <= set(steps_taken)
     assert_agree(*runs)
@@ -104,7 +102,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("full", [3, 64])
-def test_full_batches_are_traced_where_only_the_number_of_examples_differs(full: int, passed: list[bool]) -> None:
+def test_full_batches_are_traced_when_only_batch_size_differs(full: int, passed: list[bool]) -> None:
     batches = partial(data, (14, 8, 11, 6, 9, 5), full_batch_size=full)  # of which none leaves a single example
     options = {"make": Reshaping, "datamodule": batches, "algorithm": FedDane(mu=0.1)}
     runs = [run(engine, **options, **more) for engine, more in ENGINES]
@@ -124,7 +122,7 @@ class SizedLoss(Ordinary):
 
 
 @pytest.mark.thorough
-def test_batches_with_fewer_examples_go_untraced_where_the_graph_differs(steps_taken: list[int]) -> None:
+def test_smaller_batches_run_untraced_when_the_graph_differs(steps_taken: list[int]) -> None:
     runs = [run(engine, SizedLoss, datamodule=UNEVEN, algorithm=Mime(SGDm()), **more) for engine, more in ENGINES]
     assert set(steps_taken) == {1, 4}  # of a single example there is a graph of its own
     assert_agree(*runs)
@@ -142,7 +140,7 @@ class SizedPenalty(Ordinary):
 
 
 @pytest.mark.thorough
-def test_what_is_the_same_for_every_step_is_so_for_batches_of_one_size_only() -> None:
+def test_step_constants_are_kept_per_batch_size() -> None:
     batches = partial(data, (7, 11, 7, 15, 8, 11))  # of four and of three examples
     options = {"datamodule": batches, "algorithm": Mime(SGDm()), "local_epochs": 2}
     runs = [run(engine, SizedPenalty, **options, **more) for engine, more in ENGINES]
@@ -160,7 +158,7 @@ class Threshold(Ordinary):
 
 
 @pytest.mark.filterwarnings("ignore:.*gives another loss than when it was traced")
-def test_a_size_that_changes_the_loss_is_seen_when_it_first_comes() -> None:
+def test_size_that_changes_the_loss_is_detected_when_first_seen() -> None:
     runs = [run(engine, Threshold, datamodule=UNEVEN, algorithm=Mime(SGDm()), **more) for engine, more in ENGINES]
     assert_agree(*runs)
 
@@ -181,7 +179,7 @@ class Raise(FederatedCallback):
 
 
 @pytest.mark.thorough
-def test_a_hyper_parameter_of_the_method_that_changes_between_rounds_is_heeded() -> None:
+def test_hyper_parameter_change_between_rounds_takes_effect() -> None:
     runs = [
         run(engine, datamodule=full_batches, algorithm=Shifted(), max_rounds=2, callbacks=[Raise()], **more)
         for engine, more in ENGINES
@@ -197,7 +195,7 @@ class LooksAtNumbers(Algorithm):
 
 
 @pytest.mark.filterwarnings("ignore:Local steps run untraced")
-def test_a_correction_that_cannot_be_traced_runs_untraced(steps_taken: list[int]) -> None:
+def test_correction_that_cannot_be_traced_runs_untraced(steps_taken: list[int]) -> None:
     runs = [run(engine, algorithm=LooksAtNumbers(), **more) for engine, more in ENGINES]
     assert not steps_taken
     assert_agree(*runs)
@@ -214,7 +212,7 @@ class Spare(Ordinary):
         return super().training_step(batch, batch_idx) * (1.0 + 0.1 * batch_idx)
 
 
-def test_unused_parameters_stand_still_in_untraced_steps() -> None:
+def test_unused_parameters_are_unchanged_by_untraced_steps() -> None:
     sequential, at_once = (run(engine, Spare, max_rounds=2) for engine in ("sequential", "vectorized"))
     assert_agree(sequential, at_once)
     spare = torch.cat([p.flatten() for p in at_once.lightning_module.spare.parameters()])
@@ -223,7 +221,7 @@ def test_unused_parameters_stand_still_in_untraced_steps() -> None:
 
 
 @pytest.mark.thorough
-def test_a_compiled_network_runs_for_several_clients_at_once() -> None:
+def test_compiled_network_runs_for_several_clients_at_once() -> None:
     class Compiled(Ordinary):
         def __init__(self) -> None:
             super().__init__()
@@ -234,7 +232,7 @@ def test_a_compiled_network_runs_for_several_clients_at_once() -> None:
 
 
 @pytest.mark.thorough
-def test_a_compiled_layer_says_why_it_is_not_traced() -> None:
+def test_compiled_layer_warns_why_it_is_not_traced() -> None:
     class Compiled(Ordinary):
         def __init__(self) -> None:
             super().__init__()

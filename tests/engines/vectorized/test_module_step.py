@@ -91,13 +91,13 @@ SIZES: dict[str, Callable[[Any], Any]] = {
     ("size", "chunk_size"),
     [pytest.param(size, n, id=f"{name}-{n}") for name, size in SIZES.items() for n in (1, 64)],
 )
-def test_batch_sizes_of_logged_values_are_those_of_each_batch(size: Any, chunk_size: int) -> None:
+def test_logged_values_use_the_batch_size_of_each_batch(size: Any, chunk_size: int) -> None:
     _, other = both(logs(size), chunk_size=chunk_size)
     assert traced(other) > 0
 
 
 @pytest.mark.thorough
-def test_a_loss_logged_with_its_batch_size_is_the_same_number() -> None:
+def test_logging_a_loss_with_its_batch_size_keeps_its_value() -> None:
     _, other = both(logs(len), chunk_size=1, datamodule=partial(data, (10, 1, 23), batch_size=16), clients_per_round=3)
     metrics = {name: float(other.callback_metrics[name]) for name in ("plain", "sized")}
     assert metrics["sized"] == pytest.approx(metrics["plain"], rel=1e-6)
@@ -188,7 +188,7 @@ BODIES: dict[str, Body] = {
         ["named_by_size-1"],
     ),
 )
-def test_numbers_of_python_that_depend_on_the_size_are_those_of_each_batch(name: str, chunk_size: int) -> None:
+def test_python_numbers_that_depend_on_size_match_each_batch(name: str, chunk_size: int) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*than when it was traced")
         both(BODIES[name], chunk_size=chunk_size)
@@ -197,7 +197,7 @@ def test_numbers_of_python_that_depend_on_the_size_are_those_of_each_batch(name:
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [Scaffold(), Mime(SGDm())], ids=["Scaffold", "Mime"])
 @pytest.mark.parametrize("name", ["several", "summed", "evened", "counted"])
-def test_numbers_that_depend_on_the_size_agree_for_other_methods_too(name: str, algorithm: Any) -> None:
+def test_numbers_that_depend_on_size_agree_for_other_methods(name: str, algorithm: Any) -> None:
     both(BODIES[name], algorithm, chunk_size=1)
 
 
@@ -242,13 +242,13 @@ def hidden_name(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         for n in (1, 64)
     ],
 )
-def test_a_step_that_no_longer_logs_what_its_trace_does_is_traced_again(body: Body, what: str, chunk_size: int) -> None:
+def test_step_that_logs_differently_from_its_trace_is_retraced(body: Body, what: str, chunk_size: int) -> None:
     with pytest.warns(UserWarning, match=f"{what}.* than when it was traced"):
         _, other = both(body, chunk_size=chunk_size, also=[Scale], max_rounds=4)
     assert other.fit_loop.clients.engine.step.traces.allowed
 
 
-def test_every_trace_is_compared_in_every_round() -> None:
+def test_every_trace_is_checked_every_round() -> None:
     """A trace that is made in a round proves nothing of one that was made before."""
 
     def sampler(seed: int, round: int) -> list[int]:
@@ -264,7 +264,7 @@ def flips(module: Any, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.thorough
-def test_a_metric_that_hangs_on_rounding_does_not_cost_the_traces() -> None:
+def test_metric_sensitive_to_rounding_keeps_the_traces() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*than when it was traced")
         one, other = (run(e, partial(Stepping, flips), **OPTIONS) for e in ("sequential", "vectorized"))
@@ -272,12 +272,12 @@ def test_a_metric_that_hangs_on_rounding_does_not_cost_the_traces() -> None:
     assert torch.allclose(one.fit_loop.state.x, other.fit_loop.state.x, rtol=1e-12)
 
 
-def test_a_batch_size_that_is_a_tensor_is_refused() -> None:
+def test_tensor_batch_size_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"self.log\('sized', ..., batch_size=...\) of a Tensor.*'sequential'"):
         run("vectorized", partial(Stepping, logs(lambda x: (x[:, 0] > 0).sum())), **OPTIONS)
 
 
-def test_a_size_for_which_a_shared_trace_is_wrong_runs_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_trace_runs_untraced_for_sizes_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     call = Trace.__call__
 

@@ -64,7 +64,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     ("name", "sizes"),
     [pytest.param(name, sizes, id=f"{name}-{sizes[0]}") for name in LOCAL for sizes in (SIZES, WHOLE)],
 )
-def test_every_method_agrees_with_the_sequential_engine(name: str, sizes: Any, taken: list[Any]) -> None:
+def test_every_method_matches_sequential_engine(name: str, sizes: Any, taken: list[Any]) -> None:
     method, datamodule = METHODS[name], partial(cut, sizes)
     options = {"algorithm": method.algorithm, "local_epochs": 2, "clients_per_round": 5, "max_rounds": 2}
     options["datamodule"] = datamodule
@@ -92,7 +92,7 @@ WORK: dict[str, dict[str, Any]] = {
         for algorithm in (FedAvg(), Scaffold(), Mime(SGDm()))
     ],
 )
-def test_work_of_any_length_agrees(work: str, algorithm: Any, taken: list[Any]) -> None:
+def test_engines_agree_on_work_of_any_length(work: str, algorithm: Any, taken: list[Any]) -> None:
     options = {"local_epochs": 3, "clients_per_round": 6, "max_rounds": 2, "algorithm": algorithm, **WORK[work]}
     options["datamodule"] = cut
     rtol = options.pop("rtol", 1e-12)
@@ -104,14 +104,14 @@ def test_work_of_any_length_agrees(work: str, algorithm: Any, taken: list[Any]) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [16, 7])  # full batches; a smaller one each
-def test_clients_with_as_many_examples_take_every_step_together(size: int, taken: list[Any]) -> None:
+def test_clients_with_equal_examples_take_every_step_together(size: int, taken: list[Any]) -> None:
     options = {"datamodule": partial(cut, (size,) * 6), "algorithm": Scaffold(), "local_epochs": 2}
     assert_agree(run("sequential", **options), run("vectorized", **options))
     assert set(taken) == {(4, 0)}
 
 
 @pytest.mark.thorough
-def test_with_drop_last_no_client_has_a_batch_of_its_own_but_the_small_ones(taken: list[Any]) -> None:
+def test_drop_last_leaves_only_small_clients_with_separate_batches(taken: list[Any]) -> None:
     options = {"datamodule": partial(cut, drop_last=True), "clients_per_round": 7, "max_rounds": 1}
     assert_agree(run("sequential", **options), run("vectorized", **options))
     # 34, 21, 16, 13, 9, 8 and 3 examples: 8, 5, 4, 3, 2, 2 and 0 full batches, and the last one's only batch
@@ -122,7 +122,7 @@ def test_with_drop_last_no_client_has_a_batch_of_its_own_but_the_small_ones(take
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["FedAvg", "Scaffold ii", "Mime SGDm"])
-def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Any) -> None:
+def test_resumed_run_has_identical_bits(name: str, tmp_path: Any) -> None:
     options = {"datamodule": cut, "algorithm": METHODS[name].algorithm, "precision": "32-true", "clients_per_round": 6}
     whole = run("vectorized", max_rounds=4, **options)
     half = run("vectorized", max_rounds=2, **options)
@@ -131,7 +131,7 @@ def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Any) -> None:
     assert same(state_of(whole), state_of(resumed))
 
 
-def test_untraced_steps_agree(monkeypatch: pytest.MonkeyPatch, taken: list[Any]) -> None:
+def test_untraced_steps_match_sequential_engine(monkeypatch: pytest.MonkeyPatch, taken: list[Any]) -> None:
     options = {"datamodule": cut, "algorithm": Scaffold(), "local_epochs": 2, "clients_per_round": 6, "max_rounds": 2}
     one = run("sequential", **options)
     monkeypatch.setattr(LocalSteps, "_bind", lambda *_: None)
@@ -155,7 +155,7 @@ class Logs(Ordinary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("dropout", "chunk_size"), covering([0.0, 1e-9], [6, 1]))  # traced, and not
-def test_a_logged_parameter_is_what_it_was_in_the_step(dropout: float, chunk_size: int) -> None:
+def test_logged_parameter_has_its_value_during_the_step(dropout: float, chunk_size: int) -> None:
     options = {"datamodule": partial(cut, WHOLE), "clients_per_round": 6, "max_rounds": 1}
     make = partial(Logs, dropout=dropout)
     runs = [run("sequential", make, **options), run("vectorized", make, chunk_size=chunk_size, **options)]
@@ -164,7 +164,7 @@ def test_a_logged_parameter_is_what_it_was_in_the_step(dropout: float, chunk_siz
 
 
 @pytest.mark.thorough
-def test_a_client_that_fails_is_named_and_left_out(taken: list[Any]) -> None:
+def test_failing_client_is_named_and_dropped(taken: list[Any]) -> None:
     options = {"datamodule": partial(cut, WHOLE, spoil=2), "clients_per_round": 7, "max_rounds": 1}
     with pytest.raises(FederatedError, match="Client 2 "):
         run("vectorized", **options)
@@ -176,7 +176,7 @@ def test_a_client_that_fails_is_named_and_left_out(taken: list[Any]) -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=8), min_size=1, max_size=6))
-def test_everybody_takes_every_step_once_and_in_order(batches: list[list[int]]) -> None:
+def test_every_client_takes_every_step_once_and_in_order(batches: list[list[int]]) -> None:
     full = 5
     batches.sort(key=lambda sizes: -sizes.count(full))
 
@@ -200,22 +200,22 @@ def noted(lengths: Sequence[int], **options: Any) -> list[bool]:
     return [recurring.note([group(length, **options)]) for length in lengths]
 
 
-def test_a_shape_recurs_from_the_second_time_on() -> None:
+def test_shape_recurs_from_its_second_occurrence() -> None:
     assert noted([5] * 4) == [False, True, True, True]
     assert noted([5, 6] * 3) == [False, False, True, True, True, True]
 
 
-def test_a_shape_that_is_rare_does_not() -> None:
+def test_rare_shape_does_not_recur() -> None:
     lengths = [*range(100, 120), 5, 5, 5]
     assert noted(lengths) == [False] * 22 + [True]  # the third of 23 is one in eight
 
 
-def test_smaller_last_batches_count_as_full_ones() -> None:
+def test_smaller_last_batches_count_as_full_batches() -> None:
     recurring = RecurringShapes(batch_size=4)
     assert [recurring.note([group(5, examples)]) for examples in (4, 3, 2, 4)] == [False, True, True, True]
 
 
-def test_types_are_told_apart() -> None:
+def test_shapes_of_different_types_are_distinct() -> None:
     recurring = RecurringShapes(batch_size=4)
     assert not recurring.note([group(5)])
     assert not recurring.note([group(5, dtype=torch.float64)])
@@ -228,14 +228,14 @@ def test_all_batches_of_a_step_are_counted() -> None:
     assert recurring.note([group(5)])
 
 
-def test_every_round_begins_anew() -> None:
+def test_recurring_shapes_are_reset_every_round() -> None:
     recurring = RecurringShapes(batch_size=4)
     recurring.note([group(5)])
     recurring.begin_round()
     assert not recurring.note([group(5)])
 
 
-def test_rows_of_tensors_are_traced_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_tensors_are_traced_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurringShapes, "note", None)
     assert len(run("vectorized", chunk_size=1, max_rounds=1).fit_loop.clients.engine.step.traces) > 0
 
@@ -288,7 +288,7 @@ TRACES = {4000: (0, 1), 8: (1, 4)}  # how few and how many, by the longest text
     ("longest", "momentum", "algorithm", "chunk_size"),
     covering(list(TRACES), [0.0, 0.9], [FedAvg(), Scaffold()], [None, 1]),
 )
-def test_padded_texts_agree_and_are_traced_where_lengths_recur(
+def test_padded_texts_agree_and_are_traced_when_lengths_recur(
     longest: int, momentum: float, algorithm: Any, chunk_size: int | None
 ) -> None:
     make = partial(Reader, momentum)
@@ -300,7 +300,7 @@ def test_padded_texts_agree_and_are_traced_where_lengths_recur(
 
 
 @pytest.mark.thorough
-def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_shapes_do_not_accumulate_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "_MOST", 2)
     monkeypatch.setattr(RecurringShapes, "note", lambda self, groups: True)
     options: dict[str, Any] = {"make": Reader, "datamodule": partial(texts, 400), "max_rounds": 1}
@@ -311,7 +311,7 @@ def test_many_shapes_do_not_pile_up_traces(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_takes_the_same_steps_traced(tmp_path: Any) -> None:
+def test_resumed_run_traces_the_same_steps(tmp_path: Any) -> None:
     options: dict[str, Any] = {"make": Reader, "datamodule": partial(texts, 8), "chunk_size": 1}
     whole, half = (run("vectorized", max_rounds=rounds, **options) for rounds in (4, 2))
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -341,7 +341,7 @@ OPTIONS = {"datamodule": partial(cut, FALLING), "clients_per_round": 9}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", BARE, ids=["FedAvg", "Scaffold", "Mime"])
-def test_one_trace_serves_all_numbers_of_clients(algorithm: Any, made: list[int], steps: list[int]) -> None:
+def test_one_trace_serves_any_number_of_clients(algorithm: Any, made: list[int], steps: list[int]) -> None:
     assert_agree(*(run(engine, algorithm=algorithm, **OPTIONS) for engine in ("sequential", "vectorized")))
     assert made == [5, 7]
     assert {9, 8, 6, 4, 2} <= set(steps)
@@ -349,7 +349,7 @@ def test_one_trace_serves_all_numbers_of_clients(algorithm: Any, made: list[int]
 
 
 @pytest.mark.thorough
-def test_clients_of_a_single_smaller_batch_are_all_at_once_too(made: list[int], steps: list[int]) -> None:
+def test_clients_with_a_single_smaller_batch_run_together(made: list[int], steps: list[int]) -> None:
     options = {**OPTIONS, "datamodule": partial(cut, (3,) * 9), "local_epochs": 2, "algorithm": Scaffold()}
     assert_agree(*(run(engine, **options) for engine in ("sequential", "vectorized")))
     assert made == [5, 7]
@@ -357,7 +357,7 @@ def test_clients_of_a_single_smaller_batch_are_all_at_once_too(made: list[int], 
 
 
 @pytest.mark.thorough
-def test_clients_with_smaller_batches_of_their_own_are_never_at_once(made: list[int], steps: list[int]) -> None:
+def test_clients_with_different_smaller_batches_never_run_together(made: list[int], steps: list[int]) -> None:
     options = {**OPTIONS, "datamodule": partial(cut, (3, 2, 1, 3, 2, 3, 1, 2, 3))}
     assert_agree(*(run(engine, **options) for engine in ("sequential", "vectorized")))
     assert not made
@@ -366,7 +366,7 @@ def test_clients_with_smaller_batches_of_their_own_are_never_at_once(made: list[
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", BARE, ids=["FedAvg", "Scaffold", "Mime"])
-def test_without_such_a_trace_only_steps_of_all_clients_are_traced(
+def test_only_full_chunk_steps_are_traced_without_a_general_trace(
     algorithm: Any, made: list[int], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run("vectorized", algorithm=algorithm, **OPTIONS)
@@ -379,7 +379,7 @@ def test_without_such_a_trace_only_steps_of_all_clients_are_traced(
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_has_the_same_bits_with_another_first_chunk(tmp_path: Any) -> None:
+def test_resumed_run_has_identical_bits_with_another_first_chunk(tmp_path: Any) -> None:
     options = {"datamodule": partial(cut, (*WHOLE, 28, 24)), "clients_per_round": 5, "precision": "32-true"}
     whole, first = (run("vectorized", max_rounds=rounds, **options) for rounds in (4, 2))
     first.save_checkpoint(tmp_path / "half.ckpt")

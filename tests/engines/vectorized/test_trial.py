@@ -222,7 +222,7 @@ def everything(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("name", few(LEFT, IN_DEFAULT))
-def test_what_a_step_leaves_behind_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_effects_of_a_step_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leaves, "kinds", 0)
     monkeypatch.setattr(Layer, "seen_by_all", [])
     then, what = LEFT[name]
@@ -239,7 +239,7 @@ RUNS = [name for name in LEFT if name not in ("a removed buffer", *FROZEN)]
 
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 @pytest.mark.parametrize("name", few(FROZEN, FROZEN[-1:]))
-def test_no_engine_takes_a_step_that_changes_a_frozen_parameter(name: str, engine: str) -> None:
+def test_step_that_changes_a_frozen_parameter_is_rejected(name: str, engine: str) -> None:
     with pytest.raises(
         FederatedError, match=r"Leaves changes the parameter 'layer.frozen' .* though the optimizer does not train it"
     ):
@@ -247,7 +247,7 @@ def test_no_engine_takes_a_step_that_changes_a_frozen_parameter(name: str, engin
 
 
 @pytest.mark.parametrize("name", few(RUNS, IN_DEFAULT[:2]))
-def test_auto_runs_it_as_the_sequential_engine_does(
+def test_auto_falls_back_to_the_sequential_engine(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     then, what = LEFT[name]
@@ -265,7 +265,7 @@ def test_auto_runs_it_as_the_sequential_engine_does(
     assert_agree(*runs)
 
 
-def test_an_assigned_buffer_is_in_the_checkpoint(tmp_path: Any) -> None:
+def test_assigned_buffer_is_saved_in_the_checkpoint(tmp_path: Any) -> None:
     found = []
     for engine in ("sequential", "auto"):
         run(engine, partial(Leaves, setting("seen", grow))).save_checkpoint(tmp_path / "end.ckpt")
@@ -275,7 +275,7 @@ def test_an_assigned_buffer_is_in_the_checkpoint(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("chunk_size", few([1, 64], [1]))
 @pytest.mark.parametrize("name", few(LATER, LATER[:1]))
-def test_what_a_step_begins_to_leave_later_stops_by_name(name: str, chunk_size: int) -> None:
+def test_side_effects_that_begin_after_the_first_step_raise(name: str, chunk_size: int) -> None:
     then, what = LEFT[name]
     named = what.partition(" ")[2]
     for algorithm in (FedAvg(), Mime(SGDm())):
@@ -296,7 +296,7 @@ class Drifting(Ordinary):
         return F.cross_entropy(self(batch[0]), batch[1]) * (1 + 0.1 * OTHERS["calls"])
 
 
-def test_a_step_that_gives_something_else_when_called_again_is_refused() -> None:
+def test_step_that_is_not_repeatable_is_rejected() -> None:
     with pytest.raises(FederatedError, match="gives another loss when it is called again on the same batch"):
         run("vectorized", Drifting)
     with pytest.raises(FederatedError, match=r"another value to self.log\('calls', ...\) when it is called again"):
@@ -318,7 +318,7 @@ class Pulled(Ordinary):
         return F.cross_entropy(self(batch[0]), batch[1]) + 0.1 * away
 
 
-def test_a_view_of_the_parameters_that_a_hook_makes_is_refused() -> None:
+def test_view_of_parameters_made_by_a_hook_is_rejected() -> None:
     """In a plain loop it follows a client's own weights; several clients at once have only the server's there."""
     with pytest.raises(FederatedError, match=r"its attribute 'start' is in the memory of the parameters.* clone\(\)"):
         run("vectorized", Pulled)
@@ -353,7 +353,7 @@ def by_number(module: Any, labels: Tensor, kind: Any) -> Any:
 
 
 @pytest.mark.thorough
-def test_what_only_the_first_step_notes_of_the_kind_of_data_may_stay() -> None:
+def test_data_kind_recorded_by_the_first_step_is_kept() -> None:
     runs = [run(engine, partial(Notes, by_type), max_rounds=1) for engine in ("sequential", "vectorized")]
     assert [r.lightning_module.config.kind for r in runs] == ["classes"] * 2
     assert_agree(*runs)
@@ -371,7 +371,7 @@ REFUSED_NOTES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_NOTES)
-def test_other_notes_are_refused_and_undone(name: str) -> None:
+def test_other_recorded_attributes_are_rejected_and_undone(name: str) -> None:
     arguments, what = REFUSED_NOTES[name]
     module = Notes(*arguments)
     with pytest.raises(FederatedError, match=f"cannot take Notes.training_step: .*({what})"):
@@ -432,14 +432,14 @@ FIXED: dict[str, tuple[Any, float, str]] = {
 
 
 @pytest.mark.parametrize("name", few(list(FIXED), ["of a generator", "of a seed, undone"]))
-def test_numbers_that_are_the_same_for_every_client_are_not_drawn_for_several_at_once(name: str) -> None:
+def test_random_numbers_shared_by_all_clients_are_rejected(name: str) -> None:
     noise, dropout, reason = FIXED[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)  # as the module itself does
         refused(partial(Fixed, noise, dropout), reason)
 
 
-def test_the_global_generator_may_be_named() -> None:
+def test_default_generator_can_be_passed_explicitly() -> None:
     def noise(x: Tensor) -> Tensor:
         return torch.randn(x.shape, generator=torch.default_generator)
 
@@ -516,7 +516,7 @@ class OneHot(Ordinary):
         (Converts, r"a tensor's memory is read, as .numpy\(\)"),
     ],
 )
-def test_a_common_error_of_several_clients_at_once_has_its_cause(make: Any, reason: str) -> None:
+def test_common_vmap_errors_explain_their_cause(make: Any, reason: str) -> None:
     refused(make, reason)
 
 
@@ -543,7 +543,7 @@ class Harmless(Leaves):
 
 
 @pytest.mark.thorough
-def test_what_is_only_read_costs_neither_engine_nor_traces() -> None:
+def test_reading_an_attribute_keeps_the_engine_and_traces() -> None:
     one, other = (run(engine, Harmless, max_rounds=2) for engine in ("sequential", "vectorized"))
     assert len(other.fit_loop.clients.engine.step.traces) > 0
     assert_close(state_of(one), state_of(other))
@@ -552,13 +552,13 @@ def test_what_is_only_read_costs_neither_engine_nor_traces() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("error:Local steps run untraced", "error:Error detected in")
-def test_a_search_for_anomalies_warns_of_no_error_that_is_not_there() -> None:
+def test_detect_anomaly_raises_no_false_warnings() -> None:
     one, other = (run(engine, detect_anomaly=True, max_rounds=2) for engine in ("sequential", "vectorized"))
     assert len(other.fit_loop.clients.engine.step.traces) == 0
     assert_agree(one, other)
 
 
-def test_snapshots_tell_an_object_from_another_at_its_place() -> None:
+def test_snapshot_detects_an_object_replaced_at_the_same_address() -> None:
     module = nn.Linear(2, 2)
     module.own = torch.zeros(1)
     before = Snapshot([("", module)])
@@ -568,7 +568,7 @@ def test_snapshots_tell_an_object_from_another_at_its_place() -> None:
         assert before.changed() == ("attribute", "own")
 
 
-def test_a_state_is_put_back() -> None:
+def test_step_state_is_restored() -> None:
     module = Leaves(lambda *_: None)
     state = StepState(module)
     before = everything(module)

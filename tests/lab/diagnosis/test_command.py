@@ -27,7 +27,7 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.mark.thorough
-def test_options_of_fit_go_on_top_of_the_configuration() -> None:
+def test_fit_options_override_the_configuration() -> None:
     options = ["--model.lr=0.02", "--trainer.local_steps", "3", "--trainer.max_steps", "-1", "--seed_everything", "5"]
     written = diagnose(model={"init_args": {"lr": 0.02}}, trainer__local_steps=3, seed_everything=5)
     assert diagnose(*options) == written
@@ -43,13 +43,13 @@ def test_options_of_fit_go_on_top_of_the_configuration() -> None:
         (("--model.depth", "3"), "depth"),
     ],
 )
-def test_an_option_that_fit_does_not_take_is_refused(option: tuple[str, str], said: str) -> None:
+def test_unknown_fit_option_is_rejected(option: tuple[str, str], said: str) -> None:
     with pytest.raises(SystemExit, match=said):
         diagnose(*option)
 
 
 @pytest.mark.thorough
-def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_configuration_has_no_notable_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     report = diagnose()
     assert causes(report).keys() <= {"nothing stands out", "the step size is rather small"}
     assert report["check"]["outcome"] == "agrees"
@@ -83,7 +83,7 @@ def test_nothing_stands_out_of_a_sound_configuration(capsys: pytest.CaptureFixtu
     ],
     ids=str,
 )
-def test_what_cannot_be_diagnosed_is_refused_by_name(
+def test_runs_that_cannot_be_diagnosed_are_rejected(
     args: list[str], overrides: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:

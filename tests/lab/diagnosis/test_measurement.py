@@ -13,7 +13,7 @@ from lightning_fed.models import LinearRegression, Quadratic
 from tests.helpers.measured import RATE, STEPS, A, measured, of_quadratics
 
 
-def test_the_constants_of_quadratics_are_measured() -> None:
+def test_measured_constants_match_quadratics() -> None:
     m = of_quadratics(x0=1.0, G=10.0)  # gradients 13 and -9
     assert (m.population, m.clients, m.few, m.steps) == (2, 2, 2, (STEPS, STEPS, STEPS))
     assert m.loss == pytest.approx(1.0)
@@ -27,7 +27,7 @@ def test_the_constants_of_quadratics_are_measured() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4, 40])
-def test_the_drift_is_that_of_the_closed_form(steps: int) -> None:
+def test_drift_matches_the_closed_form(steps: int) -> None:
     m = of_quadratics(x0=1.0, G=10.0, local_steps=steps)
     length = [(1 - (1 - RATE * a) ** steps) / a for a in (*A, 2.0)]
     apart = -(length[0] * 13 + length[1] * -9) / 2
@@ -38,7 +38,7 @@ def test_the_drift_is_that_of_the_closed_form(steps: int) -> None:
     assert steps == 40 or m.drift <= suggest(m, steps, 2, 10, 0.0).drift_bound + 1e-12
 
 
-def test_fedavg_comes_to_rest_where_the_gradient_is_the_drift() -> None:
+def test_gradient_equals_the_drift_at_the_fedavg_fixed_point() -> None:
     tiny, G = 1e-4, 10.0  # noqa: N806
     first, second = ((1 - (1 - tiny * a) ** STEPS) / a for a in A)
     x = (second - first) * G / (first * A[0] + second * A[1])  # where the clients' mean stays
@@ -49,7 +49,7 @@ def test_fedavg_comes_to_rest_where_the_gradient_is_the_drift() -> None:
 
 
 @pytest.mark.thorough
-def test_hessians_of_least_squares_are_measured() -> None:
+def test_measured_hessians_match_least_squares() -> None:
     data = LeastSquares(num_clients=5, dim=4, samples=12, seed=3)
     m = measured(LinearRegression(4, bias=False), data, few=5)
     hessians = [x.T @ x / len(x) for x, _ in (data.client_dataset(i).tensors for i in range(5))]
@@ -61,7 +61,7 @@ def test_hessians_of_least_squares_are_measured() -> None:
 
 
 @pytest.mark.thorough
-def test_a_sample_of_clients_says_how_uncertain_it_is() -> None:
+def test_sample_of_clients_reports_its_uncertainty() -> None:
     data = LeastSquares(num_clients=40, dim=3, samples=10, seed=1)
     whole = measured(LinearRegression(3, bias=False), data, clients=40, few=2)
     part = measured(LinearRegression(3, bias=False), data, clients=10, few=2)
@@ -71,13 +71,13 @@ def test_a_sample_of_clients_says_how_uncertain_it_is() -> None:
     assert abs(part.G[0] - whole.G[0]) < 3 * part.G[1]
 
 
-def test_what_has_no_meaning_is_not_known() -> None:
+def test_inapplicable_measurements_are_nan() -> None:
     m = of_quadratics(algorithm=ServerOnly(), local_steps=None)
     assert (m.rate, m.steps) == (1.0, (0, 0, 0))  # the server's rate
     assert math.isnan(m.drift)
 
 
-def test_a_model_that_is_not_twice_differentiable_is_measured_without() -> None:
+def test_model_not_twice_differentiable_is_measured_without_hessians() -> None:
     class Rough(LinearRegression):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return _Once.apply(super().forward(x))

@@ -15,7 +15,7 @@ from tests.helpers.diagnosis import BASE, findings
 
 
 @pytest.mark.thorough
-def test_the_report_is_written_as_markdown() -> None:
+def test_report_is_written_as_markdown() -> None:
     Path("config.yaml").write_text(yaml.safe_dump(BASE))
     main(["diagnose", "--config", "config.yaml", "--rounds", "1", "--out", "pages/report.md"])
     page = Path("pages/report.md").read_text()
@@ -24,7 +24,7 @@ def test_the_report_is_written_as_markdown() -> None:
     assert "## Verdicts, best evidence first" in page
 
 
-def test_every_form_of_the_report_has_the_numbers_the_check_and_the_verdicts() -> None:
+def test_every_report_format_has_the_numbers_check_and_verdicts() -> None:
     f = findings(steps=(2, 3.5, 5), noise=(0.25, 0.03), trials={10.0: [2.0, math.inf]})
     reasons = [Verdict("likely", "clients drift", "Because.")]
     found = sections(f, ["labels are not looked at"])
@@ -48,7 +48,7 @@ def test_every_form_of_the_report_has_the_numbers_the_check_and_the_verdicts() -
     assert content["verdicts"] == [{"evidence": "likely", "cause": "clients drift", "text": "Because."}]
 
 
-def test_what_was_not_measured_is_unknown() -> None:
+def test_missing_measurements_are_reported_as_unknown() -> None:
     f = replace(findings(curvature=(math.nan, math.nan), no_hessian="It cannot be differentiated twice."), skew=None)
     rows = {name: (value, meaning) for _, part in sections(f, []) for name, value, meaning in part}
     assert rows["L"] == ("unknown", "It cannot be differentiated twice.")

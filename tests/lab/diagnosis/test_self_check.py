@@ -70,12 +70,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "engine"), CASES)
-def test_every_method_agrees_with_its_formula(method: Algorithm, engine: str) -> None:
+def test_every_method_matches_its_formula(method: Algorithm, engine: str) -> None:
     check = self_check(method, engine)
     assert check.outcome == "agrees", check.text
 
 
-def test_every_class_of_methods_is_checked_or_known_to_have_no_formula() -> None:
+def test_every_method_class_is_checked_or_listed_without_a_formula() -> None:
     kinds = {type(method).__name__ for method in METHODS} | OF_OWN | {"CMime", "Scaffnew"}
     public = (getattr(algorithms, name) for name in algorithms.__all__)
     assert kinds == {one.__name__ for one in public if issubclass(one, Algorithm) and one is not Algorithm}
@@ -102,14 +102,14 @@ class Uphill(FedAvg):
     [(WrongSign(), "Scaffold", "correct"), (Forgets(), "Scaffold", "finish"), (Uphill(), "FedAvg", "correct")],
     ids=repr,
 )
-def test_an_override_that_is_wrong_is_named(method: Algorithm, known: str, hook: str) -> None:
+def test_incorrect_override_is_named(method: Algorithm, known: str, hook: str) -> None:
     check = self_check(method, "sequential")
     assert check.is_fault
     assert f"{type(method).__name__} departs from the formula of {known}" in check.text
     assert f"Its own {hook} makes it another method than {known}, or is wrong" in check.text
 
 
-def test_a_subclass_that_only_looks_on_agrees() -> None:
+def test_subclass_that_only_observes_agrees() -> None:
     class Same(FedProx):
         def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
             return super().correct(g, y, step)
@@ -117,14 +117,14 @@ def test_a_subclass_that_only_looks_on_agrees() -> None:
     assert self_check(Same(0.5), "sequential").outcome == "agrees"
 
 
-def test_a_broken_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scaffold, "correct", WrongSign.correct)
     check = self_check(Scaffold(), "sequential")
     assert check.is_fault
     assert "Nothing of it is overridden: the installation" in check.text
 
 
-def test_a_method_that_cannot_run_is_a_fault() -> None:
+def test_method_that_raises_is_a_fault() -> None:
     class Breaks(FedAvg):
         def finish(self, y: Tensor, run: Run) -> Update:
             raise FederatedError("out of order")
@@ -142,7 +142,7 @@ class Own(Algorithm):
 @pytest.mark.parametrize(
     "method", [Own(), CMime(SGDm()), Mime(Adam()), FedProx(0.1, adaptive={"step": 0.1, "patience": 2})], ids=repr
 )
-def test_nothing_is_claimed_where_no_formula_is_known(method: Any) -> None:
+def test_method_without_a_known_formula_is_not_verified(method: Any) -> None:
     check = self_check(method, "sequential")
     assert (check.outcome, check.is_fault) == ("no formula", False)
     assert "nothing is verified" in check.text

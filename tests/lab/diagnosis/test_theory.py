@@ -8,7 +8,7 @@ from lightning_fed.lab.diagnosis.theory import mime_mvr, suggest
 from tests.helpers.measured import of_quadratics
 
 
-def test_mime_mvr_takes_the_least_of_the_three_bounds() -> None:
+def test_mime_mvr_uses_the_smallest_of_the_three_bounds() -> None:
     given = {"F": 1.0, "G": 1.0, "delta": 0.1, "L": 1.0, "K": 10, "S": 10, "T": 100}
     rate, a = mime_mvr(**given)
     assert rate == pytest.approx((10 / (100 * 0.01)) ** (1 / 3) / 150)
@@ -18,7 +18,7 @@ def test_mime_mvr_takes_the_least_of_the_three_bounds() -> None:
     assert mime_mvr(**{**given, "delta": 0.0}) == (1.0, 0.0)
 
 
-def test_the_theory_of_quadratics() -> None:
+def test_theory_matches_quadratics() -> None:
     t = suggest(of_quadratics(), K=4, S=1, T=100, best_loss=-8.0)
     assert (t.useful_steps, t.ceiling, t.client_ceiling) == pytest.approx((2.0, 0.5, 1 / 3))
     assert t.batches == pytest.approx(2.0 / 2)  # 4 steps of 1 client

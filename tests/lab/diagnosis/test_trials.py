@@ -17,7 +17,7 @@ from tests.helpers.diagnosis import BASE, diagnose
 A, RATE, STEPS = (3.0, 1.0), 0.05, 4
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measuring_does_not_affect_the_run() -> None:
     def end(*callbacks: FederatedCallback) -> float:
         model = Quadratic(lr=RATE)
         trainer = FederatedTrainer(
@@ -46,7 +46,7 @@ def test_a_configuration_is_read_as_a_fit_reads_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.thorough
-def test_it_starts_at_a_checkpoint_of_a_finished_run() -> None:
+def test_diagnosis_starts_from_a_checkpoint_of_a_finished_run() -> None:
     path = Path("config.yaml")
     path.write_text(yaml.safe_dump(overlay(BASE, {"trainer.max_rounds": 3, "trainer.algorithm": "Scaffold"})))
     main(["fit", "--config", str(path), "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"])
@@ -77,7 +77,7 @@ def test_schedules_scale_with_the_step_size() -> None:
 
 
 @pytest.mark.thorough
-def test_a_server_that_steps_alone_is_tried_at_its_own_rates() -> None:
+def test_server_only_method_is_tried_at_its_own_rates() -> None:
     report = diagnose(trainer__algorithm="ServerOnly", trainer__local_steps=None)
     assert [trial["rate"] for trial in report["trials"]] == pytest.approx([0.1, 0.3, 1.0, 3.0, 10.0])
     assert len({trial["losses"][-1] for trial in report["trials"]}) == 5
@@ -85,7 +85,7 @@ def test_a_server_that_steps_alone_is_tried_at_its_own_rates() -> None:
 
 
 @pytest.mark.thorough
-def test_what_only_watches_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_observing_callbacks_are_skipped_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     watchers = [{"class_path": "ModelCheckpoint"}, {"class_path": "EarlyStopping", "init_args": {"monitor": "val_acc"}}]
     diagnose(trainer__callbacks=watchers, trainer__check_val_every_n_epoch=1)
     assert "left out, since they only monitor or stop a run: ModelCheckpoint, EarlyStopping" in capsys.readouterr().out

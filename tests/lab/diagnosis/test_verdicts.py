@@ -12,19 +12,19 @@ from tests.helpers.diagnosis import BASE, causes, diagnose, findings
 
 
 @pytest.mark.thorough
-def test_a_step_size_that_is_too_large_is_named() -> None:
+def test_step_size_that_is_too_large_is_named() -> None:
     report = diagnose(model__init_args__lr=20.0)
     assert report["verdicts"][0]["cause"] == "the step size is too large"
 
 
 @pytest.mark.thorough
-def test_a_step_size_at_which_training_diverges_is_named() -> None:
+def test_step_size_at_which_training_diverges_is_named() -> None:
     report = diagnose(model__init_args__lr=1e3, trainer__local_steps=30, data__init_args__batch_size=8)
     assert {"the step size is too large", "no step size helps"} & causes(report).keys()
 
 
 @pytest.mark.thorough
-def test_the_first_round_of_scaffold_is_not_held_against_its_step_size() -> None:
+def test_first_round_of_scaffold_does_not_count_against_its_step_size() -> None:
     quadratics = {
         "model": {"class_path": "lightning_fed.models.Quadratic", "init_args": {"lr": 0.1}},
         "data": {"class_path": "lightning_fed.data.Quadratics"},
@@ -36,7 +36,7 @@ def test_the_first_round_of_scaffold_is_not_held_against_its_step_size() -> None
 
 
 @pytest.mark.thorough
-def test_drift_is_named_and_its_cure_makes_it_go() -> None:
+def test_drift_is_named_and_disappears_with_its_remedy() -> None:
     apart = {"data__init_args__alpha": 0.02, "trainer__local_steps": 20, "model__init_args__lr": 0.3}
     report = diagnose(rounds=1, **apart)
     assert causes(report)["clients drift"] == "likely"
@@ -59,7 +59,7 @@ def test_imbalanced_classes_are_named() -> None:
     ("method", "evidence"),
     [("mine.Uphill", "certain"), ("mine.Unknown", "likely")],
 )
-def test_a_reversed_sign_is_a_fault(method: str, evidence: str) -> None:
+def test_reversed_sign_is_a_fault(method: str, evidence: str) -> None:
     report = diagnose(trainer__algorithm={"class_path": method})
     assert report["verdicts"][0]["cause"] == "there is a fault"
     assert report["verdicts"][0]["evidence"] == evidence
@@ -74,7 +74,7 @@ def test_a_reversed_sign_is_a_fault(method: str, evidence: str) -> None:
         pytest.param("Untrained", "The gradient of the training"),
     ],
 )
-def test_a_loss_that_trains_nothing_is_a_fault(model: str, told: str) -> None:
+def test_loss_that_trains_nothing_is_a_fault(model: str, told: str) -> None:
     report = diagnose(rounds=1, model={**BASE["model"], "class_path": f"mine.{model}"})
     verdict = report["verdicts"][0]
     assert (verdict["evidence"], verdict["cause"]) == ("certain", "there is a fault")
@@ -82,7 +82,7 @@ def test_a_loss_that_trains_nothing_is_a_fault(model: str, told: str) -> None:
 
 
 @pytest.mark.thorough
-def test_another_local_optimizer_is_not_judged_by_formulas_for_sgd() -> None:
+def test_other_local_optimizers_are_not_judged_by_sgd_formulas() -> None:
     report = diagnose(optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001}})
     assert report["measured"]["is_plain"] is False
     assert report["measured"]["drift"] is None
@@ -93,7 +93,7 @@ def found(algorithm: Algorithm | None = None, **changes: Any) -> dict[str, str]:
     return {verdict.cause: verdict.evidence for verdict in verdicts(findings(algorithm, **changes))}
 
 
-def test_nothing_stands_out_names_the_step_size_that_did_better() -> None:
+def test_verdict_without_findings_names_a_better_step_size() -> None:
     (verdict,) = verdicts(findings(trials={10.0: [2.0, 0.8]}))
     assert verdict.cause == "nothing stands out"
     assert "1 did a little better: the loss goes from 2 to 0.8 there, and goes from 2 to 1" in verdict.text
@@ -101,7 +101,7 @@ def test_nothing_stands_out_names_the_step_size_that_did_better() -> None:
     assert "better" not in verdict.text
 
 
-def test_each_cause_is_told_by_its_numbers() -> None:
+def test_each_cause_follows_from_its_numbers() -> None:
     assert found() == {"nothing stands out": "possible"}
     assert found(check=SelfCheck("differs", "Its own correct.")) == {"there is a fault": "certain"}
     assert found(loss=math.nan)["there is a fault"] == "certain"
@@ -123,7 +123,7 @@ def test_each_cause_is_told_by_its_numbers() -> None:
     assert found(classes=0, label_distance=0.8, global_entropy=1.0) == {"nothing stands out": "possible"}
 
 
-def test_steps_that_overshoot_on_the_mean_are_too_large_and_no_drift() -> None:
+def test_overshooting_steps_are_too_large_and_not_drift() -> None:
     rising = {0.1: [2.0, 2.1], 1.0: [2.0, 2.5]}
     assert found(ceiling=0.005, drift=0.6, trials=rising) == {"the step size is too large": "likely"}
     assert found(ceiling=0.04, drift=0.6, trials=rising) == {"no step size helps": "possible"}
@@ -134,27 +134,27 @@ def test_steps_that_overshoot_on_the_mean_are_too_large_and_no_drift() -> None:
     assert found(ceiling=0.005, drift=0.6) == {"clients drift": "possible"}  # the loss falls
 
 
-def test_the_clients_without_a_finite_loss_are_named() -> None:
+def test_clients_without_a_finite_loss_are_named() -> None:
     (verdict,) = verdicts(findings(loss=math.nan, lost=("c3",)))
     assert "Only that of client 'c3' is not finite" in verdict.text
     (verdict,) = verdicts(findings(loss=math.nan, lost=tuple(range(6))))
     assert "Only" not in verdict.text
 
 
-def test_a_loss_below_0_may_have_a_reversed_sign() -> None:
+def test_negative_loss_suggests_a_reversed_sign() -> None:
     (verdict,) = verdicts(findings(trials={1.0: [-2.3, -264.3], 10.0: [-2.3, -300.0]}))
     assert (verdict.evidence, verdict.cause) == ("possible", "there is a fault")
     assert "goes from -2.3 to -264.3, which is below 0" in verdict.text
     assert found(trials={1.0: [2.0, 0.0]}) == {"nothing stands out": "possible"}
 
 
-def test_a_method_that_corrects_drift_from_the_second_round_on_is_not_held_against_its_first() -> None:
+def test_first_round_of_late_drift_correction_is_not_judged() -> None:
     late = {1.0: [2.0, 4.0, 3.0]}
     assert found(Scaffold(), trials=late)["the step size is too large"] == "possible"
     assert found(FedAvg(), trials=late)["the step size is too large"] == "likely"
 
 
-def test_the_best_evidence_comes_first() -> None:
+def test_strongest_evidence_comes_first() -> None:
     assert list(found(check=SelfCheck("failed", "x"), drift=0.6, global_entropy=2.5).values()) == [
         "certain",
         "likely",

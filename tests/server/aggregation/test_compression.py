@@ -42,21 +42,21 @@ def normal(count: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 # ------------------------------------------------------------------ the largest entries
 
 
-def test_the_largest_entries_are_sent_as_they_are() -> None:
+def test_largest_entries_are_sent_unchanged() -> None:
     sent, size = TopK(0.4)(torch.tensor([1.0, -5.0, 0.1, 3.0, 2.0]), stream())
     assert sent.tolist() == [0.0, -5.0, 0.0, 3.0, 0.0]
     assert size == 2 * (4 + 4)
 
 
 @pytest.mark.parametrize(("share", "count", "k"), [(1e-9, 10, 1), (0.01, 1000, 10), (1.0, 7, 7), (0.26, 10, 3)])
-def test_how_many_are_sent_and_what_they_take(share: float, count: int, k: int) -> None:
+def test_top_k_sends_the_expected_count_and_bytes(share: float, count: int, k: int) -> None:
     sent, size = TopK(share)(normal(count), stream())
     assert int((sent != 0).sum()) == k
     assert size == k * (8 + 4)
 
 
 @given(share=st.floats(0.01, 1.0), seed=st.integers(0, 99), rounds=st.integers(1, 6))
-def test_what_was_sent_and_what_is_left_is_all_there_was(share: float, seed: int, rounds: int) -> None:
+def test_sent_and_residual_add_up_to_the_message(share: float, seed: int, rounds: int) -> None:
     residuals: dict[str, Tensor] = {}
     total, sent = torch.zeros(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
     for i in range(rounds):
@@ -73,7 +73,7 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("levels", "bucket_size"), [(1, 4), (3, 7), thorough(7, 512), thorough(127, 5)])
-def test_quantization_is_unbiased_and_its_spread_is_the_papers(levels: int, bucket_size: int) -> None:
+def test_quantization_is_unbiased_with_the_variance_of_the_paper(levels: int, bucket_size: int) -> None:
     message, many, coins = normal(23), 3000, stream()
     q = QSGD(levels, bucket_size)
     made = torch.stack([q(message, coins)[0] for _ in range(many)])
@@ -86,7 +86,7 @@ def test_quantization_is_unbiased_and_its_spread_is_the_papers(levels: int, buck
     torch.testing.assert_close(made.std(dim=0), std, rtol=0.3, atol=0.05 * float(unit.max()))
 
 
-def test_quantized_entries_are_levels_of_their_buckets_norm() -> None:
+def test_quantized_entries_are_levels_of_their_bucket_norm() -> None:
     message = normal(10)
     sent, _ = QSGD(levels=5, bucket_size=4)(message, stream())
     for part, own in zip(sent.split(4), message.split(4), strict=True):
@@ -96,14 +96,14 @@ def test_quantized_entries_are_levels_of_their_buckets_norm() -> None:
         assert bool(((part == 0) | (part.sign() == own.sign())).all())
 
 
-def test_a_lone_entry_and_zeros_are_exact() -> None:
+def test_single_entries_and_zeros_are_exact() -> None:
     for dtype in (torch.float32, torch.float64):
         message = torch.tensor([0.0, 0.0, -0.3, 0.0, 0.0, 0.0], dtype=dtype)
         for seed in range(200):
             torch.testing.assert_close(QSGD(3, 3)(message, stream(seed))[0], message)
 
 
-def test_a_norm_that_float16_does_not_hold_is_refused() -> None:
+def test_norm_that_overflows_float16_is_rejected() -> None:
     message = torch.tensor([60_000.0, -60_000.0, 100.0])
     assert QSGD(levels=1)(message, stream())[0].isfinite().all()
     with pytest.raises(FederatedError, match=r"a norm of 8.* in a message of float16.*65504"):
@@ -120,14 +120,14 @@ def test_a_norm_that_float16_does_not_hold_is_refused() -> None:
         (128, 512, torch.float32, 1125 + 2 * 4),  # 257 codes take 9 bits
     ],
 )
-def test_the_bits_of_entries_and_norms_are_counted(levels: int, bucket_size: int, dtype: Any, size: int) -> None:
+def test_bits_of_entries_and_norms_are_counted(levels: int, bucket_size: int, dtype: Any, size: int) -> None:
     assert QSGD(levels, bucket_size)(normal(1000, dtype=dtype), stream())[1] == size
 
 
 # ------------------------------------------------------------------ messages
 
 
-def test_scalars_are_sent_as_they_are_and_a_message_of_two_names_once() -> None:
+def test_scalars_are_sent_unchanged_and_shared_messages_once() -> None:
     vector, other, number = normal(100), normal(100, 1), torch.tensor(3.0, dtype=torch.float64)
     got, kept, size = compress(TopK(0.1), {"a": vector, "b": vector, "c": other, "n": number}, {}, stream())
     assert torch.equal(got["a"], got["b"])
@@ -136,7 +136,7 @@ def test_scalars_are_sent_as_they_are_and_a_message_of_two_names_once() -> None:
     assert size == 2 * 10 * 12 + 8
 
 
-def test_messages_are_not_changed() -> None:
+def test_messages_are_not_modified() -> None:
     for compressor in (TopK(0.1), QSGD()):
         message = normal(100)
         compress(compressor, {"delta": message}, {"delta": normal(100, 1)}, stream())
@@ -161,7 +161,7 @@ def test_engines_and_chunks_agree(algorithm: Algorithm, compression: Compressor)
 
 
 @pytest.mark.thorough
-def test_sending_everything_changes_nothing() -> None:
+def test_sending_everything_matches_no_compression() -> None:
     for algorithm in METHODS[1:]:
         options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0, "max_rounds": 2}
         plain, whole = (
@@ -191,7 +191,7 @@ class Doubling(Compressor):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_fednovas_rates_are_not_compressed_where_groups_differ(engine: str) -> None:
+def test_fednova_rates_are_not_compressed_when_groups_differ(engine: str) -> None:
     options: dict[str, Any] = {"algorithm": FedNova(), "max_rounds": 1, "limit_val_batches": 0}
     options |= {"make": Grouped, "datamodule": full_batches}
     record = Record()
@@ -213,7 +213,7 @@ class Deltas(FedAvg):
         return super().finish(y, run)
 
 
-def test_over_a_run_what_was_sent_and_what_is_left_is_all_there_was() -> None:
+def test_sent_and_residual_add_up_over_a_run() -> None:
     Deltas.sent.clear()
     torch.manual_seed(3)
     model = Ordinary().double()
@@ -238,7 +238,7 @@ def test_over_a_run_what_was_sent_and_what_is_left_is_all_there_was() -> None:
     ],
     ids=repr,
 )
-def test_bytes_up_are_what_travels(algorithm: Algorithm, compression: Compressor, per_client: int) -> None:
+def test_bytes_up_match_the_bytes_sent(algorithm: Algorithm, compression: Compressor, per_client: int) -> None:
     record = Record()
     t = run("sequential", algorithm=algorithm, compression=compression, callbacks=record, limit_val_batches=0)
     assert t.fit_loop.state.x.numel() == P
@@ -248,7 +248,7 @@ def test_bytes_up_are_what_travels(algorithm: Algorithm, compression: Compressor
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("compression", "client_states"), covering([TopK(0.1), QSGD(3)], ["disk", "memory"]), ids=repr)
-def test_a_resumed_run_has_the_same_bits(compression: Compressor, client_states: str, tmp_path: Path) -> None:
+def test_resumed_run_has_identical_bits(compression: Compressor, client_states: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"algorithm": Scaffold(), "compression": compression, "client_states": client_states}
     options["enable_checkpointing"] = True
     saver = ModelCheckpoint(tmp_path / "part", save_last=True)
@@ -265,7 +265,7 @@ def test_a_resumed_run_has_the_same_bits(compression: Compressor, client_states:
     assert same(state_of(whole)["server.c"], state_of(resumed)["server.c"])
 
 
-def test_a_resume_with_another_compression_is_refused(tmp_path: Path) -> None:
+def test_resume_with_another_compression_is_rejected(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_last=True)
     run("sequential", compression=TopK(0.1), callbacks=saver, enable_checkpointing=True, max_rounds=1)
     with pytest.raises(FederatedError, match=r"checkpoint's compression is TopK\(share=0.1\), this run's is None"):
@@ -286,7 +286,7 @@ def test_error_feedback_learns_from_a_twentieth_of_the_entries() -> None:
         assert first - losses[name] > 0.6 * (first - losses["plain"]), losses
 
 
-def test_it_goes_with_robust_aggregation() -> None:
+def test_compression_supports_robust_aggregation() -> None:
     run("sequential", compression=TopK(0.5), aggregator=CoordinateMedian(), max_rounds=2)
 
 
@@ -315,10 +315,10 @@ def test_it_goes_with_robust_aggregation() -> None:
         ),
     ],
 )
-def test_impossible_settings_are_refused(make: Any, message: str) -> None:
+def test_invalid_settings_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
 
 
-def test_compressors_show_themselves_as_they_would_be_written() -> None:
+def test_compressor_repr_matches_its_constructor_call() -> None:
     assert [repr(c) for c in (TopK(0.01), QSGD())] == ["TopK(share=0.01)", "QSGD(levels=127, bucket_size=512)"]

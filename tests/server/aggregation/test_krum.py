@@ -68,7 +68,7 @@ CASES: list[tuple[Aggregator, Callable[[np.ndarray], np.ndarray], int]] = [
 @pytest.mark.parametrize(("rule", "reference", "least"), CASES, ids=[repr(rule) for rule, _, _ in CASES])
 @given(more=st.integers(0, 6), seed=st.integers(0, 999), scale=st.sampled_from([1e-6, 1.0, 1e6]))
 @settings(max_examples=15)
-def test_the_rules_are_those_of_the_reference(
+def test_rules_match_the_reference_implementation(
     rule: Aggregator, reference: Any, least: int, more: int, seed: int, scale: float
 ) -> None:
     rows = scale * np.random.default_rng(seed).standard_normal((least + more, 3))
@@ -77,12 +77,12 @@ def test_the_rules_are_those_of_the_reference(
     np.testing.assert_allclose(found.numpy(), reference(rows), rtol=1e-12, atol=1e-12 * scale)
 
 
-def test_messages_far_from_zero_are_compared_without_cancelling() -> None:
+def test_distances_between_large_messages_avoid_cancellation() -> None:
     rows = np.random.default_rng(0).standard_normal((9, 3)) + 1e9
     np.testing.assert_array_equal(combined(Krum(2), torch.from_numpy(rows)).numpy(), krum(rows, 2))
 
 
-def test_rules_compare_more_columns_than_fit_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_handle_messages_wider_than_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_fed.server.aggregation.robust._BLOCK", 4)
     rows = np.random.default_rng(0).standard_normal((7, 10))
     messages = torch.from_numpy(rows)
@@ -91,7 +91,7 @@ def test_rules_compare_more_columns_than_fit_in_one_block(monkeypatch: pytest.Mo
         np.testing.assert_allclose(found.numpy(), want, rtol=1e-12)
 
 
-def test_several_processes_that_see_some_columns_each_choose_the_same_client() -> None:
+def test_processes_with_column_shards_select_the_same_client() -> None:
     messages = torch.randn(9, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weights = torch.full((9,), 1 / 9, dtype=torch.float64)
     for rule in (Krum(2), MultiKrum(2), Bulyan(1)):
@@ -112,7 +112,7 @@ def test_several_processes_that_see_some_columns_each_choose_the_same_client() -
 # ------------------------------------------------------------------ by hand
 
 
-def test_krum_by_hand() -> None:
+def test_krum_matches_a_hand_computation() -> None:
     # n - f - 2 = 2 neighbors: the scores are 1 + 4, 1 + 1, 1 + 4, 64 + 81 and 98^2 + 88^2
     rows = matrix([0, 0, 0], [1, 0, 0], [2, 0, 0], [10, 0, 0], [98, 0, 0])
     assert torch.equal(combined(Krum(1), rows), rows[1])
@@ -120,18 +120,18 @@ def test_krum_by_hand() -> None:
     assert torch.equal(combined(MultiKrum(1), rows), matrix([3.25, 0, 0])[0])
 
 
-def test_of_two_values_that_are_equally_far_from_the_median_bulyan_takes_the_lower_one() -> None:
+def test_bulyan_breaks_distance_ties_toward_the_lower_value() -> None:
     rows = matrix(*([value, 0, 0] for value in (0, 3, 4, 4.5, 5, 100, 200)))  # Krum selects the first five
     torch.testing.assert_close(combined(Bulyan(1), rows), matrix([(3 + 4 + 4.5) / 3, 0, 0])[0])
 
 
-def test_of_equal_scores_the_first_client_wins_in_any_order_of_arrival() -> None:
+def test_krum_ties_go_to_the_first_client_in_any_arrival_order() -> None:
     rows = matrix([0, 0, 0], [1, 0, 0], [5, 0, 0], [6, 0, 0], [50, 0, 0])
     for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 17):
         assert torch.equal(combined(Krum(1), rows, order=order), combined(Krum(1), rows))
 
 
-def test_a_client_drawn_twice_is_there_twice_except_in_sums_over_clients() -> None:
+def test_repeated_draws_count_except_in_population_means() -> None:
     rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     together = combined(MultiKrum(1), rows, counts=[1, 3, 1, 1, 1, 1], weighting="uniform")
     apart = combined(MultiKrum(1), rows[[0, 1, 1, 1, 2, 3, 4, 5]], weighting="uniform")
@@ -145,9 +145,7 @@ def test_a_client_drawn_twice_is_there_twice_except_in_sums_over_clients() -> No
 
 @pytest.mark.parametrize("rule", [Krum(2), MultiKrum(2), Bulyan(2)], ids=repr)
 @pytest.mark.parametrize("length", [1e2, 1e6])
-def test_as_many_bad_clients_as_the_rule_tolerates_do_not_move_it_out_of_the_good(
-    rule: Aggregator, length: float
-) -> None:
+def test_result_stays_in_honest_range_with_tolerated_bad_clients(rule: Aggregator, length: float) -> None:
     stream = torch.Generator().manual_seed(0)
     rows = torch.randn(11, 3, generator=stream, dtype=torch.float64)
     good = rows[2:].clone()
@@ -173,7 +171,7 @@ EVERYONE: dict[str, Any] = {"limit_val_batches": 0, "max_rounds": 2, "clients_pe
     ],
     ids=repr,
 )
-def test_engines_and_chunks_agree(algorithm: Any, rule: Aggregator) -> None:
+def test_engines_and_chunk_sizes_agree(algorithm: Any, rule: Aggregator) -> None:
     options: dict[str, Any] = {"algorithm": algorithm, "aggregator": rule, **EVERYONE}
     assert_agree(run("sequential", **options), run("vectorized", chunk_size=3, **options))
 
@@ -202,12 +200,12 @@ def test_engines_and_chunks_agree(algorithm: Any, rule: Aggregator) -> None:
         ),
     ],
 )
-def test_impossible_arguments_are_refused_before_the_run(make: Any, message: str) -> None:
+def test_invalid_arguments_are_rejected_before_the_run(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
 
 
-def test_a_round_of_too_few_clients_is_refused_before_they_train() -> None:
+def test_round_with_too_few_clients_is_rejected_before_training() -> None:
     options: dict[str, Any] = {"aggregator": Krum(2), "max_rounds": 1}
     with pytest.raises(FederatedError, match=r"at least 7 clients in every round, found a round with 6 clients"):
         fit(datamodule=data(), clients_per_round=1.0, **options)
@@ -215,7 +213,7 @@ def test_a_round_of_too_few_clients_is_refused_before_they_train() -> None:
         fit(datamodule=data(), sampler=BernoulliSampler(1.0), **options)
 
 
-def test_a_round_that_loses_too_many_clients_is_refused() -> None:
+def test_round_that_loses_too_many_clients_is_rejected() -> None:
     aggregation = Krum(1).of_round({"delta": "uniform"}, "uniform", cohort([1] * 5), 10)
     for i in range(4):
         aggregation.update({i: 1}, {"delta": torch.zeros(1, 3)})
@@ -223,6 +221,6 @@ def test_a_round_that_loses_too_many_clients_is_refused() -> None:
         aggregation.compute(torch.zeros(3))
 
 
-def test_a_round_without_clients_changes_nothing() -> None:
+def test_empty_round_changes_nothing() -> None:
     aggregation = Krum(1).of_round({"delta": "uniform"}, "uniform", [], 10)
     assert aggregation.compute(torch.zeros(3)) == ({}, None)

@@ -35,7 +35,7 @@ def merged(own: LoraPair, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("groups", [[[0, 1, 2]], [[0], [1, 2]]])
-def test_the_merged_weight_is_the_mean(
+def test_merged_weight_equals_the_mean_of_client_weights(
     is_transposed: bool, dtype: torch.dtype, tolerance: float, groups: Sequence[Sequence[int]]
 ) -> None:
     own, x, y = pair(is_transposed, dtype), vectors(1, 7, dtype)[0], vectors(CLIENTS, 1, dtype)
@@ -62,7 +62,7 @@ class TwoProcesses:
             tensor += more
 
 
-def test_processes_add_their_sums() -> None:
+def test_sums_merge_across_processes() -> None:
     own, changes = pair(), vectors(CLIENTS)
     whole, first, second = ProductSums([own]), ProductSums([own]), ProductSums([own])
     whole.update(changes, [0.2, 0.5, 0.3])
@@ -73,7 +73,7 @@ def test_processes_add_their_sums() -> None:
     assert (first.weight, first.clients) == (pytest.approx(whole.weight), CLIENTS)
 
 
-def test_one_client_leaves_the_base_weight_as_it_is() -> None:
+def test_single_weighted_client_keeps_the_base_weight() -> None:
     own, x, y = pair(), vectors(1, 7)[0], vectors(2, 1)
     start, sums, lora = own.base.clone(), ProductSums([own]), ExactLora([own])
     sums.update(y - x, [1.0, 0.0])
@@ -82,7 +82,7 @@ def test_one_client_leaves_the_base_weight_as_it_is() -> None:
     assert lora.send([0, 1], x) == 0
 
 
-def test_the_bytes_are_those_of_the_missing_residuals() -> None:
+def test_sent_bytes_count_only_missing_residuals() -> None:
     own, x = pair(), vectors(1)[0]
     lora = ExactLora([own])
 

@@ -61,7 +61,7 @@ def weights_of(weighting: Any, members: Sequence[Participant], local_work: bool 
     ],
     ids=["examples", "uniform", "steps", "function", "function of the id"],
 )
-def test_weights_by_hand(weighting: Any, raw: list[float]) -> None:
+def test_weights_match_a_hand_computation(weighting: Any, raw: list[float]) -> None:
     assert weights_of(weighting, THREE) == [w / sum(raw) for w in raw]
 
 
@@ -69,9 +69,7 @@ def test_weights_by_hand(weighting: Any, raw: list[float]) -> None:
     st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 5), st.integers(1, 99)), min_size=1, max_size=8),
     st.sampled_from(["examples", "uniform", "steps"]),
 )
-def test_weights_sum_to_one_and_being_drawn_twice_is_being_there_twice(
-    members: list[tuple[int, int, int]], weighting: str
-) -> None:
+def test_weights_sum_to_one_and_repeated_draws_add_up(members: list[tuple[int, int, int]], weighting: str) -> None:
     weights = weights_of(weighting, cohort(*((i, *m) for i, m in enumerate(members))))
     assert math.fsum(weights) == pytest.approx(1.0, rel=1e-12)
     repeated = [(i, size, steps) for i, (size, count, steps) in enumerate(members) for _ in range(count)]
@@ -82,12 +80,12 @@ def test_weights_sum_to_one_and_being_drawn_twice_is_being_there_twice(
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_impossible_weights_are_refused_with_the_client(value: float) -> None:
+def test_invalid_weights_are_rejected_naming_the_client(value: float) -> None:
     with pytest.raises(FederatedError, match="finite weights >= 0, found .* for client 'client 5'"):
         weights_of(lambda i, size, steps: value if i == "client 5" else 1.0, THREE)
 
 
-def test_nothing_but_zeros_is_refused() -> None:
+def test_all_zero_weights_are_rejected() -> None:
     with pytest.raises(FederatedError, match="not all zero, found zeros for the clients .*'client 7'"):
         weights_of(lambda i, size, steps: 0, THREE)
     with pytest.raises(FederatedError, match="not all zero"):
@@ -129,14 +127,14 @@ def aggregate(
         ("population", "examples", (1 + 2 + 6) / 10),
     ],
 )
-def test_every_rule_by_hand(rule: str, weighting: Any, want: float) -> None:
+def test_every_reduction_rule_matches_a_hand_computation(rule: str, weighting: Any, want: float) -> None:
     sends = {0: {"m": vector(1.0)}, 5: {"m": vector(2.0)}, 7: {"m": vector(6.0)}}
     means, models = aggregate(THREE, {"m": rule}, sends, weighting)
     torch.testing.assert_close(means, {"m": vector(want)}, rtol=1e-10, atol=0.0)
     assert models is None
 
 
-def test_every_message_goes_by_its_own_rule() -> None:
+def test_each_message_is_reduced_by_its_own_rule() -> None:
     reduces = {"delta": "uniform", "c": "population", "g": "examples"}
     sends = {i: {"delta": vector(v), "c": vector(v), "g": vector(v)} for i, v in ((0, 1.0), (5, 2.0), (7, 6.0))}
     means, models = aggregate(THREE, reduces, sends)
@@ -147,7 +145,7 @@ def test_every_message_goes_by_its_own_rule() -> None:
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform", "steps"])
 @pytest.mark.parametrize("sends_model", [True, False])
-def test_clients_added_at_once_are_clients_added_one_by_one(weighting: Any, sends_model: bool) -> None:
+def test_batched_updates_match_one_by_one_updates(weighting: Any, sends_model: bool) -> None:
     stream = torch.Generator().manual_seed(1)
     members = cohort(*((i, 1 + i % 7, 1 + i % 2, 1 + i % 3) for i in range(300)))
     reduces = {"delta": "weighting", "c": "population", "n": "uniform"}
@@ -170,7 +168,7 @@ def test_clients_added_at_once_are_clients_added_one_by_one(weighting: Any, send
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_mean_of_one_client_is_its_very_model(dtype: torch.dtype) -> None:
+def test_mean_of_one_client_equals_its_model_exactly(dtype: torch.dtype) -> None:
     stream = torch.Generator().manual_seed(0)
     x, y = ((1e4 * torch.randn(50, generator=stream)).to(dtype) for _ in range(2))
     y = y * 1e-6
@@ -184,7 +182,7 @@ def test_the_mean_of_one_client_is_its_very_model(dtype: torch.dtype) -> None:
     torch.testing.assert_close(means["delta"], delta)
 
 
-def test_the_mean_of_equal_clients_is_their_very_model() -> None:
+def test_mean_of_equal_clients_equals_their_model_exactly() -> None:
     x, y = torch.full((1,), 1e8), torch.full((1,), 0.1)
     members = cohort(*((i, 2 * i + 1, 1, 1) for i in range(4)))
     aggregation = Aggregation({"delta": "weighting"}, "examples", members, 10)
@@ -195,7 +193,7 @@ def test_the_mean_of_equal_clients_is_their_very_model() -> None:
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_a_delta_that_is_not_the_engines_own_gives_no_mean_model(other: int) -> None:
+def test_mean_model_is_none_if_any_client_sends_no_model(other: int) -> None:
     x, members = vector(1.0), cohort((0, 1, 1, 1), (1, 1, 1, 1), (2, 2, 1, 1))
     aggregation = Aggregation({"delta": "weighting"}, "examples", members, 10)
     for i, y in enumerate((vector(2.0), vector(5.0), vector(9.0))):
@@ -206,7 +204,7 @@ def test_a_delta_that_is_not_the_engines_own_gives_no_mean_model(other: int) -> 
     assert models is None
 
 
-def test_a_population_mean_of_deltas_is_no_mean_of_models() -> None:
+def test_population_mean_of_deltas_yields_no_mean_model() -> None:
     x, y = vector(1.0), vector(4.0)
     delta = y - x
     aggregation = Aggregation({"delta": "population"}, "examples", cohort((0, 1, 1, 1)), 6)
@@ -216,7 +214,7 @@ def test_a_population_mean_of_deltas_is_no_mean_of_models() -> None:
     assert models is None
 
 
-def test_sums_are_in_float64_and_messages_are_not_changed() -> None:
+def test_sums_use_float64_and_messages_are_not_modified() -> None:
     members = cohort(*((i, 1, 1, 1) for i in range(3)))
     values = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]  # in float32 the one would be lost
     aggregation = Aggregation({"m": "uniform"}, "examples", members, 3)
@@ -228,7 +226,7 @@ def test_sums_are_in_float64_and_messages_are_not_changed() -> None:
     assert [float(v) for v in values] == [1e8, 1.0, -1e8]
 
 
-def test_long_messages_are_summed_as_short_ones_are() -> None:
+def test_messages_longer_than_one_block_are_summed_correctly() -> None:
     size = 2**16 + 3  # longer than what is converted at once
     members = cohort(*((i, i + 1, 1, 1) for i in range(3)))
     messages = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(0))
@@ -238,7 +236,7 @@ def test_long_messages_are_summed_as_short_ones_are() -> None:
     torch.testing.assert_close(means["m"], want, rtol=1e-14, atol=1e-15)
 
 
-def test_means_carry_no_graph() -> None:
+def test_means_are_detached() -> None:
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
     means, _ = aggregate(cohort((0, 1, 1, 1)), {"m": "uniform"}, {0: {"m": 2 * w}})
     assert not means["m"].requires_grad
@@ -252,7 +250,7 @@ def test_means_carry_no_graph() -> None:
         ({}, r"sent the messages \[\]"),
     ],
 )
-def test_other_messages_than_declared_are_refused(send: dict[str, float], message: str) -> None:
+def test_undeclared_or_missing_messages_are_rejected(send: dict[str, float], message: str) -> None:
     aggregation = Aggregation({"delta": "uniform", "c": "population"}, "examples", THREE, 10)
     with pytest.raises(FederatedError, match=message):
         add_one(aggregation, 0, 4, {k: vector(v) for k, v in send.items()})
@@ -262,7 +260,7 @@ def test_other_messages_than_declared_are_refused(send: dict[str, float], messag
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform", "steps"])
-def test_clients_without_planned_steps_have_no_weight(weighting: str) -> None:
+def test_clients_without_planned_steps_have_zero_weight(weighting: str) -> None:
     members = cohort((0, 10, 1, 4), (1, 1000, 1, 0), (2, 30, 1, 4))
     aggregation = Aggregation({"delta": "weighting"}, weighting, members, 10)
     want = [0.25, 0.0, 0.75] if weighting == "examples" else [0.5, 0.0, 0.5]
@@ -270,20 +268,20 @@ def test_clients_without_planned_steps_have_no_weight(weighting: str) -> None:
     assert aggregation.weights(range(3), "population") == [0.1] * 3
 
 
-def test_methods_without_local_work_need_no_steps() -> None:
+def test_methods_without_local_work_require_no_steps() -> None:
     members = cohort((0, 10, 1, 0), (1, 30, 1, 0))
     sends = {0: {"delta": vector(4.0)}, 1: {"delta": vector(8.0)}}
     means, _ = aggregate(members, {"delta": "weighting"}, sends, local_work=False)
     torch.testing.assert_close(means["delta"], vector(7.0), rtol=1e-10, atol=0.0)
 
 
-def test_nobody_has_steps() -> None:
+def test_cohort_without_steps_yields_no_means() -> None:
     aggregation = Aggregation({"delta": "weighting"}, "examples", cohort((0, 10, 1, 0)), 10)
     assert aggregation.weights([0], "weighting") == [0.0]
     assert aggregation.compute(vector(1.0)) == ({}, None)
 
 
-def test_those_who_took_no_step_after_all_are_left_out() -> None:
+def test_clients_that_send_nothing_are_excluded_from_the_mean() -> None:
     # client 5 of size 30 sends nothing: the others' shares grow to 1/5 and 4/5, or to 1/3 and 2/3
     reduces = {"delta": "weighting", "u": "uniform", "c": "population"}
     sends = {i: {"delta": vector(v), "u": vector(v), "c": vector(v)} for i, v in ((0, 1.0), (7, 6.0))}
@@ -303,7 +301,7 @@ def test_those_who_took_no_step_after_all_are_left_out() -> None:
     ],
     ids=["steps", "function", "examples", "uniform"],
 )
-def test_weights_by_steps_go_by_the_steps_taken(weighting: Any, raw: Sequence[float]) -> None:
+def test_weights_use_the_steps_actually_taken(weighting: Any, raw: Sequence[float]) -> None:
     # client 5 takes one step of the two planned for it
     sends = {i: {"delta": vector(v), "c": vector(v)} for i, v in ((0, 1.0), (5, 2.0), (7, 6.0))}
     means, models = aggregate(THREE, {"delta": "weighting", "c": "population"}, sends, weighting, taken={5: 1})
@@ -312,7 +310,7 @@ def test_weights_by_steps_go_by_the_steps_taken(weighting: Any, raw: Sequence[fl
     torch.testing.assert_close(models, vector(want), rtol=1e-10, atol=0.0)
 
 
-def test_nothing_but_zeros_by_the_steps_taken_is_refused() -> None:
+def test_all_zero_weights_after_training_are_rejected() -> None:
     sends = {0: {"delta": vector(1.0)}, 5: {"delta": vector(2.0)}}
     aggregation = Aggregation({"delta": "weighting"}, lambda i, size, steps: steps >= 2, THREE[:2], 10)
     for index, send in sends.items():
@@ -321,7 +319,7 @@ def test_nothing_but_zeros_by_the_steps_taken_is_refused() -> None:
         aggregation.compute(vector(3.0))
 
 
-def test_a_weight_may_grow_from_zero_by_the_steps_taken() -> None:
+def test_weight_may_become_positive_after_training() -> None:
     sends = {0: {"delta": vector(1.0)}, 5: {"delta": vector(2.0)}}
     means, _ = aggregate(THREE[:2], {"delta": "weighting"}, sends, lambda i, n, k: k < 4, taken={0: 3})
     torch.testing.assert_close(means["delta"], vector(1.5), rtol=1e-10, atol=0.0)
@@ -382,7 +380,7 @@ def twice(seed: int, round: int) -> list[int]:
     ],
     ids=["uniform", "examples", "steps", "function"],
 )
-def test_a_client_drawn_twice_is_trained_once_and_counts_twice(weighting: Any, weights: dict[int, float]) -> None:
+def test_client_drawn_twice_trains_once_and_counts_twice(weighting: Any, weights: dict[int, float]) -> None:
     x, _, record = run(sampler=twice, weighting=weighting)
     (report,) = record.reports
     assert record.started == [0, 3]
@@ -392,7 +390,7 @@ def test_a_client_drawn_twice_is_trained_once_and_counts_twice(weighting: Any, w
     assert x == pytest.approx(sum(w * B[i] / 2 for i, w in weights.items()), rel=1e-10)
 
 
-def test_scaffolds_c_counts_a_client_drawn_twice_once() -> None:
+def test_scaffold_c_counts_a_client_drawn_twice_once() -> None:
     x, loop, record = run(sampler=twice, algorithm=Scaffold())
     assert record.started == [0, 3]
     assert x == pytest.approx((2 * 2.0 + 16.0) / 3, rel=1e-10)
@@ -401,7 +399,7 @@ def test_scaffolds_c_counts_a_client_drawn_twice_once() -> None:
     assert float(loop.server["c"]) == pytest.approx(-(4.0 + 32.0) / 4, rel=1e-10)
 
 
-def test_sampling_by_size_with_a_simple_mean() -> None:
+def test_sampling_by_size_with_uniform_weighting() -> None:
     x, sampler = 0.0, WeightedSampler(3)
     found, _, record = run(sampler=sampler, weighting="uniform", max_rounds=6, algorithm=FedAvg())
     repeated = 0
@@ -432,7 +430,7 @@ class Tired(Line):
 
 
 @pytest.mark.parametrize("module", [Line, Tired])
-def test_weighting_by_steps_counts_the_steps_taken(module: type[Line]) -> None:
+def test_weighting_by_steps_uses_steps_taken_in_a_run(module: type[Line]) -> None:
     # batches of one: after n steps a client is at b (1 - 2^-n)
     clients = [TensorDataset(torch.full((n, 1), b, dtype=torch.float64)) for b, n in zip(B, SIZES, strict=True)]
     steps = SIZES if module is Line else [min(n, 2) for n in SIZES]
@@ -446,7 +444,7 @@ def test_weighting_by_steps_counts_the_steps_taken(module: type[Line]) -> None:
     assert float(model.x.detach()) == pytest.approx(want, rel=1e-10)
 
 
-def test_messages_by_examples_are_refused_where_clients_count_alike() -> None:
+def test_unweighted_rules_reject_example_weighted_messages() -> None:
     class ByExamples(FedAvg):
         reduces = {"delta": "examples"}
 
@@ -462,12 +460,12 @@ class Widest(RobustAggregator):
         return messages.max(dim=0).values
 
 
-def test_a_rule_of_ones_own_is_a_few_lines() -> None:
+def test_custom_aggregator_is_supported() -> None:
     assert torch.equal(combined(Widest(), matrix([1, 5, 0], [2, 3, -1])), matrix([2, 5, 0])[0])
     assert repr(Widest()) == "Widest()"
     engines.run("sequential", aggregator=Widest(), sampler=WeightedSampler(3), clients_per_round=None, max_rounds=1)
 
 
-def test_a_rule_shows_itself_as_it_would_be_written() -> None:
+def test_aggregator_repr_shows_the_constructor_call() -> None:
     shown = [repr(rule) for rule in (TrimmedMean(0.1), GeometricMedian(), NormClipping(2))]
     assert shown == ["TrimmedMean(beta=0.1)", "GeometricMedian(iterations=3, nu=1e-06)", "NormClipping(max_norm=2.0)"]

@@ -57,26 +57,26 @@ messages_of = st.integers(1, 9).flatmap(
 # ------------------------------------------------------------------ by hand
 
 
-def test_the_median_by_hand() -> None:
+def test_median_matches_a_hand_computation() -> None:
     three = matrix([1, 5, -9], [2, 4, 0], [90, -7, 1])
     assert torch.equal(combined(CoordinateMedian(), three), matrix([2, 4, 0])[0])
     assert torch.equal(combined(CoordinateMedian(), three[:2]), matrix([1.5, 4.5, -4.5])[0])
 
 
-def test_the_trimmed_mean_by_hand() -> None:
+def test_trimmed_mean_matches_a_hand_computation() -> None:
     five = matrix([1, 0, 0], [2, 0, 0], [6, 0, 0], [99, 0, 0], [-99, 0, 3])
     assert torch.equal(combined(TrimmedMean(0.2), five), matrix([3, 0, 0])[0])
     assert torch.equal(combined(TrimmedMean(0.39), five), matrix([3, 0, 0])[0])  # floor(1.95) = 1 at either end
     assert torch.equal(combined(TrimmedMean(0.4), five), matrix([2, 0, 0])[0])
 
 
-def test_a_share_that_rounding_makes_a_little_smaller_is_not_lost() -> None:
+def test_trim_count_tolerates_floating_point_rounding() -> None:
     values = torch.arange(100.0, dtype=torch.float64)[:, None].expand(100, 3).clone()
     values[71:] = 1e9  # 29 of 100, and 0.29 * 100 is less than 29
     assert float(combined(TrimmedMean(0.29), values)[0]) == pytest.approx(sum(range(29, 71)) / 42)
 
 
-def test_one_step_of_weiszfeld_by_hand() -> None:
+def test_weiszfeld_step_matches_a_hand_computation() -> None:
     two = matrix([0, 0, 0], [4, 0, 0])
     # from the mean z = 1 of weights 3/4 and 1/4: distances 1 and 3, so 0.75 and 1/12
     want = (4 / 12) / (0.75 + 1 / 12)
@@ -85,7 +85,7 @@ def test_one_step_of_weiszfeld_by_hand() -> None:
     assert float(combined(GeometricMedian(1, nu=100.0), two, sizes=[3, 1])[0]) == pytest.approx(1.0, rel=1e-12)
 
 
-def test_bad_messages_fade_from_the_geometric_median_at_the_documented_rate() -> None:
+def test_outliers_in_geometric_median_fade_at_the_documented_rate() -> None:
     b, length, weights = 2 / 11, 1e12, torch.full((11,), 1 / 11, dtype=torch.float64)
     messages = torch.randn(11, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     messages[:2] = length * torch.tensor([1.0, 0.0, 0.0])
@@ -94,7 +94,7 @@ def test_bad_messages_fade_from_the_geometric_median_at_the_documented_rate() ->
         assert float(found.norm()) == pytest.approx(length * b * (b / (1 - b)) ** iterations, rel=0.3)
 
 
-def test_the_geometric_median_is_where_the_sum_of_distances_is_least() -> None:
+def test_geometric_median_minimizes_the_sum_of_distances() -> None:
     points = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sizes = [1, 2, 3, 4, 3, 2, 1]
     z = combined(GeometricMedian(iterations=500), points, sizes)
@@ -107,13 +107,13 @@ def test_the_geometric_median_is_where_the_sum_of_distances_is_least() -> None:
     assert all(objective(z) <= objective(z + nudge) for nudge in nudges)
 
 
-def test_clipping_by_hand() -> None:
+def test_clipping_matches_a_hand_computation() -> None:
     two = matrix([0, 0, 0.5], [3, 4, 0])
     want = (3 * two[0] + two[1] / 5) / 4
     torch.testing.assert_close(combined(NormClipping(1.0), two, sizes=[3, 1]), want, rtol=1e-12, atol=0.0)
 
 
-def test_every_message_has_its_own_bound() -> None:
+def test_each_message_has_its_own_clipping_bound() -> None:
     rule = NormClipping({"delta": 1.0, "c": 10.0})
     aggregation = rule.of_round({"delta": "uniform", "c": "population"}, "examples", cohort([1]), 10)
     add_one(aggregation, 0, 1, {"delta": matrix([3, 4, 0])[0], "c": matrix([30, 40, 0])[0]})
@@ -127,7 +127,7 @@ def test_every_message_has_its_own_bound() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @given(rows=messages_of, chance=st.randoms(use_true_random=False))
-def test_neither_the_order_of_messages_nor_that_of_clients_matters(name: str, rows: Any, chance: Any) -> None:
+def test_result_is_independent_of_message_and_client_order(name: str, rows: Any, chance: Any) -> None:
     messages = matrix(*rows)
     order = list(range(len(rows)))
     chance.shuffle(order)
@@ -142,7 +142,7 @@ def test_neither_the_order_of_messages_nor_that_of_clients_matters(name: str, ro
 @pytest.mark.parametrize("name", RULES)
 @given(row=st.lists(st.floats(-0.5, 0.5), min_size=3, max_size=3), count=st.integers(1, 8))
 @settings(max_examples=20)
-def test_equal_messages_come_out_as_they_are(name: str, row: list[float], count: int) -> None:
+def test_equal_messages_are_returned_unchanged(name: str, row: list[float], count: int) -> None:
     messages = matrix(*[row] * count)
     torch.testing.assert_close(combined(RULES[name], messages), messages[0], rtol=1e-12, atol=1e-15)
 
@@ -150,7 +150,7 @@ def test_equal_messages_come_out_as_they_are(name: str, row: list[float], count:
 @pytest.mark.parametrize("rule", [TrimmedMean(0.0), NormClipping(1e9)], ids=repr)
 @given(rows=messages_of)
 @settings(max_examples=20)
-def test_without_trimming_or_clipping_it_is_the_mean(rule: Aggregator, rows: Any) -> None:
+def test_rule_equals_the_mean_without_trimming_or_clipping(rule: Aggregator, rows: Any) -> None:
     messages = matrix(*rows)
     torch.testing.assert_close(combined(rule, messages), messages.mean(dim=0), rtol=1e-12, atol=1e-12)
 
@@ -158,7 +158,7 @@ def test_without_trimming_or_clipping_it_is_the_mean(rule: Aggregator, rows: Any
 @pytest.mark.parametrize(("name", "length"), covering(list(HOLDING), [1e2, 1e4, 1e6]))
 @given(bad=st.integers(0, 4), seed=st.integers(0, 99))
 @settings(max_examples=15)
-def test_any_message_of_fewer_than_the_breakdown_point_leaves_the_result_among_the_good(
+def test_bad_clients_below_breakdown_point_have_bounded_influence(
     name: str, length: float, bad: int, seed: int
 ) -> None:
     rule = {**RULES, "trimmed": TrimmedMean(0.4)}[name]
@@ -175,14 +175,14 @@ def test_any_message_of_fewer_than_the_breakdown_point_leaves_the_result_among_t
 
 
 @pytest.mark.parametrize("name", HOLDING)
-def test_a_majority_of_bad_clients_carries_the_result_off(name: str) -> None:
+def test_majority_of_bad_clients_breaks_the_result(name: str) -> None:
     messages = torch.zeros(10, 3, dtype=torch.float64)
     messages[:6] = 1e6
     assert float(combined(RULES[name], messages).abs().max()) > 1e5
 
 
 @pytest.mark.parametrize("name", HOLDING)
-def test_a_client_drawn_twice_is_there_twice_except_in_sums_over_clients(name: str) -> None:
+def test_repeated_draws_count_except_in_population_means(name: str) -> None:
     messages = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     together = combined(RULES[name], messages, counts=[1, 3, 1, 1], weighting="uniform")
     apart = combined(RULES[name], messages[[0, 1, 1, 1, 2, 3]], weighting="uniform")
@@ -191,7 +191,7 @@ def test_a_client_drawn_twice_is_there_twice_except_in_sums_over_clients(name: s
     torch.testing.assert_close(once, 0.4 * combined(RULES[name], messages, weighting="uniform"))
 
 
-def test_rules_go_through_more_columns_than_they_sort_at_once() -> None:
+def test_rules_handle_messages_wider_than_one_block() -> None:
     messages = torch.randn(5, 40_000, generator=torch.Generator().manual_seed(0))
     aggregation = CoordinateMedian().of_round({"delta": "uniform"}, "uniform", cohort([1] * 5), 5)
     for i in range(5):
@@ -200,7 +200,7 @@ def test_rules_go_through_more_columns_than_they_sort_at_once() -> None:
 
 
 @pytest.mark.parametrize(("returned", "found"), [(None, "a NoneType"), (torch.ones(1), r"the shape \[1\]")])
-def test_what_a_users_rule_returns_in_another_form_is_refused(returned: Any, found: str) -> None:
+def test_custom_rule_with_an_invalid_result_is_rejected(returned: Any, found: str) -> None:
     class Own(RobustAggregator):
         def combine(self, messages: Tensor, weights: Tensor, sum_: Any) -> Any:
             return returned
@@ -219,7 +219,7 @@ def test_held_messages_are_copies() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_message_that_is_not_finite_is_refused_by_its_client(name: str, value: float) -> None:
+def test_non_finite_message_is_rejected_naming_the_client(name: str, value: float) -> None:
     aggregation = RULES[name].of_round({"delta": "uniform"}, "uniform", cohort([1, 1]), 5)
     with pytest.raises(FederatedError, match="Client 'c1' sent a message 'delta' that is not finite"):
         add_one(aggregation, 1, 1, {"delta": torch.tensor([value, 0.0, 0.0])})
@@ -240,7 +240,7 @@ def test_a_message_that_is_not_finite_is_refused_by_its_client(name: str, value:
     ],
     ids=repr,
 )
-def test_engines_and_chunks_agree(algorithm: Algorithm, rule: Aggregator) -> None:
+def test_engines_and_chunk_sizes_agree(algorithm: Algorithm, rule: Aggregator) -> None:
     options: dict[str, Any] = {"algorithm": algorithm, "aggregator": rule, "max_rounds": 2, "limit_val_batches": 0}
     if not algorithm.local_work:
         options["local_epochs"] = None
@@ -249,7 +249,7 @@ def test_engines_and_chunks_agree(algorithm: Algorithm, rule: Aggregator) -> Non
 
 
 @pytest.mark.thorough
-def test_trimming_nothing_is_the_uniform_mean_in_a_run() -> None:
+def test_run_with_zero_trimming_matches_the_uniform_mean() -> None:
     for algorithm in (FedAvg(), Scaffold(), Mime(SGDm())):
         options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0, "max_rounds": 2}
         plain = run("sequential", **options, **({} if isinstance(algorithm, Scaffold) else {"weighting": "uniform"}))
@@ -257,7 +257,7 @@ def test_trimming_nothing_is_the_uniform_mean_in_a_run() -> None:
         assert_agree(plain, held, rtol=1e-9)  # drift and weights are among what is reported
 
 
-def test_wide_bounds_are_the_weighted_mean_in_a_run() -> None:
+def test_run_with_wide_bounds_matches_the_weighted_mean() -> None:
     bounds = {"delta": 1e9, "full_grad_x": 1e9}
     options: dict[str, Any] = {"algorithm": Mime(SGDm()), "limit_val_batches": 0, "max_rounds": 2}
     clipped = run("sequential", aggregator=NormClipping(bounds), **options)
@@ -274,7 +274,7 @@ def test_wide_bounds_are_the_weighted_mean_in_a_run() -> None:
     ],
     ids=repr,
 )
-def test_bounds_are_for_what_clients_send(algorithm: Algorithm, names: list[str]) -> None:
+def test_bounds_are_required_only_for_sent_messages(algorithm: Algorithm, names: list[str]) -> None:
     options = {} if algorithm.local_work else {"local_epochs": None}
     bounds = dict.fromkeys(names, 1.0)
     run("sequential", algorithm=algorithm, aggregator=NormClipping(bounds), max_rounds=1, **options)
@@ -330,7 +330,7 @@ def clean() -> float:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("attack", ["flip ten times", "noise"])
-def test_a_fifth_of_bad_clients_ruins_the_mean(attack: str, clean: float) -> None:
+def test_one_fifth_bad_clients_breaks_the_mean(attack: str, clean: float) -> None:
     assert clean > 0.9
     assert accuracy(attack, None) < 0.6
 
@@ -340,22 +340,22 @@ def test_a_fifth_of_bad_clients_ruins_the_mean(attack: str, clean: float) -> Non
     ("attack", "name"),
     [pytest.param(a, name, id=f"{a}-{name}") for a in ("flip ten times", "noise") for name in DEFENCES],
 )
-def test_a_fifth_of_bad_clients_does_not_ruin_the_robust_rules(attack: str, name: str, clean: float) -> None:
+def test_one_fifth_bad_clients_does_not_break_robust_rules(attack: str, name: str, clean: float) -> None:
     assert accuracy(attack, DEFENCES[name]) > clean - 0.03
 
 
 @pytest.mark.thorough
-def test_flipped_signs_do_not_slow_the_robust_rules_down(clean: float) -> None:
+def test_robust_rules_keep_accuracy_under_sign_flips(clean: float) -> None:
     for rule in DEFENCES.values():
         assert accuracy("flip", rule) > clean - 0.03
 
 
 @pytest.mark.thorough
-def test_clipping_bounds_what_a_fifth_of_bad_clients_can_do(clean: float) -> None:
+def test_clipping_keeps_accuracy_with_one_fifth_bad_clients(clean: float) -> None:
     assert accuracy("flip ten times", NormClipping(1.0)) > clean - 0.03
 
 
-def test_a_bad_gradient_at_x_does_not_pass_by_the_rule() -> None:
+def test_full_batch_gradients_go_through_the_rule() -> None:
     sets = [
         TensorDataset(torch.randn(8, 6, generator=torch.Generator().manual_seed(i)), torch.arange(8) % 3)
         for i in range(5)
@@ -379,7 +379,7 @@ def nn_linear() -> Net:
     return model
 
 
-def test_clients_without_steps_are_left_out() -> None:
+def test_clients_without_steps_are_excluded() -> None:
     aggregation = CoordinateMedian().of_round(
         {"delta": "uniform"}, "uniform", [Participant("a", 0, 5, 1, 1), Participant("b", 1, 5, 1, 0)], 5
     )
@@ -388,7 +388,7 @@ def test_clients_without_steps_are_left_out() -> None:
     assert torch.equal(aggregation.compute(X)[0]["delta"], torch.ones(3, dtype=torch.float64))
 
 
-def test_the_plain_mean_is_untouched_without_an_aggregator() -> None:
+def test_aggregator_defaults_to_none() -> None:
     assert trainer().fit_loop.settings.aggregator is None
 
 
@@ -407,7 +407,7 @@ def test_the_plain_mean_is_untouched_without_an_aggregator() -> None:
         (lambda: NormClipping({"delta": float("nan")}), r"max_norm\['delta'\] must be a finite number in \(0, inf\)"),
     ],
 )
-def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
+def test_invalid_arguments_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         make()
 
@@ -425,7 +425,7 @@ def test_impossible_arguments_are_refused(make: Any, message: str) -> None:
         ({"aggregator": NormClipping({"delta": 1.0, "dleta": 1.0})}, "bound for each of"),
     ],
 )
-def test_combinations_that_do_not_go_together_are_refused(options: Any, message: str) -> None:
+def test_incompatible_options_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(FederatedError, match=message):
         trainer(**options)
 
@@ -437,10 +437,10 @@ class Normalized(Ordinary):
 
 
 @pytest.mark.parametrize("buffers", ["average", "local"])
-def test_averaged_buffers_are_refused(buffers: str) -> None:
+def test_averaged_and_local_buffers_are_rejected(buffers: str) -> None:
     with pytest.raises(FederatedError, match="buffers='server'"):
         fit(Normalized(), data(batch_size=4), aggregator=CoordinateMedian(), buffers=buffers)
 
 
-def test_buffers_of_the_server_are_fine() -> None:
+def test_server_buffers_are_supported() -> None:
     fit(Normalized(), data((8, 8, 8)), aggregator=CoordinateMedian(), buffers="server", max_rounds=1)

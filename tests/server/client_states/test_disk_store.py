@@ -63,7 +63,7 @@ def reopened(folder: Path, shards: Sequence[Shard], run: int = 2) -> DiskClientS
 # ------------------------------------------------------------------ what was committed stays
 
 
-def test_a_version_stays_until_it_is_not_wanted(tmp_path: Path) -> None:
+def test_version_is_kept_until_trimmed(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0, 1: 2.0})
     first = recorded(kept, "a")
@@ -83,7 +83,7 @@ def test_a_version_stays_until_it_is_not_wanted(tmp_path: Path) -> None:
         assert left == ({"1.states", "2.states", "4.states"} if wanted else {"2.states", "4.states"})
 
 
-def test_of_a_shard_that_no_store_uses_only_the_wanted_versions_stay(tmp_path: Path) -> None:
+def test_trimming_an_unused_shard_keeps_only_wanted_versions(tmp_path: Path) -> None:
     kept = store(tmp_path)
     for number in range(3):
         put(kept, {0: float(number)})
@@ -98,7 +98,7 @@ def test_of_a_shard_that_no_store_uses_only_the_wanted_versions_stay(tmp_path: P
 
 
 @pytest.mark.thorough
-def test_what_follows_the_last_version_may_be_torn_anywhere(tmp_path: Path) -> None:
+def test_torn_writes_after_the_last_version_are_recoverable(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0, 1: 2.0})
     shards, committed = recorded(kept), set(files(tmp_path))
@@ -121,7 +121,7 @@ def test_what_follows_the_last_version_may_be_torn_anywhere(tmp_path: Path) -> N
         shutil.rmtree(copy)
 
 
-def test_what_was_committed_may_not_be_torn(tmp_path: Path) -> None:
+def test_torn_or_missing_committed_files_are_rejected(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0, 1: 2.0})
     shards = recorded(kept)
@@ -141,7 +141,7 @@ def test_what_was_committed_may_not_be_torn(tmp_path: Path) -> None:
     assert values(reopened(tmp_path, shards)) == {0: 1.0, 1: 2.0}
 
 
-def test_a_flipped_bit_is_found_or_does_not_matter(tmp_path: Path) -> None:
+def test_flipped_bits_are_detected_or_harmless(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0, 1: 2.0})
     put(kept, {1: 3.0})
@@ -163,7 +163,7 @@ def test_a_flipped_bit_is_found_or_does_not_matter(tmp_path: Path) -> None:
     assert found > 80
 
 
-def test_a_changed_index_does_not_bring_an_older_state_back(tmp_path: Path) -> None:
+def test_modified_index_does_not_restore_an_older_state(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {1: 1.0})
     recorded(kept, "a")
@@ -192,7 +192,7 @@ class Full(io.FileIO):
         return done
 
 
-def test_a_full_disk_leaves_the_last_version_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_last_version_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0, 1: 2.0})
     shards = recorded(kept)
@@ -215,9 +215,7 @@ def test_a_full_disk_leaves_the_last_version_alone(tmp_path: Path, monkeypatch: 
     assert values(kept) == {0: 1.0, 1: 3.0, 2: 4.0}
 
 
-def test_a_full_disk_is_not_taken_for_a_file_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_not_reported_as_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -229,7 +227,7 @@ def test_a_full_disk_is_not_taken_for_a_file_that_cannot_be_read(
         read_version(tmp_path, shards)
 
 
-def test_a_version_of_one_round_is_flushed_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_round_version_is_flushed_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -239,7 +237,7 @@ def test_a_version_of_one_round_is_flushed_without_a_thread(tmp_path: Path, monk
     assert recorded(kept)[0].clients == 1
 
 
-def test_a_discarded_round_leaves_no_bytes(tmp_path: Path) -> None:
+def test_discarded_round_leaves_no_bytes_on_disk(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0})
     before = files(tmp_path)
@@ -250,7 +248,7 @@ def test_a_discarded_round_leaves_no_bytes(tmp_path: Path) -> None:
     assert values(kept) == {0: 1.0}
 
 
-def test_a_version_is_flushed_before_it_is_recorded_and_no_file_twice(
+def test_each_file_is_flushed_once_before_its_version_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, flushed = store(tmp_path), []
@@ -263,7 +261,7 @@ def test_a_version_is_flushed_before_it_is_recorded_and_no_file_twice(
     assert sorted(flushed) == [("1.states", 0), ("2.states", 0), ("3.states", 1), ("4.states", 1)]  # in any order
 
 
-def test_processes_take_their_own_clients_from_all_shards(tmp_path: Path) -> None:
+def test_processes_load_their_own_clients_from_all_shards(tmp_path: Path) -> None:
     shards = []
     for rank in (0, 1):
         kept = store(tmp_path, rank=rank)
@@ -276,7 +274,7 @@ def test_processes_take_their_own_clients_from_all_shards(tmp_path: Path) -> Non
         assert values(own) == mine
 
 
-def test_states_are_copied_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_copied_if_hard_links_are_unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -298,7 +296,7 @@ def test_states_are_copied_where_there_are_no_links(tmp_path: Path, monkeypatch:
     st.integers(1, 4),
     st.data(),
 )
-def test_every_version_stays_as_it_was_whatever_comes_later(
+def test_versions_are_not_modified_by_later_rounds(
     tmp_path_factory: pytest.TempPathFactory,
     rounds: list[dict[int, int]],
     rewrite: int,
@@ -345,7 +343,7 @@ def test_every_version_stays_as_it_was_whatever_comes_later(
 
 
 @pytest.mark.thorough
-def test_a_forked_process_leaves_the_index_to_its_parent(tmp_path: Path) -> None:
+def test_forked_process_does_not_touch_the_parents_index(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0})
     held = [kept]
@@ -369,7 +367,7 @@ def test_a_forked_process_leaves_the_index_to_its_parent(tmp_path: Path) -> None
     assert values(reopened(tmp_path, shards)) == {0: 2.0, 1: 1.0}
 
 
-def test_states_that_another_run_has_removed_are_missed_by_name(tmp_path: Path) -> None:
+def test_states_removed_by_another_run_raise_an_error(tmp_path: Path) -> None:
     ways: list[Callable[[DiskClientStore], object]] = [
         lambda kept: kept.get(0),
         lambda kept: kept.state_dict(),
@@ -401,7 +399,7 @@ class Hostile:
         return os.mkdir, ("ran",)
 
 
-def test_a_hostile_store_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malicious_store_executes_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"c_i": Hostile()}, tmp_path / "payload")
     header = b'{"c_i":{"dtype":"F32","shape":[1000000],"data_offsets":[0,4]}}'
@@ -428,7 +426,7 @@ def test_a_hostile_store_runs_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         "length = 1 << 62", "file = '../../1'", "offset = 'x'", "length = x'00'", "client = 'x'", "checksum = NULL",
     ],
 )  # fmt: skip
-def test_an_index_that_points_elsewhere_is_refused(change: str, tmp_path: Path) -> None:
+def test_index_with_invalid_entries_is_rejected(change: str, tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0})
     (shard,) = recorded(kept)
@@ -446,7 +444,7 @@ def test_an_index_that_points_elsewhere_is_refused(change: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0" + b"\xff" * 5000, b"x" * 5000])
-def test_a_file_that_is_no_index_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_corrupt_index_file_is_rejected(content: bytes, tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0})
     shards = recorded(kept)
@@ -474,7 +472,7 @@ def written(folder: Path, clients: int) -> Iterator[tuple[int, int]]:
         before = after
 
 
-def test_a_round_costs_what_it_touches_whatever_the_population(tmp_path: Path) -> None:
+def test_round_cost_is_independent_of_population_size(tmp_path: Path) -> None:
     few, many = list(written(tmp_path / "few", 10**3)), list(written(tmp_path / "many", 10**6))
     assert few == many
     assert {count for count, _ in many} == {1}
@@ -482,7 +480,7 @@ def test_a_round_costs_what_it_touches_whatever_the_population(tmp_path: Path) -
 
 
 @pytest.mark.thorough
-def test_out_of_date_states_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_of_stale_states_is_reclaimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskClientStore, "rewrite_bytes", 10_000)
     kept, size = store(tmp_path), 4 * 100 + 80
     for number in range(100):  # of each round's states, one stays
@@ -503,7 +501,7 @@ def test_small_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors as Linux does")
-def test_few_files_are_open_at_a_time_and_none_at_rest(tmp_path: Path) -> None:
+def test_few_files_are_open_and_none_after_closing(tmp_path: Path) -> None:
     gc.collect()  # stores of other tests
     before = len(os.listdir("/proc/self/fd"))
     kept = store(tmp_path)
@@ -522,7 +520,7 @@ def resident() -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
-def test_states_do_not_live_in_memory(tmp_path: Path) -> None:
+def test_states_are_not_held_in_memory(tmp_path: Path) -> None:
     kept = store(tmp_path)
     put(kept, {0: 0.0}, size=50_000)
     before = resident()
@@ -534,7 +532,7 @@ def test_states_do_not_live_in_memory(tmp_path: Path) -> None:
     assert resident() - before < 10
 
 
-def test_a_reader_finds_what_a_file_system_returns_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_handles_partial_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = store(tmp_path)
     put(kept, {0: 1.0}, size=1000)
 
@@ -546,7 +544,7 @@ def test_a_reader_finds_what_a_file_system_returns_in_parts(tmp_path: Path, monk
     assert values(kept) == {0: 1.0}
 
 
-def test_a_store_without_states_is_not_searched_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_store_opens_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connect, connected = Index.connect, list[Index]()
 
     def noted(index: Index) -> sqlite3.Connection:

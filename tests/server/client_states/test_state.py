@@ -76,7 +76,7 @@ def stage_changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "change"), covering(list(RUNS), [longer, single, wider]))
-def test_states_on_disk_of_another_shape_or_type_are_refused_by_name(
+def test_disk_states_with_wrong_shape_or_dtype_are_rejected(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -90,7 +90,7 @@ def test_states_on_disk_of_another_shape_or_type_are_refused_by_name(
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("on_client_error", ["raise", "drop"])
-def test_states_within_a_checkpoint_are_looked_at_too_and_nobody_is_dropped(engine: str, on_client_error: str) -> None:
+def test_invalid_states_in_a_checkpoint_are_rejected_not_dropped(engine: str, on_client_error: str) -> None:
     options = {"algorithm": Scaffold(), "client_states": "memory", "engine": engine, "on_client_error": on_client_error}
     fit(save="a.ckpt", **options)
     content = torch.load("a.ckpt", weights_only=True)
@@ -103,7 +103,7 @@ def test_states_within_a_checkpoint_are_looked_at_too_and_nobody_is_dropped(engi
         fit(load="a.ckpt", max_rounds=2, **options)
 
 
-def test_a_method_that_keeps_something_else_than_a_new_client_has_is_named() -> None:
+def test_kept_state_that_differs_from_init_client_is_rejected() -> None:
     class Forgets(FedAvg):
         def init_client(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"h": torch.zeros_like(x), "k": torch.zeros(())}
@@ -115,7 +115,7 @@ def test_a_method_that_keeps_something_else_than_a_new_client_has_is_named() -> 
         fit(algorithm=Forgets(), max_rounds=2)
 
 
-def test_a_local_optimizers_state_of_a_parameter_that_there_is_not_is_refused() -> None:
+def test_local_optimizer_state_of_a_missing_parameter_is_rejected() -> None:
     options = {"module": WithMomentum, "local_optimizer_state": "keep", "client_states": "memory"}
     fit(save="a.ckpt", **options)
     content = torch.load("a.ckpt", weights_only=True)
@@ -129,13 +129,13 @@ def test_a_local_optimizers_state_of_a_parameter_that_there_is_not_is_refused() 
 
 
 @pytest.mark.thorough
-def test_a_local_optimizer_that_starts_afresh_does_not_go_on_from_what_a_checkpoint_kept() -> None:
+def test_reset_local_optimizer_ignores_state_kept_in_a_checkpoint() -> None:
     fit(WithMomentum, save="kept.ckpt", local_optimizer_state="keep")
     fit(WithMomentum, save="afresh.ckpt")
     assert same(fit(WithMomentum, "kept.ckpt", max_rounds=2), fit(WithMomentum, "afresh.ckpt", max_rounds=2))
 
 
-def test_ids_of_clients_are_the_users_own() -> None:
+def test_errors_use_the_users_client_ids() -> None:
     named = dict(zip(("ann", "bob"), (data().client_dataset(i) for i in (0, 1)), strict=True))
     run = trainer(algorithm=Scaffold(), max_rounds=1, clients_per_round=2)
     run.fit(model := seeded(), FederatedDataModule(clients=named, batch_size=4))
@@ -156,7 +156,7 @@ class Unchanged(FedAvg):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_who_keeps_nothing_new_goes_on_with_what_it_had(engine: str) -> None:
+def test_client_that_keeps_nothing_retains_its_previous_state(engine: str) -> None:
     options = {"algorithm": Unchanged(), "compression": TopK(0.1), "engine": engine}
     t = trainer(clients_per_round=6, max_rounds=2, **options)
     t.fit(seeded(Net), data(sizes=(14, 8, 22, 6, 16, 10)))

@@ -46,7 +46,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     ],
     ids=["plain", "strided", "double", "half", "bool", "number", "empty"],
 )
-def test_a_clone_has_the_same_values_in_its_own_memory(value: torch.Tensor) -> None:
+def test_clone_has_equal_values_in_its_own_memory(value: torch.Tensor) -> None:
     expected = value.clone()
     copy = clone_tensor(value)
     value.zero_()
@@ -65,7 +65,7 @@ def test_a_clone_has_the_same_values_in_its_own_memory(value: torch.Tensor) -> N
     ],
     ids=["small", "strided", "large", "numbers", "empty"],
 )
-def test_copies_of_rows_do_not_hold_on_to_each_other(rows: torch.Tensor) -> None:
+def test_row_copies_do_not_share_storage(rows: torch.Tensor) -> None:
     expected = rows.clone()
     copies = clone_rows(rows)
     rows.zero_()
@@ -77,7 +77,7 @@ def test_copies_of_rows_do_not_hold_on_to_each_other(rows: torch.Tensor) -> None
         assert copy.untyped_storage().nbytes() == row.nbytes
 
 
-def test_staged_states_become_visible_with_the_commit(make: Make) -> None:
+def test_staged_states_become_visible_on_commit(make: Make) -> None:
     store = make()
     store.stage(4, {"c_i": torch.tensor([1.0])})
     assert store.get(4) is None
@@ -88,7 +88,7 @@ def test_staged_states_become_visible_with_the_commit(make: Make) -> None:
     assert store.get(4)["c_i"].tolist() == [1.0]
 
 
-def test_the_old_state_is_seen_until_the_commit(make: Make) -> None:
+def test_old_state_is_visible_until_commit(make: Make) -> None:
     store = make()
     for value in (1.0, 2.0):
         store.stage(0, {"c_i": torch.tensor([value])})
@@ -99,7 +99,7 @@ def test_the_old_state_is_seen_until_the_commit(make: Make) -> None:
     assert store.get(0)["c_i"].tolist() == [2.0]
 
 
-def test_a_commit_leaves_the_others_alone_and_happens_once(make: Make) -> None:
+def test_commit_keeps_other_clients_and_is_idempotent(make: Make) -> None:
     store = make()
     store.stage(0, {"h": torch.tensor(1.0)})
     store.stage(1, {"h": torch.tensor(2.0)})
@@ -110,7 +110,7 @@ def test_a_commit_leaves_the_others_alone_and_happens_once(make: Make) -> None:
     assert {i: float(state["h"]) for i, state in store.state_dict().items()} == {0: 1.0, 1: 3.0}
 
 
-def test_discarded_states_never_come(make: Make) -> None:
+def test_discarded_states_are_never_committed(make: Make) -> None:
     store = make()
     store.stage(0, {"h": torch.tensor(1.0)})
     store.commit()
@@ -122,7 +122,7 @@ def test_discarded_states_never_come(make: Make) -> None:
     assert store.get(1) is None
 
 
-def test_clients_without_state_take_no_room(make: Make) -> None:
+def test_empty_states_are_not_stored(make: Make) -> None:
     store = make()
     store.stage(0, {})
     store.commit()
@@ -137,7 +137,7 @@ def test_states_are_detached(make: Make) -> None:
     assert not store.get(0)["h"].requires_grad
 
 
-def test_loading_takes_the_states_of_another_store(make: Make) -> None:
+def test_loading_restores_the_states_of_another_store(make: Make) -> None:
     store, other = make(), make()
     store.stage(3, {"h": torch.tensor([1.0])})
     store.commit()
@@ -147,7 +147,7 @@ def test_loading_takes_the_states_of_another_store(make: Make) -> None:
     assert torch.equal(other.get(3)["h"], store.get(3)["h"])
 
 
-def test_what_was_saved_does_not_change_with_the_store(make: Make) -> None:
+def test_saved_states_do_not_change_with_the_store(make: Make) -> None:
     store = make()
     store.stage(0, {"h": torch.tensor(1.0)})
     store.commit()
@@ -161,7 +161,7 @@ def test_what_was_saved_does_not_change_with_the_store(make: Make) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", [deepcopy, lambda store: pickle.loads(pickle.dumps(store))], ids=["copied", "pickled"])
-def test_a_copy_outlives_the_store(make: Make, way: Callable[[ClientStore], ClientStore]) -> None:
+def test_copy_outlives_the_store(make: Make, way: Callable[[ClientStore], ClientStore]) -> None:
     store = make()
     store.stage_all([4, 1], {"h": torch.arange(6.0).view(2, 3)})
     store.commit()
@@ -174,19 +174,19 @@ def test_a_copy_outlives_the_store(make: Make, way: Callable[[ClientStore], Clie
     assert len(copied) == 2
 
 
-def test_indices_come_back_as_ints(make: Make) -> None:
+def test_string_indices_are_loaded_as_ints(make: Make) -> None:
     store = make()
     store.load_state_dict({"7": {"h": torch.tensor(1.0)}})
     assert float(store.get(7)["h"]) == 1.0
 
 
-def test_a_process_loads_the_states_of_its_own_clients(make: Make) -> None:
+def test_process_loads_only_the_states_of_its_clients(make: Make) -> None:
     store = make()
     store.load_state_dict({i: state_of(i) for i in range(5)}, lambda i: i % 2 == 1)
     assert store.state_dict().keys() == {1, 3}
 
 
-def test_names_shapes_types_and_bits_come_back(make: Make) -> None:
+def test_states_round_trip_with_identical_bits(make: Make) -> None:
     store = make()
     rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     state = {
@@ -238,7 +238,7 @@ def stacked(states: Sequence[State]) -> State:
 
 
 @pytest.mark.parametrize("size", [3, 20_000], ids=["small", "large"])
-def test_states_of_several_clients_are_staged_like_those_of_each(make: Make, size: int) -> None:
+def test_batched_staging_matches_staging_per_client(make: Make, size: int) -> None:
     store, rows = make(), {"c_i": torch.randn(4, size), "n": torch.arange(4)}
     store.stage_all([7, 1, 5, 2], rows)
     expected = {name: value.clone() for name, value in rows.items()}
@@ -252,7 +252,7 @@ def test_states_of_several_clients_are_staged_like_those_of_each(make: Make, siz
         assert all(v.untyped_storage().nbytes() == v.nbytes for v in store.state_dict()[index].values())
 
 
-def test_what_is_handed_out_is_nobody_elses() -> None:
+def test_returned_states_do_not_alias_the_store() -> None:
     store = MemoryClientStore()
     store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
     store.commit()
@@ -265,7 +265,7 @@ def test_what_is_handed_out_is_nobody_elses() -> None:
     assert same(store.stacked([4, 0], state_of(8)), stacked([state_of(8), state_of(0)]))
 
 
-def test_there_is_room_for_more_clients_than_there_were() -> None:
+def test_store_grows_with_the_number_of_clients() -> None:
     store = MemoryClientStore()
     for start in range(0, 300, 30):
         store.stage_all(range(start, start + 30), stacked([state_of(i) for i in range(start, start + 30)]))
@@ -273,7 +273,7 @@ def test_there_is_room_for_more_clients_than_there_were() -> None:
     assert same(store.state_dict(), {i: state_of(i) for i in range(300)})
 
 
-def test_no_memory_for_more_clients_leaves_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_on_commit_keeps_existing_states(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         raise MemoryError
 
@@ -287,7 +287,7 @@ def test_no_memory_for_more_clients_leaves_those_there_are(monkeypatch: pytest.M
     assert same(store.state_dict(), {0: state_of(0), 1: state_of(1)})
 
 
-def test_a_state_of_another_kind_takes_the_place_of_the_one_before() -> None:
+def test_state_with_another_layout_replaces_the_old_one() -> None:
     store = MemoryClientStore()
     store.stage_all([0, 1], stacked([state_of(0), state_of(1)]))
     store.commit()
@@ -308,7 +308,7 @@ def test_large_states_are_not_stacked() -> None:
     assert store.stacked([0, 1], {"c_i": rows["c_i"][0]}) is None
 
 
-def test_an_empty_state_that_was_saved_is_not_taken_for_none() -> None:
+def test_saved_empty_state_is_not_treated_as_missing() -> None:
     store = MemoryClientStore()
     store.load_state_dict({0: state_of(0), 1: {}})
     assert store.get(1) == {}
@@ -325,7 +325,7 @@ ACTION = st.one_of(
 
 @pytest.mark.usefixtures("few_rows")
 @given(st.lists(ACTION, max_size=25), st.lists(st.integers(0, 11), unique=True, min_size=1))
-def test_a_store_in_rows_is_a_dictionary(actions: list[tuple[Any, ...]], asked: list[int]) -> None:
+def test_row_store_behaves_like_a_dictionary(actions: list[tuple[Any, ...]], asked: list[int]) -> None:
     store, kept, staged = MemoryClientStore(), dict[int, State](), dict[int, State]()
     for number, (action, *rest) in enumerate(actions):
         if action == "one":
