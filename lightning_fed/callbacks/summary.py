@@ -151,7 +151,7 @@ class RunSummary(FederatedCallback):
                 # its round may precede the run's last round: checkpoints need not be due in every round
                 held = f" (round {checkpoint._last_global_step_saved})" if saved else ""
                 rows.append(("last checkpoint", f"{_relative(last)}{held}"))
-                path, logs = self.quote(_relative(last)), self.quote(_relative(log_dir) if log_dir else ".")
+                path, logs = self.quote(_relative(last)), self.quote(_relative(log_dir or trainer.default_root_dir))
                 command = self.resume_with.format(path=path, rounds=2 * trainer.fit_loop.round, logs=logs)
                 rows.append((f"resume{held}", command))
         return [

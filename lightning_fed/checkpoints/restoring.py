@@ -244,6 +244,13 @@ def start_server(
             _continue(server, restored, s, notes, bool(restored["client_states"]), CHECKPOINT)
             check_optimizer_states(server.step.optimizer, "the server's optimizer")
             metrics = {name: torch.as_tensor(value) for name, value in restored["metrics"].items()}
+        if not torch.equal(flat.y, server.evaluation_x()):
+            rank_zero_warn(
+                f"The state_dict of {trainer.ckpt_path} is not the server's model after {server.round} rounds: it was"
+                " edited, or the module saves or loads it in its own way. The run continues from the server's own"
+                " parameters, and ignores the others. To start from these, load them into the module, and begin a new"
+                " run without ckpt_path."
+            )
         trainer._logger_connector._callback_metrics.update(metrics)
     elif earlier is not None:
         earlier.continue_in(server, prepared, ranks, notes)

@@ -117,7 +117,7 @@ def _underscored(word: str) -> str:
 
 def _own_trace(error: FederatedError) -> list[str]:
     """Return the traceback of the error in a client's work, from the first line outside of the frameworks."""
-    cause: BaseException | None = error if isinstance(error, ClientError) else None
+    cause = error.__cause__ if isinstance(error, ClientError) else None  # without a cause, no user code failed
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
     frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
@@ -137,7 +137,8 @@ def _is_users(file: Path) -> bool:
     from lightning_fed.compat.package import pl
 
     frameworks = (Path(__file__).parents[1], *(Path(str(package.__file__)).parent for package in (pl, torch)))
-    return file.is_file() and not any(file.is_relative_to(folder) for folder in frameworks)
+    of_python = file.is_relative_to(Path(os.__file__).parent) and "site-packages" not in file.parts
+    return file.is_file() and not of_python and not any(file.is_relative_to(folder) for folder in frameworks)
 
 
 if __name__ == "__main__":

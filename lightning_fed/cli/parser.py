@@ -287,6 +287,7 @@ def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
     for action in actions:
         if (said := _IN_ROUNDS.get(action.dest.removeprefix("trainer."))) is not None:
             action.help = f"{said} (type: %(type)s, default: %(default)s)"
+    making = [group for group in parser._action_groups if hasattr(group, "instantiate_class")]
     parser._action_groups.clear()
     for title, belongs in titles.items():
         chosen = [action for action in actions if belongs(action.dest)]
@@ -295,6 +296,9 @@ def arrange(parser: Any, trainer_class: Callable[..., pl.Trainer]) -> None:
             chosen.sort(key=lambda action: general.index(action.dest))
         if chosen:
             parser.add_argument_group(title)._group_actions.extend(chosen)
+    for group in making:  # not shown, but jsonargparse makes a class of them that is not chosen by its name
+        group.description, group._group_actions = None, []
+    parser._action_groups.extend(making)
 
 
 def plain(text: str) -> str:

@@ -1,14 +1,20 @@
 """Lightning's commands: ``fit``, ``validate``, ``test`` and ``predict``."""
 
 import logging
+import os
 import shlex
+import sys
 from argparse import SUPPRESS, Action
 from collections.abc import Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any
+
+from fsspec.core import url_to_fs
 
 from lightning_fed.callbacks import RunSummary
 from lightning_fed.callbacks.progress import shows_information
+from lightning_fed.checkpoints.files import local_path
 from lightning_fed.checkpoints.folders import last_of_newest_run, roots
 from lightning_fed.cli.commands import STAGES
 from lightning_fed.cli.parser import LightningArgumentParser, LightningCLI, Parser, arrange
@@ -24,6 +30,7 @@ _EVALUATED = (
     " model as it is made."
 )
 
+_SAVED = "saved by a run, and replaced by the next one in this folder"
 _SHOWN = (pl.callbacks.ProgressBar, pl.callbacks.ModelSummary)
 _WRITER = pl.callbacks.BasePredictionWriter
 
@@ -32,21 +39,31 @@ class FederatedCLI(LightningCLI):
     """LightningCLI with a :class:`FederatedTrainer`, and model and data chosen by class.
 
     ``seed_everything`` also seeds cohorts, batch orders and random layers.
+
+    Args:
+        model_class: The class of the model; with ``subclass_mode_model=False`` this one and no other.
+        datamodule_class: The class of the data module, likewise.
+        kwargs: The other arguments of LightningCLI.
+
+    Attributes:
+        program: What runs it, for usage and hints; by default the script.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    program: str | None = None
+
+    def __init__(self, model_class: Any = None, datamodule_class: Any = None, **kwargs: Any) -> None:
         from_environment = arguments_of_environment(signature(FederatedTrainer.__init__).parameters)
         defaults = {
             "trainer_class": FederatedTrainer,
             "subclass_mode_model": True,
             "subclass_mode_data": True,
-            "save_config_kwargs": {"overwrite": True},
+            "save_config_callback": SavedConfig,
             # the parser passes every argument, so its defaults must include the environment's
             "trainer_defaults": {**from_environment, **(kwargs.pop("trainer_defaults", None) or {})},
             "parser_class": Parser,
             # a prefix of an option's name is a mistake, not an abbreviation
             "parser_kwargs": {
-                "prog": "lightning-fed",
+                "prog": self.program,
                 "allow_abbrev": False,
                 **{
                     name: {"allow_abbrev": False, **({"description": STAGES[name]} if name in STAGES else {})}
@@ -54,7 +71,7 @@ class FederatedCLI(LightningCLI):
                 },
             },
         }
-        super().__init__(**{**defaults, **kwargs})
+        super().__init__(model_class, datamodule_class, **{**defaults, **kwargs})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Return the parser of a command, with its help in order of use."""
@@ -88,20 +105,68 @@ class FederatedCLI(LightningCLI):
         return arguments
 
     def instantiate_classes(self) -> None:
-        """Create trainer, model and data; the summary shows the resume command, and ``-q`` hides bar and table."""
+        """Create trainer, model and data; ``-q`` hides bar and table."""
         super().instantiate_classes()
-        command = "lightning-fed fit --config {logs}/config.yaml --ckpt_path {path} --trainer.max_rounds {rounds}"
-        if self.trainer.max_steps != -1:  # max_steps would end the resumed run at once
-            command += " --trainer.max_steps -1"
         callbacks = self._callbacks()
         for callback in list(callbacks):
-            if isinstance(callback, RunSummary):
-                callback.resume_with, callback.quote = command, shlex.quote
+            if isinstance(callback, SavedConfig) and self.subcommand == "fit":
+                callback.command = self.program or f"python {shlex.quote(sys.argv[0])}"
             elif isinstance(callback, _SHOWN) and not shows_information():
                 callbacks.remove(callback)
 
     def _callbacks(self) -> list[pl.Callback]:
         return self.trainer.callbacks  # type: ignore[no-any-return,attr-defined]
+
+
+class SavedConfig(pl.cli.SaveConfigCallback):  # type: ignore[name-defined,misc]
+    """Save the configuration of a run in its log folder as ``config.yaml``, and let the summary resume with it.
+
+    It never replaces a file that no run has saved, since without a logger the folder may hold the user's own
+    configuration. The name is then ``config-v1.yaml``. An evaluation does not replace the file of a fit.
+
+    Attributes:
+        command: The program whose ``fit`` reads the saved configuration; empty if there is none.
+    """
+
+    command = ""
+
+    def __init__(self, parser: LightningArgumentParser, config: Any, **options: Any) -> None:
+        super().__init__(parser, config, **{**options, "save_to_log_dir": False})
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Save the configuration, in the first process."""
+        self._folder = trainer.log_dir or trainer.default_root_dir  # all processes must ask for it
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write the file, unless it is that of a fit and the run is an evaluation."""
+        name, folder = self.config_filename, local_path(self._folder)
+        if folder is None:  # a remote folder belongs to the run alone
+            url_to_fs(self._folder)[0].makedirs(self._folder, exist_ok=True)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            stem, number = Path(name), 0
+            while (folder / name).is_file() and not _is_saved(folder / name):
+                number += 1
+                name = f"{stem.stem}-v{number}{stem.suffix}"
+            if stage != "fit" and (folder / name).is_file():
+                return
+        self.parser.dump_header = [*(self.parser.dump_header or ()), _SAVED]
+        self.parser.save(
+            self.config, os.path.join(self._folder, name), skip_none=False, overwrite=True, multifile=self.multifile
+        )
+        for callback in trainer.callbacks if self.command else ():  # type: ignore[attr-defined]
+            if isinstance(callback, RunSummary):
+                words = f"fit --config {{logs}}/{name} --ckpt_path {{path}} --trainer.max_rounds {{rounds}}"
+                callback.resume_with = f"{self.command} {words}"
+                if trainer.max_steps != -1:  # max_steps would end the resumed run at once
+                    callback.resume_with += " --trainer.max_steps -1"
+                callback.quote = shlex.quote
+
+
+def _is_saved(file: Path) -> bool:
+    """Return whether a run saved this configuration, rather than a user."""
+    return f"# {_SAVED}\n" in file.read_text(encoding="utf-8", errors="replace")
 
 
 def _no_checkpoint(stage: str, trainer: pl.Trainer) -> FederatedError:
@@ -132,8 +197,8 @@ class _Quiet(Action):
 
 def run(args: list[str] | dict[str, Any] | None, first: str) -> None:
     """Run one of Lightning's commands; ``first`` is the first word."""
-    kind: Any = FederatedCLI
+    own: dict[str, Any] = {"program": "lightning-fed"}
     if first in STAGES:  # building the parsers of all four takes a second
         one = {first: FederatedCLI.subcommands()[first]}
-        kind = type("OneCommand", (FederatedCLI,), {"subcommands": staticmethod(lambda: one)})
-    kind(model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, args=args)
+        own["subcommands"] = staticmethod(lambda: one)
+    type("Command", (FederatedCLI,), own)(pl.LightningModule, pl.LightningDataModule, args=args)

@@ -20,6 +20,7 @@ from lightning_fed.lab.yaml_files import unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_METHOD = "method/text_summary"  # TensorBoard's tag of the text "method"
 _LABELS = {
     "rounds": "rounds",
     "gradients": "gradients computed",
@@ -42,7 +43,10 @@ def compare(args: Sequence[str]) -> None:
     if options.mode is None and options.metric != "val_acc":
         raise FederatedError(f"compare: pass --mode max if high values of {options.metric} are good, or --mode min.")
     metric = Metric(options.metric, options.mode or "max", options.metric)
-    runs = {name: read_log(Path(folder)) for name, folder in _named(options.runs).items()}
+    runs = {}
+    for name, folder in _named(options.runs).items():
+        series, method = _read(Path(folder))
+        runs[f"{name}, {method}" if method else name] = series  # `version_0` alone says nothing
     for name, series in runs.items():
         if not series.get(metric.name):
             raise unknown(name, "metric", metric.name, sorted(series))
@@ -71,28 +75,36 @@ def read_log(folder: Path) -> Series:
     Raises:
         FederatedError: If there are no such files, or they have no values.
     """
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[Series, str]:
+    """Return what a run logged, and its method; empty if the log does not name it."""
     if not folder.is_dir():
         raise FederatedError(f"compare: {folder} is not a folder. Name one such as lightning_logs/version_0_Scaffold.")
     if list(folder.glob("events.out.tfevents*")):
-        series = _read_events(folder)
+        series, method = _read_events(folder)
     elif tables := [folder / name for name in ("metrics.csv", "rounds.csv") if (folder / name).is_file()]:
-        series = _read_table(tables[0])
+        series, method = _read_table(tables[0]), _method(folder)
     else:
         inside = sorted({path.parent.name for path in folder.glob("*/events.out.tfevents*")})
         hint = f" There are logs in {', '.join(inside)} inside it." if inside else ""
         raise FederatedError(f"compare: {folder} has neither events.out.tfevents* nor metrics.csv.{hint}")
     if not any(series.values()):
         raise FederatedError(f"compare: the log in {folder} holds no values.")
-    return series
+    return series, method
 
 
-def _read_events(folder: Path) -> dict[str, dict[int, float]]:
+def _read_events(folder: Path) -> tuple[dict[str, dict[int, float]], str]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag not in ("epoch", "hp_metric")]
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+    # of several runs in this folder the events are the last one's, and hparams.yaml is the first one's
+    texts = events.Tensors(_METHOD) if _METHOD in events.Tags()["tensors"] else []
+    method = texts[-1].tensor_proto.string_val[0].decode() if texts else _method(folder)
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}, method
 
 
 def _read_table(path: Path) -> dict[str, dict[int, float]]:
@@ -111,19 +123,19 @@ def _read_table(path: Path) -> dict[str, dict[int, float]]:
 
 
 def _named(folders: Sequence[str]) -> dict[str, str]:
-    """Return the folders by name: the path without the prefix common to all, and the method if known."""
+    """Return the folders by name: the path without the prefix common to all."""
     whole = {folder: Path(os.path.abspath(folder)) for folder in folders}
     if len(set(whole.values())) < len(folders):
         raise FederatedError("compare: a run is named twice.")
     common = Path(os.path.commonpath([path.parent for path in whole.values()]))
-    return {f"{path.relative_to(common)}{_method(path)}": folder for folder, path in whole.items()}
+    return {str(path.relative_to(common)): folder for folder, path in whole.items()}
 
 
 def _method(folder: Path) -> str:
-    """Return a run's method as a suffix for its name, since `version_0` alone is not informative."""
+    """Return the method that a log's hyper-parameters name; empty if they name none."""
     try:
         settings = yaml.safe_load((folder / "hparams.yaml").read_text(encoding="utf-8"))
-        return f", {settings['algorithm']}"
+        return str(settings["algorithm"])
     except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         return ""  # another logger's file, or hyperparameters that are not plain values
 

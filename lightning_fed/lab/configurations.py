@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from inspect import signature
 from io import StringIO
 from pydoc import locate
+from typing import Any
 
 import yaml
 from jsonargparse import Namespace
@@ -17,6 +19,9 @@ from lightning_fed.cli.parser import ArgsType, LightningArgumentParser
 from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.own_code import own_code
+
+UNUSED = ("ckpt_path", "weights_only")
+"""Keys of a saved configuration besides its parts."""
 
 
 class _Parser(CellParts):
@@ -30,11 +35,24 @@ class _Parser(CellParts):
         """Skip instantiation."""
 
 
-class Configurations:
-    """Check configurations, and complete them with all defaults."""
+class _SavedParser(_Parser):
+    """The parser that also accepts the keys in ``UNUSED``."""
 
-    def __init__(self) -> None:
-        self._parser = _Parser({}).parser
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the keys."""
+        for name in UNUSED:
+            parser.add_argument(f"--{name}", type=Any, help=SUPPRESS)
+
+
+class Configurations:
+    """Check configurations, and complete them with all defaults.
+
+    Args:
+        of_saved: Whether to accept the keys in ``UNUSED``, and drop them.
+    """
+
+    def __init__(self, of_saved: bool = False) -> None:
+        self._parser = (_SavedParser if of_saved else _Parser)({}).parser
         self._made: set[str] = set()
 
     def complete(self, name: str, config: Config, args: Sequence[str] = ()) -> Config:
@@ -42,21 +60,23 @@ class Configurations:
 
         Args:
             name: The name for messages.
-            config: The configuration.
-            args: Options of ``lightning-fed fit`` that override it, such as ``["--model.lr", "0.1"]``.
+            config: The configuration; empty if ``args`` have it.
+            args: Options of ``lightning-fed fit`` that override it, such as ``["--model.lr", "0.1"]``, files included.
 
         Raises:
             FederatedError: If a key is unknown, or a value has the wrong type.
         """
         try:
             with redirect_stderr(StringIO()):
-                parsed = self._parser.parse_object(deepcopy(config))  # parse_object modifies its argument
+                # parse_object modifies its argument
+                parsed = self._parser.parse_object(deepcopy(config)) if config else None
                 if args:
                     parsed = self._parser.parse_args(list(args), namespace=parsed)
             completed: Config = yaml.safe_load(self._parser.dump(parsed, skip_validation=True))
         except Exception as error:
             raise FederatedError(f"{name}: {refusal_in(error) or error}") from error
-        completed.pop("config", None)
+        for key in ("config", *UNUSED):
+            completed.pop(key, None)
         return completed
 
     def check(self, name: str, config: Config) -> None:

@@ -63,7 +63,7 @@ class Metric:
 
     @property
     def worst(self) -> float:
-        """A value worse than any other."""
+        """A value worse than any other, which one that is not finite counts as."""
         return -math.inf if self.mode == "max" else math.inf
 
     def reaches(self, value: float, target: float) -> bool:
@@ -245,7 +245,7 @@ def _last(curve: Curve, end: int) -> int:
 
 
 def _or(value: float, instead: float) -> float:
-    return instead if math.isnan(value) else value
+    return value if math.isfinite(value) else instead
 
 
 def first_round(series: Series) -> int:

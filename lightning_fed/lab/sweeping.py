@@ -80,6 +80,11 @@ def _base(paths: Sequence[str]) -> Config:
                 raise unknown(path, "key for the cells of a sweep", name, _PARTS)
         config = overlay(config, found)
     trainer = config.get("trainer") or {}
+    if not isinstance(trainer, dict):
+        raise FederatedError(
+            f"{' '.join(paths)}: trainer must be a mapping of keys to values, found {trainer!r}. A sweep reads no file"
+            " inside a configuration: write its keys here."
+        )
     left_out = [f"trainer.{name}" for name in _LEFT_OUT if trainer.pop(name, None) is not None]
     callbacks = trainer.get("callbacks") or []
     savers = [c for c in callbacks if isinstance(c, dict) and "Checkpoint" in str(c.get("class_path"))]
@@ -225,7 +230,9 @@ def _final(results: Results, record: Record) -> dict[str, float]:
     for name, metric in results.grid.experiment.metrics.items():
         if record.series.get(name):
             for kind in ("final", "best"):
-                metrics[f"hp/{kind}_{name}"] = Quantity(kind, kind, metric).of(record.series)
+                quantity = Quantity(kind, kind, metric)
+                has_ended = record.status == "finished"  # a curve up to a divergence may have a good best value
+                metrics[f"hp/{kind}_{name}"] = quantity.of(record.series) if has_ended else quantity.worst
     return metrics
 
 

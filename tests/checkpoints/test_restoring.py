@@ -1,11 +1,14 @@
 """What does not fit a resumed run is named, and what makes no difference only warned of."""
 
+import warnings
+
 import pytest
 import torch
 
 from lightning_fed.checkpoints.restoring import check_optimizer_states, compare_work, restored_from
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.origin import CHECKPOINT, EARLIER_FIT
+from tests.helpers.training import data, fit, seeded, trainer
 
 
 @pytest.mark.parametrize("cause", ["the sizes differ", "the sizes differ."])
@@ -42,3 +45,18 @@ def test_invalid_optimizer_state_is_rejected(change: str, message: str) -> None:
         optimizer.state[weight] = 3
     with pytest.raises(FederatedError, match=f"the server's optimizer .*{message}"):
         check_optimizer_states(optimizer, "the server's optimizer")
+
+
+def test_edited_weights_in_a_checkpoint_warn() -> None:
+    made = trainer(max_rounds=1)
+    made.fit(seeded(), data())
+    made.save_checkpoint("whole.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The state_dict of")
+        whole = fit(max_rounds=2, ckpt_path="whole.ckpt")
+    checkpoint = torch.load("whole.ckpt", weights_only=True)
+    checkpoint["state_dict"]["head.weight"] *= 2
+    torch.save(checkpoint, "edited.ckpt")
+    with pytest.warns(UserWarning, match=r"The state_dict of edited.ckpt is not the server's model after 1 round"):
+        edited = fit(max_rounds=2, ckpt_path="edited.ckpt")
+    assert torch.equal(edited, whole)

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from pytorch_lightning.loggers.logger import DummyLogger
 
 from lightning_fed._version import __version__
 from lightning_fed.cli.main import FederatedCLI, main
 from lightning_fed.compat.package import NAMES, USED
+from lightning_fed.data import Digits
 from lightning_fed.models import MLPClassifier
 from tests.helpers.command_line import one_stage
 from tests.helpers.selection import few
@@ -331,6 +333,63 @@ def test_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
     assert not capfd.readouterr().out
+
+
+@pytest.mark.thorough
+def test_user_configuration_is_kept_without_a_logger(capsys: pytest.CaptureFixture[str]) -> None:
+    written = "# mine\n" + Path(QUICKSTART).read_text()
+    Path("config.yaml").write_text(written)
+    for _ in range(2):
+        fit("--trainer.logger", "false", config="config.yaml")
+        assert Path("config.yaml").read_text() == written
+        assert "--config ./config-v1.yaml --ckpt_path" in capsys.readouterr().out
+    saved = yaml.safe_load(Path("config-v1.yaml").read_text())
+    assert saved["trainer"]["max_rounds"] == 2
+    assert not Path("config-v2.yaml").exists()
+
+
+@pytest.mark.thorough
+def test_evaluation_keeps_the_configuration_of_the_fit() -> None:
+    logger = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs", "name": "", "version": "mine"}}
+    Path("named.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    fit("--config", "named.yaml")
+    saved = Path("logs/mine/config.yaml").read_text()
+    for command in ("test", "validate"):
+        run(command, "--config", QUICKSTART, "--config", "named.yaml", "--ckpt_path", "last")
+        assert Path("logs/mine/config.yaml").read_text() == saved
+    checkpoint = "logs/mine/checkpoints/last.ckpt"
+    run("fit", "--config", "logs/mine/config.yaml", "--ckpt_path", checkpoint, "--trainer.max_rounds", "3")
+    assert yaml.safe_load(Path("logs/mine/config.yaml").read_text())["trainer"]["max_rounds"] == 3
+
+
+class NoFolder(DummyLogger):
+    """A logger without a folder, such as one that sends its values away."""
+
+
+@pytest.mark.thorough
+def test_configuration_goes_to_the_run_folder_if_the_logger_has_none() -> None:
+    fit("--trainer.logger", f"{__name__}.NoFolder", "--trainer.default_root_dir", "root")
+    assert yaml.safe_load(Path("root/config.yaml").read_text())["trainer"]["max_rounds"] == 2
+
+
+@pytest.mark.thorough
+def test_custom_command_line_supports_a_fixed_model_class(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own: dict[str, Any] = {"subclass_mode_model": False, "subclass_mode_data": False}
+    words = ["--model.in_features", "64", "--model.num_classes", "10", "--trainer.local_epochs", "1"]
+    monkeypatch.setattr(sys, "argv", ["my cli.py"])
+    with one_stage("fit"):
+        FederatedCLI(MLPClassifier, Digits, **own, args=["fit", *SMALL, *words])
+    shown = capsys.readouterr().out
+    assert "python 'my cli.py' fit --config lightning_logs/version_0_FedAvg/config.yaml --ckpt_path" in shown
+
+
+@pytest.mark.thorough
+def test_diverging_run_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="Client .* parameters that are not finite"):
+        fit("--model.lr", "1e30", "--trainer.logger", "false")
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.thorough

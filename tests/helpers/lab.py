@@ -1,5 +1,6 @@
 """Grids of the lab as its tests run them, and results with given curves."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -71,7 +72,7 @@ def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | s
                 store.cells.mkdir(parents=True, exist_ok=True)
                 store.note_failure(key, str(cell), "no memory")
                 continue
-            diverged = curve == "diverged"
+            diverged = curve == "diverged" or any(map(math.isnan, curve))
             values = {} if isinstance(curve, str) else dict(enumerate(curve, start=1))
             (store.cells / key).mkdir(parents=True)
             series = {"val_distance": values}

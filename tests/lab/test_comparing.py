@@ -49,6 +49,16 @@ def test_restarted_run_in_a_folder_replaces_the_previous_log() -> None:
     assert {tag: max(curve) for tag, curve in series.items()} == dict.fromkeys(series, 2)
 
 
+@pytest.mark.thorough
+@needs_matplotlib
+def test_run_is_named_by_its_own_method_in_a_shared_folder() -> None:
+    for method in (Mime(base=SGDm()), FedAvg()):
+        time.sleep(1 - time.time() % 1)  # as above
+        fit(logger=TensorBoardLogger(".", name="again", version=""), max_rounds=1, algorithm=method)
+    main(["compare", "again"])
+    assert "again, FedAvg(pseudo_grad='raw')" in Path("compared/compare.md").read_text()
+
+
 def test_both_loggers_record_the_same_values(tmp_path: Path) -> None:
     both = [TensorBoardLogger(".", name="a", version=""), CSVLogger(".", name="b", version="")]
     fit(logger=both, max_rounds=3, algorithm=FedAvg())

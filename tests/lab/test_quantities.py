@@ -11,6 +11,7 @@ METRICS = {
     "val_acc": Metric("val_acc", "max", "accuracy"),
     "val_loss": Metric("val_loss", "min", "loss"),
     "other": Metric("other", "min", "other loss"),
+    "overflown": Metric("overflown", "max", "likelihood"),
 }
 
 
@@ -21,6 +22,7 @@ SERIES = {
     "round/gradients": dict.fromkeys(range(1, 7), 10.0),
     "comm/bytes_up": dict.fromkeys(range(1, 7), 1.0),
     "comm/bytes_down": dict.fromkeys(range(1, 7), 2.0),
+    "overflown": {2: 0.5, 4: math.inf, 6: 0.7},
     "time/simulated": {n: float(n * n) for n in range(1, 7)},
 }
 
@@ -60,6 +62,9 @@ LOSS = "population/train_loss"
         ("climb 4", -0.2),
         ("climb 1", 0.0),  # no two values are one round apart
         ("climb 2 other", 2.0),
+        ("best overflown", 0.7),  # an infinite value is no good one, even where high values are good
+        ("round 4 overflown", -math.inf),
+        ("rounds to 0.6 overflown", 6),
     ],
 )
 def test_quantity_has_its_expected_value(text: str, value: float) -> None:

@@ -1,5 +1,6 @@
 """Users' own grids: the store, the table, the figure, and TensorBoard's hyper-parameters."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_fed.cli.main import main
 from lightning_fed.lab.grid import Grid
 from lightning_fed.lab.quantities import parse_quantity
 from lightning_fed.lab.reading import read_experiment
-from lightning_fed.lab.sweeping import _not_logged, ranked
+from lightning_fed.lab.sweeping import _log_hyper_parameters, _not_logged, ranked
 from tests.helpers.lab import results_of
 from tests.helpers.optional import needs_matplotlib
 from tests.lab.conftest import TINY
@@ -106,6 +107,13 @@ def test_unknown_cell_key_is_rejected(key: str, monkeypatch: pytest.MonkeyPatch)
     run({"metrics": METRICS, "axes": {"lr": {**AXES["lr"], "values": [0.1]}}})
 
 
+@needs_matplotlib
+def test_trainer_in_a_separate_file_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OUTPUTS, "trainer", "trainer.yaml")
+    with pytest.raises(SystemExit, match=r"trainer must be a mapping of keys to values, found 'trainer.yaml'"):
+        run({"metrics": METRICS, "axes": AXES})
+
+
 def test_points_that_miss_the_target_are_ranked_by_final_value(write: Any, tmp_path: Path) -> None:
     ends = {"poor": 3.0, "good": 1.0, "fair": 2.0}
     experiment = read_experiment(write(methods={name: {} for name in ends}, random=True))
@@ -135,3 +143,15 @@ def test_ignored_seed_of_the_configuration_is_reported(
     with pytest.raises(SystemExit):
         run({"metrics": METRICS, "axes": {}})
     assert capsys.readouterr().out.startswith(said)
+
+
+def test_tensorboard_marks_diverged_cells(write: Any, tmp_path: Path) -> None:
+    curves = {"falls": [4.0, 3.0], "diverges": [4.0, 1.0, math.nan]}
+    experiment = read_experiment(write(methods={name: {} for name in curves}, random=True))
+    results = results_of(Grid(experiment), tmp_path / "o", lambda cell: curves[cell.point.by_axis["method"]])
+    _log_hyper_parameters(results, tmp_path / "board")
+    for name, worst in {"falls": 3.0, "diverges": math.inf}.items():
+        events = EventAccumulator(str(next((tmp_path / "board").glob(f"*{name}*"))))
+        events.Reload()
+        for kind in ("final", "best"):
+            assert [event.value for event in events.Scalars(f"hp/{kind}_val_distance")] == [worst]

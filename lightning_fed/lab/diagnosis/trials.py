@@ -1,8 +1,10 @@
 """Run a configuration of ``lightning-fed fit`` for a few rounds at several step sizes, without keeping any files."""
 
+import json
 import math
 import tempfile
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from lightning_fed.core.errors import FederatedError, refusal_in
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
 from lightning_fed.data.files.stored import StoredDataModule
-from lightning_fed.lab.configurations import Configurations
+from lightning_fed.lab.configurations import UNUSED, Configurations
 from lightning_fed.lab.diagnosis.measurement import Measured, mean_gradient, measure, stepping
 from lightning_fed.lab.overlays import Config, overlay
 from lightning_fed.lab.workers import quietly
 from lightning_fed.lab.yaml_files import read_yaml, unknown
+from lightning_fed.settings.lightning_arguments import arguments_of_environment
 from lightning_fed.settings.settings import Settings
 from lightning_fed.trainer.trainer import FederatedTrainer
 
@@ -31,7 +34,6 @@ FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 PARTS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """The parts of a configuration."""
 
-_UNUSED = ("ckpt_path", "weights_only")  # keys that only saved configurations have
 _WATCHERS = ("Checkpoint", "EarlyStopping", "ProgressBar", "Summary", "Monitor", "Timer", *callbacks.__all__)
 _PLAIN: Config = {  # one process, no validation, and no limit but the rounds
     "strategy": "auto", "devices": 1, "num_nodes": 1, "limit_val_batches": 0, "fast_dev_run": False,
@@ -144,14 +146,14 @@ def read_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> tuple[Co
     Raises:
         FederatedError: If a file cannot be read, or the trainer, model or data cannot be instantiated.
     """
-    config: Config = {}
     for path in paths:
-        found = read_yaml(Path(path))
-        for name in found.keys() - {*PARTS, *_UNUSED}:
+        for name in read_yaml(Path(path)).keys() - {*PARTS, *UNUSED}:
             raise unknown(path, "key of a configuration", name, PARTS)
-        config = overlay(config, {name: part for name, part in found.items() if name in PARTS and part is not None})
-    configurations, name = Configurations(), " ".join([*paths, *overrides])
-    config, left_out = _for_trials(configurations.complete(name, config, overrides))
+    configurations, name = Configurations(of_saved=True), " ".join([*paths, *overrides])
+    environment = arguments_of_environment(signature(FederatedTrainer.__init__).parameters)
+    words = [f"--trainer.{key}={json.dumps(value, default=str)}" for key, value in environment.items()]
+    words += [word for path in paths for word in ("--config", path)]
+    config, left_out = _for_trials(configurations.complete(name, {}, [*words, *overrides]))  # as a fit reads them
     configurations.check(name, config)
     return config, left_out
 

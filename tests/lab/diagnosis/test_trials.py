@@ -9,7 +9,7 @@ from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.cli.main import main
 from lightning_fed.data import Quadratics
-from lightning_fed.lab.diagnosis.trials import Trial
+from lightning_fed.lab.diagnosis.trials import Trial, read_config
 from lightning_fed.lab.overlays import overlay
 from lightning_fed.models import Quadratic
 from tests.helpers.diagnosis import BASE, diagnose
@@ -28,6 +28,21 @@ def test_measuring_does_not_affect_the_run() -> None:
         return float(model.x.detach())
 
     assert end(Trial(1.0, 2, 2, 2, "uniform")) == end()
+
+
+def test_configuration_is_read_like_that_of_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, trainer = dict(BASE), dict(BASE["trainer"])
+    of_sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.25}}
+    Path("trainer.yaml").write_text(yaml.safe_dump(trainer))
+    Path("base.yaml").write_text(yaml.safe_dump({**base, "trainer": "trainer.yaml", "optimizer": of_sgd}))
+    Path("adam.yaml").write_text("optimizer: {class_path: torch.optim.Adam}\nckpt_path: null\n")
+    monkeypatch.setenv("PL_TRAINER_GRADIENT_CLIP_VAL", "0.5")
+    config, _ = read_config(["base.yaml", "adam.yaml"], ["--trainer.max_rounds", "7"])
+    assert config["optimizer"]["class_path"] == "torch.optim.Adam"
+    assert config["optimizer"]["init_args"]["lr"] == 0.25  # which both classes have
+    assert config["trainer"]["gradient_clip_val"] == 0.5
+    assert config["trainer"]["max_rounds"] == 7
+    assert config["trainer"]["local_steps"] == trainer["local_steps"]
 
 
 @pytest.mark.thorough
