@@ -62,6 +62,10 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
     except KeyboardInterrupt:
         print("lightning-fed: interrupted.", file=sys.stderr)
         sys.exit(130)
+    except SystemExit as stop:
+        if type(stop).__name__ == "SIGTERMException":  # Lightning's, whose status is that of a finished run
+            sys.exit(143)  # as a shell reports what SIGTERM ends
+        raise
     except BrokenPipeError:
         if not isinstance(words, list) or words[0] not in OWN:
             raise  # a run that ends early must not end silently

@@ -20,6 +20,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 from lightning_fed._version import __version__
 from lightning_fed.cli.main import FederatedCLI, main
 from lightning_fed.compat.package import NAMES, USED
+from lightning_fed.compat.private import SIGTERMException
 from lightning_fed.data import Digits
 from lightning_fed.models import MLPClassifier
 from tests.helpers.command_line import one_stage
@@ -383,6 +384,16 @@ def test_custom_command_line_supports_a_fixed_model_class(
         FederatedCLI(MLPClassifier, Digits, **own, args=["fit", *SMALL, *words])
     shown = capsys.readouterr().out
     assert "python 'my cli.py' fit --config lightning_logs/version_0_FedAvg/config.yaml --ckpt_path" in shown
+
+
+def test_a_terminated_run_does_not_end_as_a_finished_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(*args: Any) -> None:
+        raise SIGTERMException
+
+    monkeypatch.setattr("lightning_fed.cli.stages.run", terminated)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit"])
+    assert stop.value.code == 143
 
 
 @pytest.mark.thorough
